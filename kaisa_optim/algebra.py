@@ -1,0 +1,104 @@
+"""Kronecker algebra on stacks of equal matrices.
+
+Every function takes and returns batched tensors: factors ``[k, n, n]`` (a diagonal one ``[k, n]``),
+gradients ``[k, g, a]``. Nothing here knows modules, ranks or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Float32 products in real float32: a user's TF32 or bf16 setting must not reach the factors."""
+    saved = torch.get_float32_matmul_precision()
+    if saved == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(saved)
+
+
+def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
+    """Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
+
+    ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows.
+    """
+    if diagonal:
+        moment = torch.linalg.vecdot(rows, rows, dim=1)
+        return torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1]) if append_one else moment
+    if not append_one:
+        return rows.mT @ rows
+    k, count, n = rows.shape
+    moment = rows.new_empty(k, n + 1, n + 1)
+    moment[:, :n, :n] = rows.mT @ rows
+    moment[:, n, :n] = moment[:, :n, n] = rows.sum(1)
+    moment[:, n, n] = count
+    return moment
+
+
+def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
+    """The trace over the dimension, ``[k]``."""
+    values = factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)
+    return values.mean(-1)
+
+
+def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
+    """γ_A and γ_G with γ_A γ_G = γ and γ_A / γ_G = ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
+
+    A factor that is zero has no scale to balance: the pair then shares √γ evenly.
+    """
+    ratio = mean_a / mean_g
+    ratio = torch.where((mean_a > 0) & (mean_g > 0), ratio, torch.ones_like(ratio))
+    return torch.sqrt(damping * ratio), torch.sqrt(damping / ratio)
+
+
+def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of PSD factors."""
+    values, vectors = torch.linalg.eigh(factors)
+    return values.clamp_(min=0), vectors
+
+
+def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
+    """(F + γI)⁻¹ by Cholesky, γ ``[k]``; NaN where the damped factor is not positive definite."""
+    damped = factors.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    lower, info = torch.linalg.cholesky_ex(damped)
+    lower.masked_fill_((info != 0)[:, None, None], torch.nan)
+    return torch.cholesky_inverse(lower)
+
+
+def outer_reciprocal(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
+    """1 / (v_G v_Aᵀ + γ), ``[k, g, a]``."""
+    return torch.reciprocal_(values_g[:, :, None] * values_a[:, None, :] + damping)
+
+
+def apply_eigen(
+    gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None, scale: Tensor
+) -> Tensor:
+    """Q_G (scale ∘ Q_Gᵀ ∇ Q_A) Q_Aᵀ; ``None`` stands for the basis of a diagonal factor."""
+    out = gradient
+    if vectors_g is not None:
+        out = vectors_g.mT @ out
+    if vectors_a is not None:
+        out = out @ vectors_a
+    out = out * scale
+    if vectors_g is not None:
+        out = vectors_g @ out
+    if vectors_a is not None:
+        out = out @ vectors_a.mT
+    return out
+
+
+def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
+    """G⁻¹ ∇ A⁻¹; an inverse given as ``[k, n]`` is diagonal."""
+    out = inverse_g @ gradient if inverse_g.dim() == 3 else inverse_g[:, :, None] * gradient
+    return out @ inverse_a if inverse_a.dim() == 3 else out * inverse_a[:, None, :]

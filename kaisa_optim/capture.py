@@ -1,0 +1,290 @@
+"""Hooks that see, in each backward pass that trains a layer, its input with its output gradient.
+
+A forward hook passes the layer's output through an identity autograd function that holds the input;
+the pair is complete when the backward pass reaches it. So layers used twice, forwards without a
+backward and evaluations beside training cannot mix up the pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from .algebra import full_precision
+from .layers import Layer, Moments
+
+_Covers = tuple[bool, bool]
+Sink = Callable[[Layer, "Run", _Covers, Moments], None]
+
+
+class Run:
+    """One forward pass of the model: how many terms its loss averages if it trains."""
+
+    __slots__ = ("examples", "positions", "shape")
+
+    def __init__(self, value: Any) -> None:
+        if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
+            # Images of different sizes, as detection models take them.
+            self.shape: torch.Size | None = None
+            self.examples = len(value)
+            self.positions = sum(v.shape[1:].numel() for v in value)
+            return
+        tensor = _first_tensor(value)
+        self.shape = None if tensor is None else tensor.shape
+        self.examples = 1 if tensor is None or tensor.dim() == 0 else tensor.shape[0]
+        self.positions = 1 if tensor is None else _positions(tensor)
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "values"):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return None
+    tensors = (_first_tensor(v) for v in value)
+    return next((t for t in tensors if t is not None), None)
+
+
+def _positions(tensor: Tensor) -> int:
+    """Elements of tokens; of features, those of one channel: last in sequences, second in images."""
+    if not tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor.numel()
+    return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a layer's output. Marked in place, so in-place activations may follow it."""
+
+    @staticmethod
+    def forward(output: Tensor, x: Tensor | None, record: Any) -> Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+        # Saved through autograd, so that checkpointing and offloading treat it as their own.
+        ctx.save_for_backward(inputs[1])
+        ctx.record = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if ctx.record is not None:
+            ctx.record(x, grad)
+        return grad, None, None
+
+
+class _Hook:
+    """A module hook that ends with its capture and turns inert in a copy of the model."""
+
+    def __init__(self, method: Callable[..., Any], *bound: Any) -> None:
+        self.method = weakref.WeakMethod(method)
+        self.bound = bound
+
+    @torch.compiler.disable  # compiled code breaks its graph here and calls the hook as it is
+    def __call__(self, *args: Any) -> Any:
+        method = self.method()
+        return None if method is None else method(*self.bound, *args)
+
+    def __reduce__(self) -> Any:
+        # A deepcopied or saved model carries a callable that does nothing, from the standard
+        # library alone: the copy trains nothing here, and loads where this package is absent.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Capture:
+    """Owns the hooks on one model for one optimizer; hands moments to ``sink``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        sink: Sink,
+        drop: Callable[[Layer], None],
+        *,
+        reduce: bool,
+    ) -> None:
+        self.sink = sink
+        self.drop = drop  # called for a layer whose gradient starts anew
+        self.gathering = True  # all layers; else only those in ``missing``
+        self.missing = set(layers)
+        self.reduce = reduce
+        self.paused = 0
+        self.was_paused = False  # since the last reset, as the next one
+        self.backwards = 0  # passes that reached a layer and trained it
+        self._local = threading.local()  # DataParallel runs its replicas in threads
+        self._latest: Run | None = None
+        self._loose: Run | None = None
+        self._handles = self._attach(model, layers)
+
+    def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
+        starts = _Hook(self._run_starts)
+        handles: list[Any] = [model.register_forward_pre_hook(starts, with_kwargs=True)]
+        by_module: dict[nn.Module, list[Layer]] = {}
+        for layer in layers:
+            by_module.setdefault(layer.module, []).append(layer)
+        for module, own in by_module.items():
+            if own[0].interceptor(own, self._tap) is None:
+                hook = _Hook(self._output, own[0])
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            else:
+                handles.append(module.register_forward_pre_hook(_Hook(self._enter, own)))
+                handles.append(module.register_forward_hook(_Hook(self._exit), always_call=True))
+        # Last, since the model may itself be a layer.
+        handles.append(model.register_forward_hook(_Hook(self._run_ends), always_call=True))
+        return handles
+
+    def reset(self) -> None:
+        """A step has consumed what was gathered."""
+        self.backwards = 0
+        self.was_paused = self.paused > 0
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- the model's forward passes ----
+
+    def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            value = args[0] if args else next(iter(kwargs.values()), None)
+            if _first_tensor(value) is None:
+                value = (*args, *kwargs.values())
+            self._local.run = self._latest = Run(value)
+
+    def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._local.run = None
+
+    def _current_run(self, layer: Layer, x: Tensor) -> Run:
+        run: Run | None = getattr(self._local, "run", None)
+        if run is None and torch._C._current_graph_task_id() != -1 and self._latest is not None:
+            return self._latest  # a reentrant checkpoint runs its part again
+        if run is None:
+            # The layer is called without the model around it: one run until a backward pass.
+            if self._loose is None:
+                self._loose = Run(x)
+            run = self._loose
+        if layer.unbatched(x) and run.shape == x.shape:
+            run.examples = 1
+        return run
+
+    # ---- the layers' forward passes ----
+
+    def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+            return None
+        if module is layer.module and _substituted(module, layer):
+            return None  # torch.func.functional_call with other weights
+        x = args[0] if args else _first_tensor(kwargs)
+        return self._tap(layer, output, x)
+
+    def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
+        mode: TorchFunctionMode | None = None
+        if torch.is_grad_enabled():
+            mode = layers[0].interceptor(layers, self._tap)
+            assert mode is not None
+            mode.__enter__()
+        self._modes().append(mode)
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        modes = self._modes()
+        mode = modes.pop() if modes else None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def _modes(self) -> list[TorchFunctionMode | None]:
+        if not hasattr(self._local, "modes"):
+            self._local.modes = []
+        return self._local.modes
+
+    def _tap(
+        self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)
+    ) -> Tensor:
+        covers = layer.covers_now()
+        if not any(covers) or not output.requires_grad or _under_functorch():
+            return output
+        wanted = self.gathering or layer in self.missing or covers != layer.covers
+        wanted = wanted and not self.paused
+        if not wanted and not _checkpointed():
+            return output
+        record = None
+        if wanted:
+            run = self._current_run(layer, x)
+
+            def record(x: Tensor | None, grad: Tensor) -> None:
+                self._record(layer, run, covers, blocks, x, grad)
+
+        return _Tap.apply(output, x if layer.needs_input(covers) else None, record)
+
+    # ---- the backward pass ----
+
+    def _record(
+        self,
+        layer: Layer,
+        run: Run,
+        covers: _Covers,
+        blocks: slice,
+        x: Tensor | None,
+        grad: Tensor,
+    ) -> None:
+        anchor = layer.weight if covers[0] else layer.bias
+        assert anchor is not None
+        if not _accumulates_into(anchor):
+            return
+        self._loose = None
+        self.backwards += 1
+        if anchor.grad is None:
+            self.drop(layer)
+        device = grad.device.type
+        dtype = torch.promote_types(anchor.dtype, torch.float32)
+        with torch.no_grad(), full_precision(), torch.autocast(device, enabled=False):
+            moments = layer.moments(
+                x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks
+            )
+            self.sink(layer, run, covers, moments)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self.paused += 1
+        self.was_paused = True
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+
+def _substituted(module: nn.Module, layer: Layer) -> bool:
+    held = module._parameters
+    return "weight" in held and held["weight"] is not layer.weight
+
+
+def _under_functorch() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _checkpointed() -> bool:
+    """Inside torch.utils.checkpoint's forward or recomputation.
+
+    There the same tensors must be saved both times, whatever is wanted by then: the function is
+    applied always, and the record of the first forward decides.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _accumulates_into(parameter: Tensor) -> bool:
+    """Whether the running backward pass will add to ``parameter.grad``."""
+    node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # autograd.grad with the parameter among its inputs: it returns, adds nothing

@@ -1,0 +1,159 @@
+"""K-FAC state inside the optimizer's own: flat tensors under ``state[parameter]["kfac_…"]``.
+
+Other homes get lost: torch.distributed.checkpoint keeps only what lives in the entry of a parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers import Layer
+from .preconditioner import Preconditioner
+
+PREFIX = "kfac_"
+
+State = MutableMapping[Tensor, dict[str, Any]]
+Entries = dict[Tensor, dict[str, Tensor]]
+
+
+def _home(layer: Layer) -> Tensor:
+    return layer.parameters[0]
+
+
+def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    for name, view in kfac.layout.views(layer):
+        yield f"{PREFIX}{layer.tag}{name}", view
+
+
+def publish(kfac: Preconditioner, state: State) -> None:
+    """Put every layer's tensors, as they stand, beside the base optimizer's.
+
+    A layer waits for the base to have made its entry: some bases take a first step by its absence.
+    """
+    for layer in kfac.layout.factors:
+        home = _home(layer)
+        entry = state.get(home)
+        if home.grad is None and not entry:
+            continue
+        if entry is None:
+            entry = state[home]
+        status = f"{PREFIX}{layer.tag}status"
+        if entry.get(f"{PREFIX}step") is not kfac.step_count or status not in entry:
+            entry.update(_named(kfac, layer))
+            entry[f"{PREFIX}step"] = kfac.step_count
+            entry[status] = torch.zeros(len(_status(kfac, layer)), dtype=torch.int64)
+        entry[status].copy_(torch.tensor(_status(kfac, layer)))
+
+
+def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
+    second = kfac.second_order
+    flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
+    return [*map(int, flags), second.failures.get(layer, 0)]
+
+
+def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]) -> Entries:
+    """Separate K-FAC's tensors from a loaded ``state_dict``, which keeps only the base's.
+
+    ``Optimizer.load_state_dict`` would cast them to the parameters' dtype.
+    """
+    saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    by_index = dict(zip(saved, parameters, strict=False))
+    entries: Entries = {}
+    base: dict[Any, Any] = {}
+    for index, entry in state_dict["state"].items():
+        if isinstance(entry, dict) and index in by_index:
+            kept = {k: v for k, v in entry.items() if not str(k).startswith(PREFIX)}
+            entries[by_index[index]] = {k: v for k, v in entry.items() if k not in kept}
+            # An entry that was ours alone must stay absent: bases test for that.
+            if kept or not entry:
+                base[index] = kept
+        else:
+            base[index] = entry
+    state_dict["state"] = base
+    _check_shapes(kfac, entries)
+    return entries
+
+
+def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
+    problems = []
+    for layer in kfac.layout.factors:
+        entry = entries.get(_home(layer), {})
+        for name, view in _named(kfac, layer):
+            if name in entry and entry[name].shape != view.shape and _covers(layer, entry):
+                problems.append(
+                    f"{layer.name}: {name} is {tuple(entry[name].shape)}, "
+                    f"the model needs {tuple(view.shape)}"
+                )
+    homes = {_home(layer) for layer in kfac.layout.factors}
+    for p, entry in entries.items():
+        if entry and p not in homes:
+            problems.append(f"factors for a parameter of shape {tuple(p.shape)} without a layer")
+    if problems:
+        raise ValueError(
+            "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "
+            "model with the same layers and options, or remove its kfac_ entries:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _covers(layer: Layer, entry: dict[str, Tensor]) -> bool:
+    status = entry.get(f"{PREFIX}{layer.tag}status")
+    return status is None or tuple(map(bool, status[2:4].tolist())) == layer.covers
+
+
+def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
+    """Continue from loaded tensors; name the layers that have none and are estimated anew.
+
+    ``fresh`` says that the checkpoint was taken before any step, so that nothing is missing.
+    """
+    kfac.discard()
+    for layer in kfac.layers.values():
+        kfac.forget(layer)
+    kfac.second_order.failures.clear()
+    steps = [int(e[f"{PREFIX}step"]) for e in entries.values() if f"{PREFIX}step" in e]
+    missing = []
+    for layer in kfac.layout.factors:
+        entry = entries.get(_home(layer), {})
+        if not _restore_layer(kfac, layer, entry):
+            missing.append(layer.name)
+    kfac.resume(max(steps, default=0))
+    if missing and not fresh:
+        warnings.warn(
+            f"the checkpoint holds no K-FAC factors for {_listed(missing)}; they are estimated anew, "
+            "from the next backward pass on",
+            stacklevel=3,
+        )
+
+
+def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
+    """Take over one layer's tensors; False where its factors are not among them."""
+    status = entry.get(f"{PREFIX}{layer.tag}status")
+    views = dict(_named(kfac, layer))
+    if status is None or not _covers(layer, entry):
+        return False
+    fed, ready, _, _, failures = status.tolist()
+    second_order_present = True
+    for name, view in views.items():
+        if name in entry:
+            view.copy_(entry[name])
+        elif name.rsplit("_", 1)[-1] in ("average", "weight"):
+            return False
+        else:
+            second_order_present = second_order_present and name.endswith("rejected")
+    if fed:
+        kfac.fed.add(layer)
+    if ready and second_order_present:
+        kfac.second_order.ready.add(layer)
+    if failures:
+        kfac.second_order.failures[layer] = failures
+    return True
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,144 @@
+"""Which parameters of a model K-FAC covers, and why not the others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from .layers import Layer, kind_of
+
+
+@dataclass
+class Coverage:
+    layers: dict[str, Layer] = field(default_factory=dict)
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
+    skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def cover(
+    model: nn.Module,
+    trained: Collection[Tensor],
+    *,
+    skip_layers: tuple[str, ...],
+    max_factor_size: int,
+    papers_only: bool,
+) -> Coverage:
+    """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
+    names = _parameter_names(model)
+    _check_trained(trained, names)
+    skipped_by = _skipped_modules(model, skip_layers)
+    found = Coverage()
+    reasons: dict[Tensor, str] = {}
+    claimed: set[nn.Module] = set()  # parts of a covered module
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p in trained]
+        if module in claimed:
+            continue
+        if module in skipped_by:
+            found.skipped.update((names[p][0], skipped_by[module]) for p in own)
+            reasons.update((p, "") for p in own)
+            continue
+        kind = kind_of(module)
+        reason = _why_not(module, kind, papers_only)
+        if kind is None or reason is not None:
+            reasons.update((p, reason or "") for p in own)
+            continue
+        claimed.update(child for child in module.modules() if child is not module)
+        for layer in kind.layers_of(name, module):
+            if papers_only and not layer.in_papers:
+                reasons.update((p, _PAPERS_ONLY) for p in own)
+                continue
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None and len(names[parameter]) > 1:
+                    reasons[parameter] = "shared by " + " and ".join(names[parameter])
+            if layer.weight is None or layer.weight in reasons:
+                # A weight that is computed, or used elsewhere too, is no Kronecker product here.
+                reason = f"{type(module).__name__} whose weight is no parameter of its own"
+                reasons.update((p, reason) for p in own if p not in reasons)
+                continue
+            if layer.bias in reasons:
+                layer.bias = None
+            layer.wide = max_factor_size
+            layer.trained = (layer.weight in trained, layer.bias is not None and layer.bias in trained)
+            if any(layer.trained):
+                layer.covers = layer.covers_now()
+                found.layers[layer.name] = layer
+    covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
+    for parameter in trained:
+        if parameter not in covered and reasons.get(parameter) != "":
+            reason = reasons.get(parameter, "a parameter that its layer kind does not use")
+            found.uncovered[names[parameter][0]] = reason
+    return found
+
+
+_PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+
+
+def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Every place where a parameter is registered, each module counted once."""
+    names: dict[Tensor, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def _check_trained(trained: Collection[Tensor], names: dict[Tensor, list[str]]) -> None:
+    for parameter in trained:
+        if parameter not in names:
+            raise ValueError(
+                f"Invalid params: a parameter of shape {tuple(parameter.shape)} does not belong to "
+                "the model; pass the model whose parameters you optimize as model="
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Invalid params: {names[parameter][0]} has no shape yet; run the lazy model once "
+                "before you build the optimizer"
+            )
+
+
+def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
+    title = type(module).__name__
+    if kind is None:
+        return f"no layer kind is registered for {title}, or it overrides a covered forward"
+    if any(p is not None and not p.is_floating_point() for p in module._parameters.values()):
+        return f"{title} is not real-valued"
+    why = kind.unsupported(module)
+    return None if why is None else f"{title}: {why}"
+
+
+def _skipped_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Module, str]:
+    """Modules whose name or class matches a pattern, each with all that it contains."""
+    skipped: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        matches = [
+            module
+            for name, module in model.named_modules()
+            if re.search(pattern, name) or re.search(pattern, type(module).__name__)
+        ]
+        if not matches:
+            warnings.warn(
+                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
+                "names (as in model.named_modules()) and class names",
+                stacklevel=2,
+            )
+        for module in matches:
+            skipped.update((child, pattern) for child in module.modules())
+    return skipped

@@ -1,0 +1,131 @@
+"""nn.MultiheadAttention: its projections are function calls inside, not submodule calls.
+
+The packed in-projection is three blocks (query, key, value) of one layer; with separate key and
+value sizes it is three layers. The out-projection is a layer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .base import Layer, Tap, register_layer
+
+
+class ProjectionLayer(Layer):
+    """One projection of an attention module; it sees ``[positions, batch, features]``."""
+
+    def __init__(
+        self, name: str, module: nn.Module, weight: Tensor, bias: Tensor | None, blocks: int, at: int
+    ) -> None:
+        super().__init__(name, module)
+        assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
+        self.weight, self.bias = weight, bias
+        self.blocks = blocks
+        self.outputs = weight.shape[0] // blocks
+        self.in_shape = (weight.shape[1],)
+        self.at = at  # the first of its rows in a bias shared with other projections
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return x.transpose(0, 1)[None]
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return grad.unflatten(2, (-1, self.outputs)).permute(2, 1, 0, 3)
+
+    def bias_view(self, tensor: Tensor) -> Tensor:
+        rows = self.blocks * self.outputs
+        return tensor[self.at : self.at + rows].unflatten(0, (self.blocks, self.outputs))
+
+
+@register_layer(nn.MultiheadAttention)
+class AttentionLayers(ProjectionLayer):
+    """The register's entry: makes the projections and taps them."""
+
+    @classmethod
+    def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
+        assert isinstance(module, nn.MultiheadAttention)
+        prefix = f"{name}." if name else ""
+        bias = module.in_proj_bias
+        layers: list[Layer] = []
+        if module.in_proj_weight is not None:
+            layers.append(cls(f"{prefix}in_proj", module, module.in_proj_weight, bias, 3, 0))
+        else:
+            separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            for i, (letter, weight) in enumerate(zip("qkv", separate, strict=True)):
+                at = i * module.embed_dim
+                layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
+                layers[-1].tag = f"{letter}_"
+        out = module.out_proj
+        layers.append(cls(f"{prefix}out_proj", module, out.weight, out.bias, 1, 0))
+        return layers
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.MultiheadAttention)
+        return "a parametrized projection" if hasattr(module, "parametrizations") else None
+
+    @classmethod
+    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode:
+        return _AttentionMode(layers, tap)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Runs torch's own attention with its calls of ``linear`` tapped.
+
+    The function is torch's, its code unchanged, over a copy of its globals: nothing is patched
+    for other threads or other modules.
+    """
+
+    def __init__(self, layers: list[Layer], tap: Tap) -> None:
+        super().__init__()
+        self.layers = layers
+        self.tap = tap
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        return self._tapped(batch=query.shape[1] if query.dim() == 3 else 1)(*args, **kwargs)
+
+    def _tapped(self, batch: int) -> Callable[..., Any]:
+        names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            out = F.linear(x, weight, bias)
+            for layer in self.layers:
+                first = _first_row(weight, layer.weight)
+                if first is not None:
+                    start = first // layer.outputs
+                    blocks = slice(start, start + weight.shape[0] // layer.outputs)
+                    if out.dim() == 3:
+                        return self.tap(layer, out, x, blocks)
+                    # The out-projection's rows come flattened: positions, then batch.
+                    rows = out.unflatten(0, (-1, batch)), x.unflatten(0, (-1, batch))
+                    return self.tap(layer, *rows, blocks).flatten(0, 1)
+            return out
+
+        names["linear"] = linear
+        names["has_torch_function"] = lambda tensors: False  # already on its way
+        for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
+            function = names[name]
+            names[name] = FunctionType(
+                function.__code__, names, name, function.__defaults__, function.__closure__
+            )
+        return names["multi_head_attention_forward"]
+
+
+def _first_row(view: Tensor, parameter: Tensor | None) -> int | None:
+    """Where a row slice of a parameter begins; ``None`` for a slice of something else."""
+    if view is parameter:
+        return 0
+    if parameter is None or view._base is not parameter:
+        return None
+    return (view.storage_offset() - parameter.storage_offset()) // parameter.stride(0)

@@ -1,0 +1,252 @@
+"""What K-FAC asks of a kind of layer, and the register of kinds.
+
+One canonical layout: rows are ``[blocks, batch, positions, features]``. A block is one Kronecker
+pair: a plain layer has one, a grouped convolution one for each group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..algebra import second_moment
+
+
+class Moments(NamedTuple):
+    """Sums that one backward pass of one layer adds to the statistics of ``blocks``."""
+
+    a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
+    g: Tensor  # Σ (∂L/∂s)(∂L/∂s)ᵀ, likewise
+    rows: int
+    positions: int
+    blocks: slice
+
+
+Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
+
+
+class Layer:
+    """One covered module: how its tensors become rows and its gradient a matrix.
+
+    A kind for a module of your own is a subclass under :func:`register_layer` that sets
+    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
+    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
+    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
+    for kinds that store their parameters differently or know a shorter way to a moment.
+
+    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves only it.
+    """
+
+    in_papers = False  # among the kinds that the papers' own code preconditions
+    divided_by_positions = False  # papers' normalization: rows over the number of positions
+    diagonal_input = False  # A is diagonal whatever its size
+
+    name: str
+    module: nn.Module
+    tag = ""  # tells layers apart that may share a parameter
+    blocks: int = 1
+    in_shape: tuple[int, ...]  # of one row of one block, as the weight stores it
+    outputs: int  # rows of one block's weight matrix
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.weight: nn.Parameter | None = module._parameters.get("weight")
+        self.bias: nn.Parameter | None = module._parameters.get("bias")
+        self.trained = (False, False)  # weight and bias: in the optimizer's groups
+        self.covers = (False, False)  # and not frozen when the statistics were taken
+        self.wide = math.inf  # a side wider than this is diagonal
+
+    @classmethod
+    def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
+        """The layers that a module of this kind makes; most make one."""
+        return [cls(name, module)]
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Why this module can't be covered, or ``None``."""
+        return None
+
+    @classmethod
+    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
+        """A mode to run the module's forward under, where its output alone doesn't tell enough.
+
+        It calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of these
+        ``layers`` and goes on with the tensor that ``tap`` returns.
+        """
+        return None
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.in_shape)
+
+    @property
+    def a_dim(self) -> int:
+        return self.a_dim_of(self.covers)
+
+    @property
+    def g_dim(self) -> int:
+        return self.g_dim_of(self.covers)
+
+    def a_dim_of(self, covers: tuple[bool, bool]) -> int:
+        return self.inputs * covers[0] + covers[1]
+
+    def g_dim_of(self, covers: tuple[bool, bool]) -> int:
+        return self.outputs
+
+    @property
+    def diagonal_a(self) -> bool:
+        return self.diagonal_input or self.a_dim > self.wide
+
+    @property
+    def diagonal_g(self) -> bool:
+        return self.g_dim > self.wide
+
+    def covers_now(self) -> tuple[bool, bool]:
+        """Which of weight and bias a backward of this moment would give this optimizer."""
+        weight, bias = self.weight, self.bias
+        return (
+            self.trained[0] and weight is not None and weight.requires_grad,
+            self.trained[1] and bias is not None and bias.requires_grad,
+        )
+
+    def same_place(self, other: Layer) -> bool:
+        """Whether both stand for the same parameters of the same module."""
+        return (
+            self.module is other.module
+            and self.weight is other.weight
+            and self.bias is other.bias
+        )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The covered ones, weight first."""
+        both = zip((self.weight, self.bias), self.covers, strict=True)
+        return [p for p, covered in both if covered and p is not None]
+
+    # ---- statistics ----
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Rows a, without the bias's 1, from the module's input (and its output's gradient)."""
+        raise NotImplementedError
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        """Rows ∂L/∂s from the gradient of the module's output."""
+        raise NotImplementedError
+
+    def unbatched(self, x: Tensor) -> bool:
+        """Whether this input is a single example without a batch dimension."""
+        return False
+
+    def needs_input(self, covers: tuple[bool, bool]) -> bool:
+        """Whether the statistics need the module's input to be kept for the backward pass."""
+        return covers[0]
+
+    def moments(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+        dtype: torch.dtype,
+        blocks: slice = slice(None),
+    ) -> Moments:
+        """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s."""
+        g = self.output_rows(x, grad)
+        batch, positions = g.shape[1:3]
+        g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
+        moment_g = second_moment(g, diagonal=self.g_dim_of(covers) > self.wide)
+        rows = batch if reduce else batch * positions
+        diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
+        if covers[0] and x is not None:
+            moment_a = self.input_moment(
+                x, grad, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
+            )
+        else:
+            shape = (g.shape[0], 1) if diagonal else (g.shape[0], 1, 1)
+            moment_a = g.new_full(shape, rows)
+        return Moments(moment_a, moment_g, rows, positions, blocks)
+
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Σ a aᵀ of this input."""
+        a = self.input_rows(x, grad)
+        a = (a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)).to(dtype)
+        return second_moment(a, diagonal=diagonal, append_one=append_one)
+
+    # ---- the gradient as a matrix ----
+
+    def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
+        """Views of a ``[blocks, g, a]`` matrix, one for each covered parameter."""
+        parts = []
+        if self.covers[0]:
+            parts.append(matrix[..., : self.inputs].unflatten(-1, self.in_shape))
+        if self.covers[1]:
+            parts.append(matrix[..., -1])
+        return parts
+
+    def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Views of tensors shaped like the covered parameters, shaped like their matrix part."""
+        views = iter(tensors)
+        parts = []
+        if self.covers[0]:
+            parts.append(self.weight_view(next(views)))
+        if self.covers[1]:
+            parts.append(self.bias_view(next(views)))
+        return parts
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        """A view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
+        return tensor.unflatten(0, (self.blocks, self.outputs))
+
+    def bias_view(self, tensor: Tensor) -> Tensor:
+        """A view of a bias-shaped tensor as ``[blocks, outputs]``."""
+        return tensor.unflatten(0, (self.blocks, self.outputs))
+
+    def __repr__(self) -> str:
+        a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
+        g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
+        count = f", {self.blocks} blocks" if self.blocks > 1 else ""
+        return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
+
+
+_KINDS: dict[type[nn.Module], type[Layer]] = {}
+K = TypeVar("K", bound=type[Layer])
+
+
+def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
+    """Class decorator: this :class:`Layer` subclass handles these module classes.
+
+    Module subclasses are handled too, as long as they keep the registered class's ``forward``.
+    A later registration for the same class replaces the earlier one.
+    """
+
+    def register(kind: K) -> K:
+        for module in modules:
+            _KINDS[module] = kind
+        return kind
+
+    return register
+
+
+def kind_of(module: nn.Module) -> type[Layer] | None:
+    """The registered kind of a module, or ``None``; a kind never covers an overridden forward."""
+    for cls in type(module).__mro__:
+        kind = _KINDS.get(cls)
+        if kind is not None:
+            return kind if type(module).forward is cls.forward else None
+    return None

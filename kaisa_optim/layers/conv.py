@@ -1,0 +1,136 @@
+"""Convolutions and transposed convolutions of one to three dimensions, grouped ones included."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..algebra import second_moment
+from .base import Layer, register_layer
+
+# Patches of this many elements are formed at once: memory stays bounded whatever the batch.
+_PATCH_ELEMENTS = 1 << 24
+
+_Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+class _Spatial(Layer):
+    """What both directions share: patches in, one row for each output position."""
+
+    divided_by_positions = True
+
+    def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
+        super().__init__(name, module)
+        self.dims = len(module.kernel_size)
+        self.blocks = module.groups
+        self.outputs = module.out_channels // module.groups
+        self.in_shape = (module.in_channels // module.groups, *module.kernel_size)
+
+    def unbatched(self, x: Tensor) -> bool:
+        return x.dim() == self.dims + 1
+
+    def _batched(self, tensor: Tensor) -> Tensor:
+        return tensor[None] if self.unbatched(tensor) else tensor
+
+    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        """``[batch, channels, *output positions, *kernel]``, a view of the padded input."""
+        raise NotImplementedError
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        x, grad = self._batched(x), self._batched(grad)
+        patches = self._patches(x, grad).unflatten(1, (self.blocks, self.in_shape[0]))
+        positions = range(3, 3 + self.dims)
+        kernel = range(3 + self.dims, 3 + 2 * self.dims)
+        rows = patches.permute(1, 0, *positions, 2, *kernel)
+        return rows.reshape(self.blocks, x.shape[0], grad.shape[2:].numel(), self.inputs)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        grad = self._batched(grad).flatten(2)
+        return grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 0, 3, 2)
+
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x, grad = self._batched(x), self._batched(grad)
+        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
+        chunk = max(1, _PATCH_ELEMENTS // per_image)
+        total: Tensor | None = None
+        for images, gradients in zip(x.split(chunk), grad.split(chunk), strict=True):
+            rows = self.input_rows(images, gradients)
+            rows = (rows.mean(2, dtype=dtype) if reduce else rows.flatten(1, 2)).to(dtype)
+            moment = second_moment(rows, diagonal=diagonal, append_one=append_one)
+            total = moment if total is None else total.add_(moment)
+        assert total is not None  # split gives at least one chunk
+        return total
+
+
+def _windows(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]):
+    """Sliding windows: ``[batch, channels, *positions, *kernel]``, a view."""
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
+    return x
+
+
+@register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvLayer(_Spatial):
+    def __init__(self, name: str, module: _Conv) -> None:
+        super().__init__(name, module)
+        # The papers' code knows 2-D convolutions of one group.
+        self.in_papers = isinstance(module, nn.Conv2d) and module.groups == 1
+
+    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, _Conv)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, self._padding(), mode=mode)
+        return _windows(x, module.kernel_size, module.stride, module.dilation)
+
+    def _padding(self) -> list[int]:
+        """As F.pad wants it: last dimension first; "same" puts the odd element at the end."""
+        module = self.module
+        assert isinstance(module, _Conv)
+        pairs = []
+        for i in range(self.dims):
+            if module.padding == "same":
+                total = module.dilation[i] * (module.kernel_size[i] - 1)
+                pairs.append((total // 2, total - total // 2))
+            elif module.padding == "valid":
+                pairs.append((0, 0))
+            else:
+                pairs.append((int(module.padding[i]), int(module.padding[i])))
+        return [side for pair in reversed(pairs) for side in pair]
+
+
+@register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeLayer(_Spatial):
+    """A transposed convolution is a plain one over its input with zeros between the elements."""
+
+    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, _ConvTranspose)
+        stuffed = x.new_zeros(
+            *x.shape[:2],
+            *((n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)),
+        )
+        stuffed[(..., *(slice(None, None, s) for s in module.stride))] = x
+        pad: list[int] = []
+        for i in range(self.dims):
+            reach = module.dilation[i] * (module.kernel_size[i] - 1)
+            before = reach - int(module.padding[i])
+            # The gradient's size says what output_padding, or output_size=, came to in this call.
+            after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
+            pad = [before, after, *pad]
+        windows = _windows(F.pad(stuffed, pad), module.kernel_size, (1,) * self.dims, module.dilation)
+        return windows.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)

@@ -1,0 +1,69 @@
+"""Embeddings: one-hot rows, so A is the diagonal of token frequencies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .base import Layer, register_layer
+
+
+@register_layer(nn.Embedding)
+class EmbeddingLayer(Layer):
+    diagonal_input = True
+
+    def __init__(self, name: str, module: nn.Embedding) -> None:
+        super().__init__(name, module)
+        self.in_shape = (module.num_embeddings,)
+        self.outputs = module.embedding_dim
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.Embedding)
+        if module.sparse:
+            return "sparse gradients"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq changes its gradients"
+        return None
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """``[batch, positions]``."""
+        return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], -1)
+
+    def _padding(self) -> int | None:
+        assert isinstance(self.module, nn.Embedding)
+        return self.module.padding_idx
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        assert x is not None
+        tokens = self._tokens(x)
+        rows = grad.reshape(1, *tokens.shape, self.outputs)
+        padding = self._padding()
+        # No gradient reaches the padding vector: such a row is zero on both sides.
+        return rows if padding is None else rows * (tokens != padding)[None, :, :, None]
+
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        tokens = self._tokens(x)
+        if reduce:
+            # (count / positions)² summed over tokens: each occurrence adds count / positions².
+            count = (tokens[:, :, None] == tokens[:, None, :]).sum(-1)
+            value = count.to(dtype) / tokens.shape[1] ** 2
+        else:
+            value = tokens.new_ones(tokens.shape, dtype=dtype)
+        padding = self._padding()
+        if padding is not None:
+            value = value * (tokens != padding)
+        moment = torch.zeros(self.inputs, dtype=dtype, device=x.device)
+        return moment.index_add_(0, tokens.flatten().long(), value.flatten())[None]
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        return tensor.mT[None]

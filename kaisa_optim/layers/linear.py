@@ -1,0 +1,33 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .base import Layer, register_layer
+
+
+def as_sequences(tensor: Tensor) -> Tensor:
+    """``[batch, ..., features]``, or ``[features]`` alone, as ``[1, batch, positions, features]``."""
+    if tensor.dim() == 1:
+        tensor = tensor[None]
+    return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
+
+
+@register_layer(nn.Linear)
+class LinearLayer(Layer):
+    in_papers = True
+
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        super().__init__(name, module)
+        self.in_shape = (module.in_features,)
+        self.outputs = module.out_features
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return as_sequences(x)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return as_sequences(grad)
+
+    def unbatched(self, x: Tensor) -> bool:
+        return x.dim() == 1

@@ -1,0 +1,114 @@
+"""Scale and shift of normalization layers.
+
+Every feature is a block of its own: s_i = w_i x̂_i + b_i has the per-row gradient (x̂_i, 1) ∂L/∂s_i,
+so G is its 2x2 second moment (1x1 where one of the two is trained) and A is the number 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Layer, Moments, register_layer
+
+
+class _Norm(Layer):
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        shaped = self.weight if self.weight is not None else self.bias
+        assert shaped is not None  # a module without parameters makes no layer
+        self.blocks = shaped.numel()
+
+    def a_dim_of(self, covers: tuple[bool, bool]) -> int:
+        return int(any(covers))
+
+    def g_dim_of(self, covers: tuple[bool, bool]) -> int:
+        return sum(covers)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        """x̂, computed again from the input: the module keeps none."""
+        raise NotImplementedError
+
+    def _features_last(self, tensor: Tensor) -> Tensor:
+        """As ``[batch, positions, features]``."""
+        raise NotImplementedError
+
+    def moments(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+        dtype: torch.dtype,
+        blocks: slice = slice(None),
+    ) -> Moments:
+        shift = self._features_last(grad.to(dtype))
+        columns = [shift] if covers[1] else []
+        if covers[0]:
+            assert x is not None
+            columns.insert(0, shift * self._features_last(self._normalized(x.to(dtype))))
+        batch, positions = shift.shape[:2]
+        columns = [c.sum(1) if reduce else c.flatten(0, 1) for c in columns]
+        moment = [[torch.linalg.vecdot(a, b, dim=0) for b in columns] for a in columns]
+        g = torch.stack([torch.stack(line, -1) for line in moment], -2)
+        if self.g_dim_of(covers) > self.wide:
+            g = g.diagonal(dim1=-2, dim2=-1)
+        rows = batch if reduce else batch * positions
+        shape = (1, 1) if 1 > self.wide else (1, 1, 1)
+        return Moments(g.new_full(shape, rows), g, rows, positions, blocks)
+
+    def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
+        return [matrix[:, i, 0] for i in range(sum(self.covers))]
+
+    def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.flatten() for tensor in tensors]
+
+
+@register_layer(nn.LayerNorm, nn.RMSNorm)
+class LayerNormLayer(_Norm):
+    """Normalization over the last dimensions."""
+
+    def _shape(self) -> tuple[int, ...]:
+        assert isinstance(self.module, nn.LayerNorm | nn.RMSNorm)
+        return self.module.normalized_shape
+
+    def unbatched(self, x: Tensor) -> bool:
+        return x.dim() == len(self._shape())
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        if isinstance(self.module, nn.RMSNorm):
+            return F.rms_norm(x, list(self._shape()), None, self.module.eps)
+        assert isinstance(self.module, nn.LayerNorm)
+        return F.layer_norm(x, self._shape(), None, None, self.module.eps)
+
+    def _features_last(self, tensor: Tensor) -> Tensor:
+        batch = 1 if self.unbatched(tensor) else tensor.shape[0]
+        return tensor.reshape(batch, -1, self.blocks)
+
+
+class _ChannelNorm(_Norm):
+    """Normalization of ``[batch, channels, *positions]``."""
+
+    def _features_last(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(*tensor.shape[:2], -1).mT
+
+
+@register_layer(nn.GroupNorm)
+class GroupNormLayer(_ChannelNorm):
+    def _normalized(self, x: Tensor) -> Tensor:
+        assert isinstance(self.module, nn.GroupNorm)
+        return F.group_norm(x, self.module.num_groups, None, None, self.module.eps)
+
+
+@register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class BatchNormLayer(_ChannelNorm):
+    def _normalized(self, x: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if module.training or module.running_mean is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        assert module.running_var is not None
+        mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
+        return F.batch_norm(x, mean, var, training=False, eps=module.eps)

@@ -1,0 +1,324 @@
+"""The optimizer family: a mixin that puts K-FAC inside the step of any torch.optim class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import checkpoint
+from .lamb import LAMB
+from .options import PER_GROUP, Interval, Number, make_options
+from .preconditioner import Preconditioner
+
+# K-FAC needs one gradient a step, dense: these bases evaluate several, or take sparse ones.
+_REFUSED = {
+    "LBFGS": "it evaluates the closure several times a step and approximates the curvature itself",
+    "SparseAdam": "it takes sparse gradients only",
+}
+
+
+class KFACMixin(Optimizer):
+    """K-FAC before the base class's step; :func:`with_kfac` and the family are made with it."""
+
+    _base: type[Optimizer]
+    _group_schedules: list[dict[str, Callable[[int], Any]]]
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        *args: Any,
+        model: nn.Module | None = None,
+        damping: Number = 1e-3,
+        factor_decay: Number = 0.95,
+        kl_clip: Number | None = 1e-3,
+        kl_clip_lr: str | None = None,
+        factor_update_steps: Interval = 10,
+        inv_update_steps: Interval = 100,
+        compute_method: str = "eigen",
+        damping_split: str | None = None,
+        compute_eigenvalue_outer_product: bool = False,
+        factor_dtype: torch.dtype | None = None,
+        inv_dtype: torch.dtype | None = None,
+        skip_layers: str | Sequence[str] = (),
+        max_factor_size: float = 16384,
+        weight_sharing: str = "expand",
+        loss_terms: str | Number = "examples",
+        loss_reduction: str = "mean",
+        normalization: str = "fisher",
+        grad_scaler: Any = None,
+        staggered: bool | None = None,
+        max_failures: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            if model is not None and model is not params:
+                raise ValueError(
+                    "Invalid model: the first argument is a module already; leave out model="
+                )
+            model, params = params, params.parameters()
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"Invalid model: {model!r}; K-FAC hooks the model's layers: pass the nn.Module "
+                f"first, as {type(self).__name__}(model, ...), or as model="
+            )
+        self._kfac_model = model
+        self._kfac_options = make_options(
+            kl_clip=kl_clip,
+            kl_clip_lr=kl_clip_lr,
+            factor_update_steps=factor_update_steps,
+            inv_update_steps=inv_update_steps,
+            compute_method=compute_method,
+            damping_split=damping_split,
+            compute_eigenvalue_outer_product=compute_eigenvalue_outer_product,
+            factor_dtype=factor_dtype,
+            inv_dtype=inv_dtype,
+            skip_layers=skip_layers,
+            max_factor_size=max_factor_size,
+            weight_sharing=weight_sharing,
+            loss_terms=loss_terms,
+            loss_reduction=loss_reduction,
+            normalization=normalization,
+            grad_scaler=grad_scaler,
+            staggered=staggered,
+            max_failures=max_failures,
+        )
+        _refuse_several_processes()
+        self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
+        self._group_schedules = []
+        super().__init__(params, *args, **kwargs)
+        self._start()
+
+    def _start(self) -> None:
+        for group in self.param_groups:
+            if group.get("differentiable"):
+                raise ValueError(
+                    "Invalid differentiable: True; a K-FAC step can't be differentiated, leave it "
+                    "False"
+                )
+        # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
+        # and skip instead.
+        self._step_supports_amp_scaling = False
+        self.preconditioner = Preconditioner(
+            self._kfac_model, self._kfac_options, self.param_groups, self._group_schedules
+        )
+
+    # ---- stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Precondition the gradients and let the base class step with them.
+
+        ``closure`` runs first, with gradients enabled. ``p.grad`` is afterwards what it was before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _refuse_graph_capture()
+        with _gradients(self.preconditioner.step(self.param_groups)):
+            self._base_step()
+        checkpoint.publish(self.preconditioner, self.state)
+        return loss
+
+    def _base_step(self) -> None:
+        step: Any = self._base.step
+        # Building any plain base optimizer wraps the class's step with the hooks that have run
+        # here already. Only that one layer goes: beneath may be others, such as no_grad.
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__
+        step(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and with them the statistics gathered since the last step."""
+        super().zero_grad(set_to_none)
+        self.preconditioner.discard()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its ``damping`` and ``factor_decay`` may be numbers or callables."""
+        schedules: dict[str, Callable[[int], Any]] = {}
+        for name, check in PER_GROUP.items():
+            value = param_group.setdefault(name, self._group_defaults[name])
+            if callable(value):
+                schedules[name] = value
+                value = value(0)
+            param_group[name] = check(value)
+        super().add_param_group(param_group)
+        self._group_schedules.append(schedules)
+        group = self.param_groups[-1]
+        group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
+        if hasattr(self, "preconditioner"):
+            self.preconditioner.rebuild(self.param_groups)
+
+    def has_schedule(self, name: str) -> bool:
+        """Whether a hyperparameter was given as a callable of the step."""
+        if name in PER_GROUP:
+            return any(name in schedules for schedules in self._group_schedules)
+        return callable(getattr(self._kfac_options, name))
+
+    # ---- state ----
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of its base class alone."""
+
+        def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = loaded.copy()
+            self._loaded = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
+            # A base optimizer's groups lack K-FAC's keys: those stay as they are here.
+            pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
+            keys = (*PER_GROUP, "kl_clip_lr")
+            loaded["param_groups"] = [
+                {**{key: here[key] for key in keys}, **saved} for saved, here in pairs
+            ] + loaded["param_groups"][len(self.param_groups) :]
+            return loaded
+
+        # After the user's own hooks, which may change the state, and for this call only.
+        handle = self.register_load_state_dict_pre_hook(separate)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_kfac_model", "_kfac_options", "_group_defaults", "_group_schedules")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_kfac_model" not in state:  # from load_state_dict
+            super().__setstate__(state)
+            if "preconditioner" in self.__dict__:
+                entries = self.__dict__.pop("_loaded", {})
+                fresh = not any(entries.values()) and not self.state
+                checkpoint.restore(self.preconditioner, entries, fresh=fresh)
+            return
+        state = dict(state)
+        entries = {
+            p: {k: v for k, v in entry.items() if str(k).startswith(checkpoint.PREFIX)}
+            for p, entry in state["state"].items()
+        }
+        # The base looks at the entries too: it must see its own only.
+        for p, ours in entries.items():
+            for key in ours:
+                del state["state"][p][key]
+            if ours and not state["state"][p]:
+                del state["state"][p]
+        super().__setstate__(state)
+        self._start()
+        checkpoint.restore(self.preconditioner, entries, fresh=not any(entries.values()))
+        checkpoint.publish(self.preconditioner, self.state)
+
+
+@contextmanager
+def _gradients(new: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
+    old = {p: p.grad for p in new}
+    try:
+        for p, gradient in new.items():
+            p.grad = gradient
+        yield
+    finally:
+        for p, gradient in old.items():
+            p.grad = gradient
+
+
+def _clip_lr(group: dict[str, Any], kind: str) -> float | str:
+    """The α of the KL clip: fixed at construction, so that a schedule of lr keeps its effect."""
+    return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
+
+
+def _refuse_several_processes() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+        if world > 1:
+            raise RuntimeError(
+                f"Invalid process group: {world} ranks; this version preconditions on one process, "
+                "and ranks would drift apart without an exchange of statistics"
+            )
+
+
+def _refuse_graph_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a K-FAC step can't be captured in a CUDA graph: it decides on the host what is due; "
+            "capture forward and backward alone"
+        )
+
+
+# ---- the family ----
+
+_FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
+
+
+def _signature(base: type[Optimizer]) -> inspect.Signature:
+    """The base's arguments as they are, then K-FAC's by keyword."""
+    own = inspect.signature(KFACMixin.__init__).parameters
+    theirs = inspect.signature(base.__init__).parameters
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    first = [p for p in theirs.values() if p.kind not in variadic]
+    last = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return inspect.Signature(first + last)
+
+
+def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
+    parameters = list(_signature(cls._base).parameters.values())[1:]
+    cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    _FAMILY[cls._base] = cls
+    return cls
+
+
+def with_kfac(base: type[Optimizer]) -> type[Any]:
+    """A K-FAC class over any dense optimizer class: ``with_kfac(torch.optim.RAdam)(model, ...)``.
+
+    Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
+    """
+    if not (isinstance(base, type) and issubclass(base, Optimizer)):
+        raise ValueError(f"Invalid base: {base!r}; it must be a subclass of torch.optim.Optimizer")
+    if issubclass(base, KFACMixin):
+        raise ValueError(f"Invalid base: {base.__name__} has K-FAC inside already; use it as it is")
+    for name, reason in _REFUSED.items():
+        if issubclass(base, getattr(torch.optim, name)):
+            raise ValueError(f"Invalid base: {base.__name__} can't take K-FAC: {reason}")
+    if base not in _FAMILY:
+        members = {"_base": base, "__reduce__": _reduce, "__doc__": f"{base.__name__} with K-FAC."}
+        _sign(type(f"KFAC{base.__name__}", (KFACMixin, base), members))
+    return _FAMILY[base]
+
+
+def _reduce(self: KFACMixin) -> Any:
+    """A class made at run time is found again through its base."""
+    cls = type(self)
+    if _FAMILY.get(cls._base) is cls:
+        return _blank, (cls._base,), self.__getstate__()
+    return object.__reduce_ex__(self, 2)
+
+
+def _blank(base: type[Optimizer]) -> KFACMixin:
+    cls = with_kfac(base)
+    return cls.__new__(cls)  # type: ignore[no-any-return]
+
+
+@_sign
+class KFACSGD(KFACMixin, torch.optim.SGD):
+    """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``."""
+
+    _base = torch.optim.SGD
+
+
+@_sign
+class KFACAdam(KFACMixin, torch.optim.Adam):
+    """torch.optim.Adam with K-FAC inside: Adam sees preconditioned gradients."""
+
+    _base = torch.optim.Adam
+
+
+@_sign
+class KFACLAMB(KFACMixin, LAMB):
+    """LAMB with K-FAC inside: LAMB sees preconditioned gradients, its clipping included."""
+
+    _base = LAMB

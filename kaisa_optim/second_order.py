@@ -1,0 +1,238 @@
+"""Second-order state: what a refresh makes of the running averages, and how it is applied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from . import algebra
+from .layers import Layer
+from .stacks import Factor, Layout, Pair, Stack, slots_of
+
+DampingOf = Callable[[Layer], float]
+
+
+class SecondOrder:
+    """Eigendecompositions or damped inverses of a layout's factors."""
+
+    def __init__(
+        self,
+        *,
+        method: str,
+        split: str,
+        stored_product: bool,
+        dtype: torch.dtype | None,
+        max_failures: int,
+    ) -> None:
+        self.method = method
+        self.split = split
+        self.stored_product = stored_product
+        self.dtype = dtype
+        self.max_failures = max_failures
+        self.ready: set[Layer] = set()
+        self.failures: dict[Layer, int] = {}  # in a row
+
+    def allocate(self, layout: Layout) -> None:
+        for stack in layout.stacks:
+            dtype = self.dtype or stack.key.dtype
+            if self.method == "inverse":
+                stack.new("inverse", stack.shape, dtype)
+                continue
+            stack.new("values", stack.shape[:2], stack.key.dtype)
+            if not stack.key.diagonal:
+                stack.new("vectors", stack.shape, dtype)
+        if self.stored_product:
+            for pair in layout.pairs:
+                pair.new("scale", pair.shape, self.dtype or pair.g.key.dtype)
+
+    # ---- refresh ----
+
+    def refresh(self, layout: Layout, due: list[Layer], damping_of: DampingOf) -> None:
+        """Decompose the factors of the layers in ``due``; a failure keeps the older state."""
+        wanted = set(due)
+        failed: set[Layer] = set()
+        with algebra.full_precision():
+            damping = self._split_damping(layout, wanted, damping_of)
+            for stack in layout.stacks:
+                factors = [f for f in stack.factors if f.layer in wanted]
+                if factors:
+                    failed |= self._refresh_stack(stack, factors, damping.get(id(stack)))
+        self.ready |= wanted - failed
+        if self.stored_product:
+            for layer in due:
+                if layer not in failed:
+                    a, g = layout.factors[layer]
+                    pair = layout.pair_of[layer]
+                    product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
+                    pair.tensors["scale"][pair.slots[layer]] = product.to(self._store(pair.g))
+        self._count(failed, wanted - failed)
+        _warn_of_rejections(layout, due)
+
+    def _store(self, stack: Stack) -> torch.dtype:
+        return self.dtype or stack.key.dtype
+
+    def _split_damping(
+        self, layout: Layout, due: set[Layer], damping_of: DampingOf
+    ) -> dict[int, Tensor]:
+        """What to add to each slot's diagonal, for every stack; nothing for eigen."""
+        if self.method != "inverse":
+            return {}
+        result = {
+            id(s): torch.ones(s.count, dtype=s.key.dtype, device=s.key.device)
+            for s in layout.stacks
+        }
+        for pair in layout.pairs:
+            layers = [layer for layer in pair.layers if layer in due]
+            if not layers:
+                continue
+            per_slot = [damping_of(x) for x in pair.layers for _ in range(x.blocks)]
+            damping = torch.tensor(per_slot, dtype=pair.g.key.dtype, device=pair.g.key.device)
+            if self.split == "full":
+                on_a = on_g = damping
+            else:
+                means = [
+                    algebra.mean_eigenvalue(
+                        stack.tensors["average"][slots].to(stack.key.dtype),
+                        diagonal=stack.key.diagonal,
+                    )
+                    for stack, slots in ((pair.a, pair.a_slots), (pair.g, pair.g_slots))
+                ]
+                on_a, on_g = algebra.split_damping(damping, *means)
+            result[id(pair.a)][pair.a_slots] = on_a
+            result[id(pair.g)][pair.g_slots] = on_g
+        return result
+
+    def _refresh_stack(
+        self, stack: Stack, factors: list[Factor], damping: Tensor | None
+    ) -> set[Layer]:
+        """Refresh these factors; the layers of those that failed every attempt."""
+        slots = slots_of(factors, stack)
+        average = stack.tensors["average"][slots].to(stack.key.dtype)
+        if stack.key.diagonal:
+            if damping is None:
+                stack.tensors["values"][slots] = average.clamp(min=0)
+            else:
+                inverse = 1 / (average + damping[slots][:, None])
+                stack.tensors["inverse"][slots] = inverse.to(self._store(stack))
+            return set()
+        names = ("values", "vectors") if damping is None else ("inverse",)
+        current = tuple(stack.tensors[name][slots] for name in names)
+        shift = None if damping is None else damping[slots]
+        results, good = _robustly(average, shift, current)
+        for name, result in zip(names, results, strict=True):
+            stack.tensors[name][slots] = result.to(stack.tensors[name].dtype)
+        owners = [f.layer for f in factors for _ in range(f.layer.blocks)]
+        return {layer for layer, fine in zip(owners, good, strict=True) if not fine}
+
+    def _count(self, failed: set[Layer], succeeded: set[Layer]) -> None:
+        for layer in succeeded:
+            self.failures.pop(layer, None)
+        for layer in failed:
+            count = self.failures[layer] = self.failures.get(layer, 0) + 1
+            what = f"the decomposition of layer {layer.name!r} failed, {count} in a row"
+            if count > self.max_failures:
+                raise RuntimeError(
+                    f"{what} (max_failures={self.max_failures}): its statistics are not finite or "
+                    "too ill-conditioned; look for diverging activations, raise damping, store "
+                    "factors in float32 or skip the layer with skip_layers"
+                )
+            kept = "its older state" if layer in self.ready else "its raw gradient"
+            warnings.warn(f"{what}; {kept} stays in use", stacklevel=2)
+
+    # ---- application ----
+
+    def precondition(
+        self, pair: Pair, gradient: Tensor, members: list[Layer], damping_of: DampingOf
+    ) -> Tensor:
+        """The preconditioned gradients of ``members``, stacked like ``gradient``."""
+        dtype = gradient.dtype
+        pick: slice | Tensor = slice(None)
+        if len(members) < len(pair.layers):
+            indices = [i for m in members for i in range(pair.slots[m].start, pair.slots[m].stop)]
+            pick = torch.tensor(indices, device=gradient.device)
+
+        def of(stack: Stack, slots: slice, name: str) -> Tensor | None:
+            tensor = stack.tensors.get(name)
+            return None if tensor is None else tensor[slots][pick].to(dtype)
+
+        g, a = (pair.g, pair.g_slots), (pair.a, pair.a_slots)
+        if self.method == "inverse":
+            inverse_g, inverse_a = of(*g, "inverse"), of(*a, "inverse")
+            assert inverse_g is not None and inverse_a is not None
+            return algebra.apply_inverse(gradient, inverse_g, inverse_a)
+        if self.stored_product:
+            scale = pair.tensors["scale"][pick].to(dtype)
+        else:
+            values_g, values_a = of(*g, "values"), of(*a, "values")
+            assert values_g is not None and values_a is not None
+            scale = algebra.outer_reciprocal(
+                values_g, values_a, _damping_of_all(members, damping_of, gradient)
+            )
+        return algebra.apply_eigen(gradient, of(*g, "vectors"), of(*a, "vectors"), scale)
+
+
+def _damping_of_all(members: list[Layer], damping_of: DampingOf, like: Tensor) -> Tensor | float:
+    values = [damping_of(layer) for layer in members]
+    if len(set(values)) == 1:
+        return values[0]
+    repeated = [v for v, m in zip(values, members, strict=True) for _ in range(m.blocks)]
+    return torch.tensor(repeated, dtype=like.dtype, device=like.device)[:, None, None]
+
+
+def _decompose(matrices: Tensor, damping: Tensor | None) -> tuple[Tensor, ...]:
+    if damping is None:
+        return algebra.eigendecompose(matrices)
+    return (algebra.damped_inverse(matrices, damping),)
+
+
+def _robustly(
+    matrices: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], list[bool]]:
+    """Decompose a batch; retry what fails, one by one, then keep ``current`` there."""
+    try:
+        results = _decompose(matrices, damping)
+        good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).tolist()
+    except torch.linalg.LinAlgError:
+        results, good = tuple(c.to(matrices.dtype, copy=True) for c in current), [False] * len(matrices)
+    for i in (i for i, fine in enumerate(good) if not fine):
+        shift = None if damping is None else damping[i : i + 1]
+        for result, kept in zip(results, current, strict=True):
+            result[i] = kept[i]
+        for attempt in _attempts(matrices[i : i + 1], shift):
+            if all(part.isfinite().all() for part in attempt):
+                for result, part in zip(results, attempt, strict=True):
+                    result[i] = part[0]
+                good[i] = True
+                break
+    return results, good
+
+
+def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    """Alone, in float64, with jitter on the diagonal, and on the CPU."""
+    double = matrix.double()
+    scale = double.diagonal(dim1=-2, dim2=-1).mean()
+    jittered = double + 1e-8 * scale * torch.eye(matrix.shape[-1], device=matrix.device).double()
+    for candidate in (matrix, double, jittered, jittered.cpu()):
+        shift = None if damping is None else damping.to(candidate)
+        try:
+            yield _decompose(candidate, shift)
+        except torch.linalg.LinAlgError:
+            continue
+
+
+def _warn_of_rejections(layout: Layout, due: list[Layer]) -> None:
+    """Say which layers' sums were not finite and were left out since their last refresh."""
+    names = []
+    for layer in due:
+        rejected = [f["rejected"] for f in layout.factors[layer]]
+        if any(r.any() for r in rejected):
+            names.append(layer.name)
+            for r in rejected:
+                r.zero_()
+    if names:
+        warnings.warn(
+            f"statistics that were not finite have been left out for {', '.join(names)}", stacklevel=2
+        )

@@ -1,0 +1,143 @@
+"""The data layout: factors of equal shape are one stacked tensor, for all layers together.
+
+A :class:`Stack` holds what belongs to all factors of one shape, a :class:`Pair` what belongs to all
+layers of one shape of gradient. A layer's factors lie side by side in their stacks, layers of one
+pair too, so that every pair sees its factors as one slice, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layers import Layer
+
+
+class _StackKey(NamedTuple):
+    size: int
+    diagonal: bool
+    device: torch.device
+    dtype: torch.dtype  # of the arithmetic
+
+
+class Factor:
+    """One side of one layer: its place in a stack."""
+
+    def __init__(self, layer: Layer, side: str, stack: Stack) -> None:
+        self.layer = layer
+        self.side = side  # "a" or "g"
+        self.stack = stack
+        self.slots = slice(stack.count, stack.count + layer.blocks)
+        stack.factors.append(self)
+        stack.count += layer.blocks
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.stack.tensors[key][self.slots]
+
+
+@dataclass
+class Stack:
+    """Factors of one shape; every tensor has one entry a slot: ``[count, ...]``."""
+
+    key: _StackKey
+    count: int = 0
+    factors: list[Factor] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n = self.key.size
+        return (self.count, n) if self.key.diagonal else (self.count, n, n)
+
+    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.key.device)
+        return tensor
+
+
+@dataclass
+class Pair:
+    """Layers whose matrix gradients are stacked as ``[count, g, a]``."""
+
+    g: Stack
+    a: Stack
+    layers: list[Layer] = field(default_factory=list)
+    count: int = 0
+    slots: dict[Layer, slice] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    g_slots: slice = field(default_factory=lambda: slice(0))
+    a_slots: slice = field(default_factory=lambda: slice(0))
+
+    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.g.key.device)
+        return tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.count, self.g.key.size, self.a.key.size)
+
+
+def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:
+    """The slots of these factors: a slice where they are all of the stack's, else indices."""
+    indices = [i for f in factors for i in range(f.slots.start, f.slots.stop)]
+    if len(indices) == stack.count:
+        return slice(None)
+    return torch.tensor(indices, device=stack.key.device)
+
+
+@dataclass
+class Layout:
+    stacks: list[Stack]
+    pairs: list[Pair]
+    factors: dict[Layer, tuple[Factor, Factor]]  # A, G
+    pair_of: dict[Layer, Pair]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for holder in (*self.stacks, *self.pairs):
+            yield from holder.tensors.items()
+
+    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        """Everything that belongs to one layer, as views with stable names."""
+        for factor in self.factors[layer]:
+            for name, tensor in factor.stack.tensors.items():
+                yield f"{factor.side}_{name}", tensor[factor.slots]
+        pair = self.pair_of[layer]
+        for name, tensor in pair.tensors.items():
+            yield name, tensor[pair.slots[layer]]
+
+
+def arithmetic_dtype(layer: Layer) -> torch.dtype:
+    """Float32 at least; float64 for float64 parameters."""
+    return torch.promote_types(layer.parameters[0].dtype, torch.float32)
+
+
+def lay_out(layers: Iterable[Layer]) -> Layout:
+    stacks: dict[_StackKey, Stack] = {}
+    grouped: dict[tuple[_StackKey, _StackKey], list[Layer]] = {}
+    for layer in layers:
+        device, dtype = layer.parameters[0].device, arithmetic_dtype(layer)
+        g = _StackKey(layer.g_dim, layer.diagonal_g, device, dtype)
+        a = _StackKey(layer.a_dim, layer.diagonal_a, device, dtype)
+        grouped.setdefault((g, a), []).append(layer)
+    layout = Layout([], [], {}, {})
+    for (g_key, a_key), members in grouped.items():
+        g = stacks.setdefault(g_key, Stack(g_key))
+        a = stacks.setdefault(a_key, Stack(a_key))
+        pair = Pair(g, a, members)
+        first_a, at = a.count, 0
+        a_factors = [Factor(layer, "a", a) for layer in members]
+        first_g = g.count
+        g_factors = [Factor(layer, "g", g) for layer in members]
+        for layer, *both in zip(members, a_factors, g_factors, strict=True):
+            layout.factors[layer] = (both[0], both[1])
+            layout.pair_of[layer] = pair
+            pair.slots[layer] = slice(at, at + layer.blocks)
+            at += layer.blocks
+        pair.count = at
+        pair.a_slots, pair.g_slots = slice(first_a, first_a + at), slice(first_g, first_g + at)
+        layout.pairs.append(pair)
+    layout.stacks = list(stacks.values())
+    return layout
