@@ -8,14 +8,14 @@ from .scheduler import KFACParamScheduler, decay_at
 __version__ = "0.1.0"
 
 __all__ = [
-    "KFACSGD",
-    "KFACAdam",
     "KFACLAMB",
-    "with_kfac",
+    "KFACSGD",
     "LAMB",
+    "KFACAdam",
     "KFACParamScheduler",
-    "decay_at",
     "Layer",
     "Moments",
+    "decay_at",
     "register_layer",
+    "with_kfac",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Float32 products in real float32: a user's TF32 or bf16 setting must not reach the factors."""
+    """Float32 products in real float32: a user's TF32 setting must not reach the factors."""
     saved = torch.get_float32_matmul_precision()
     if saved == "highest":
         yield
@@ -34,7 +34,9 @@ def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> 
     """
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
-        return torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1]) if append_one else moment
+        if append_one:
+            moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
+        return moment
     if not append_one:
         return rows.mT @ rows
     k, count, n = rows.shape
@@ -52,7 +54,7 @@ def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
 
 
 def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
-    """γ_A and γ_G with γ_A γ_G = γ and γ_A / γ_G = ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
+    """γ_A and γ_G with product γ and ratio ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
 
     A factor that is zero has no scale to balance: the pair then shares √γ evenly.
     """

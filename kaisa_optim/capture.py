@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from .algebra import full_precision
 from .layers import Layer, Moments
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 _Covers = tuple[bool, bool]
 Sink = Callable[[Layer, "Run", _Covers, Moments], None]
 
@@ -55,7 +57,7 @@ def _first_tensor(value: Any) -> Tensor | None:
 
 
 def _positions(tensor: Tensor) -> int:
-    """Elements of tokens; of features, those of one channel: last in sequences, second in images."""
+    """Tokens, or the elements of one channel: last in sequences, second in images."""
     if not tensor.is_floating_point() or tensor.dim() < 2:
         return tensor.numel()
     return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
@@ -185,7 +187,7 @@ class Capture:
         if module is layer.module and _substituted(module, layer):
             return None  # torch.func.functional_call with other weights
         x = args[0] if args else _first_tensor(kwargs)
-        return self._tap(layer, output, x)
+        return None if x is None else self._tap(layer, output, x)
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         mode: TorchFunctionMode | None = None
@@ -206,9 +208,7 @@ class Capture:
             self._local.modes = []
         return self._local.modes
 
-    def _tap(
-        self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)
-    ) -> Tensor:
+    def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         covers = layer.covers_now()
         if not any(covers) or not output.requires_grad or _under_functorch():
             return output
@@ -247,9 +247,7 @@ class Capture:
         device = grad.device.type
         dtype = torch.promote_types(anchor.dtype, torch.float32)
         with torch.no_grad(), full_precision(), torch.autocast(device, enabled=False):
-            moments = layer.moments(
-                x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks
-            )
+            moments = layer.moments(x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks)
             self.sink(layer, run, covers, moments)
 
     @contextlib.contextmanager
@@ -277,7 +275,9 @@ def _checkpointed() -> bool:
     There the same tensors must be saved both times, whatever is wanted by then: the function is
     applied always, and the record of the first forward decides.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if _top_hooks is None:
+        return True  # torch 2.6 can't tell; an idle tap holds nothing that its layer does not
+    hooks = _top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

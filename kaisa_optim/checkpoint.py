@@ -1,6 +1,6 @@
 """K-FAC state inside the optimizer's own: flat tensors under ``state[parameter]["kfac_…"]``.
 
-Other homes get lost: torch.distributed.checkpoint keeps only what lives in the entry of a parameter.
+Other homes get lost: torch.distributed.checkpoint keeps only what is in a parameter's entry.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
     kfac.resume(max(steps, default=0))
     if missing and not fresh:
         warnings.warn(
-            f"the checkpoint holds no K-FAC factors for {_listed(missing)}; they are estimated anew, "
-            "from the next backward pass on",
+            f"the checkpoint holds no K-FAC factors for {_listed(missing)}; they are estimated "
+            "anew, from the next backward pass on",
             stacklevel=3,
         )
 

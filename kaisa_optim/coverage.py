@@ -24,11 +24,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+            inner: object = model.module
         else:
+            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+        if not isinstance(inner, nn.Module):
             return model
+        model = inner
 
 
 def cover(
@@ -44,7 +45,7 @@ def cover(
     _check_trained(trained, names)
     skipped_by = _skipped_modules(model, skip_layers)
     found = Coverage()
-    reasons: dict[Tensor, str] = {}
+    reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p in trained]
@@ -64,9 +65,9 @@ def cover(
             if papers_only and not layer.in_papers:
                 reasons.update((p, _PAPERS_ONLY) for p in own)
                 continue
-            for parameter in (layer.weight, layer.bias):
-                if parameter is not None and len(names[parameter]) > 1:
-                    reasons[parameter] = "shared by " + " and ".join(names[parameter])
+            for own_parameter in (layer.weight, layer.bias):
+                if own_parameter is not None and len(names[own_parameter]) > 1:
+                    reasons[own_parameter] = "shared by " + " and ".join(names[own_parameter])
             if layer.weight is None or layer.weight in reasons:
                 # A weight that is computed, or used elsewhere too, is no Kronecker product here.
                 reason = f"{type(module).__name__} whose weight is no parameter of its own"
@@ -75,7 +76,8 @@ def cover(
             if layer.bias in reasons:
                 layer.bias = None
             layer.wide = max_factor_size
-            layer.trained = (layer.weight in trained, layer.bias is not None and layer.bias in trained)
+            has_bias = layer.bias is not None and layer.bias in trained
+            layer.trained = (layer.weight in trained, has_bias)
             if any(layer.trained):
                 layer.covers = layer.covers_now()
                 found.layers[layer.name] = layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ class KFACMixin(Optimizer):
     # ---- stepping ----
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Precondition the gradients and let the base class step with them.
 
         ``closure`` runs first, with gradients enabled. ``p.grad`` is afterwards what it was before.
@@ -222,8 +223,8 @@ def _gradients(new: dict[Tensor, Tensor]) -> Iterator[None]:
             p.grad = gradient
         yield
     finally:
-        for p, gradient in old.items():
-            p.grad = gradient
+        for p, own in old.items():
+            p.grad = own
 
 
 def _clip_lr(group: dict[str, Any], kind: str) -> float | str:
@@ -295,12 +296,12 @@ def _reduce(self: KFACMixin) -> Any:
     cls = type(self)
     if _FAMILY.get(cls._base) is cls:
         return _blank, (cls._base,), self.__getstate__()
-    return object.__reduce_ex__(self, 2)
+    return copyreg.__newobj__, (cls,), self.__getstate__()  # type: ignore[attr-defined]
 
 
 def _blank(base: type[Optimizer]) -> KFACMixin:
-    cls = with_kfac(base)
-    return cls.__new__(cls)  # type: ignore[no-any-return]
+    cls: type[KFACMixin] = with_kfac(base)
+    return cls.__new__(cls)
 
 
 @_sign

@@ -49,7 +49,9 @@ def check_loss_terms(value: Any) -> str | float:
 
 def check_interval(name: str, value: Any) -> int:
     if not _is_real(value) or value != int(value) or value < 1:
-        raise ValueError(f"Invalid {name}: {value!r}; it must be a whole number of steps, 1 or more")
+        raise ValueError(
+            f"Invalid {name}: {value!r}; it must be a whole number of steps, at least 1"
+        )
     return int(value)
 
 
@@ -64,7 +66,7 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype) and value.is_floating_point:
+    if value is None or (isinstance(value, torch.dtype) and value.is_floating_point):
         return value
     raise ValueError(
         f"Invalid {name}: {value!r}; it must be a floating torch.dtype, or None for float32 "
@@ -82,7 +84,7 @@ PER_GROUP: dict[str, Callable[[Any], float]] = {
 class Options:
     """What holds for a whole optimizer, checked; ``damping`` and ``factor_decay`` are per group."""
 
-    kl_clip: float | None | Callable[[int], float | None]
+    kl_clip: float | Callable[[int], float | None] | None
     kl_clip_lr: str
     factor_update_steps: Interval
     inv_update_steps: Interval
@@ -139,12 +141,12 @@ def make_options(
         )
     if damping_split is not None and compute_method != "inverse":
         raise ValueError(
-            f"Invalid damping_split: {damping_split!r} belongs to compute_method=\"inverse\"; the "
+            f'Invalid damping_split: {damping_split!r} belongs to compute_method="inverse"; the '
             "eigenbasis applies the exact damping"
         )
     if compute_eigenvalue_outer_product and compute_method != "eigen":
         raise ValueError(
-            "Invalid compute_eigenvalue_outer_product: True belongs to compute_method=\"eigen\""
+            'Invalid compute_eigenvalue_outer_product: True belongs to compute_method="eigen"'
         )
     if not _is_real(max_factor_size) or max_factor_size < 1:
         raise ValueError(f"Invalid max_factor_size: {max_factor_size!r}; it must be 1 or more")

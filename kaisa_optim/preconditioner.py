@@ -116,7 +116,7 @@ class Preconditioner:
 
     @property
     def loss_terms(self) -> str | float:
-        """"examples", "positions", or how many terms the losses of this step average."""
+        """ "examples", "positions", or how many terms the losses of this step average."""
         return self.statistics.loss_terms
 
     @loss_terms.setter
@@ -201,9 +201,9 @@ class Preconditioner:
             return True  # torch.distributed.checkpoint steps once to create the base's state
         raise RuntimeError(
             f"step {self.steps} is due for statistics, but no covered layer saw a backward pass. "
-            "Gradients must come from .backward() through this very model, once per step. If it was "
-            "compiled and called before the optimizer was built, build the optimizer first or call "
-            "torch._dynamo.reset(); if the forward was meant to be left out, use "
+            "Gradients must come from .backward() through this very model, once per step. If it "
+            "was compiled and called before the optimizer was built, build the optimizer first or "
+            "call torch._dynamo.reset(); if the forward was meant to be left out, use "
             "optimizer.preconditioner.paused()"
         )
 
@@ -221,15 +221,13 @@ class Preconditioner:
 
     def _members(self, pair: Pair) -> list[Layer]:
         """The layers of a pair that have both a gradient and second-order state."""
-        with_gradient = [
-            x for x in pair.layers if any(p.grad is not None for p in x.parameters)
-        ]
+        with_gradient = [x for x in pair.layers if any(p.grad is not None for p in x.parameters)]
         for layer in with_gradient:
             if layer not in self.fed and layer not in self._named_without_statistics:
                 self._named_without_statistics.add(layer)
                 warnings.warn(
-                    f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient is "
-                    "used; its weight may be in use outside of its module's forward",
+                    f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "
+                    "is used; its weight may be in use outside of its module's forward",
                     stacklevel=2,
                 )
         return [layer for layer in with_gradient if layer in self.second_order.ready]
@@ -249,9 +247,7 @@ class Preconditioner:
         torch._foreach_copy_(targets, sources)
         return raw
 
-    def _unstacked(
-        self, stacks: list[tuple[list[Layer], Tensor, Tensor]]
-    ) -> dict[Tensor, Tensor]:
+    def _unstacked(self, stacks: list[tuple[list[Layer], Tensor, Tensor]]) -> dict[Tensor, Tensor]:
         new: dict[Tensor, Tensor] = {}
         targets, sources = [], []
         for members, _, stacked in stacks:
@@ -412,7 +408,7 @@ class Preconditioner:
             yield
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Running averages A and G of a layer: ``[blocks, n, n]``, or ``[blocks, n]`` if diagonal."""
+        """Running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` where diagonal."""
         layer = self.layers.get(name)
         if layer is None:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(self.layers)}")
@@ -472,5 +468,6 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
 
         return read
     raise ValueError(
-        f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a callable"
+        f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
+        "callable"
     )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .options import PER_GROUP
 from .optimizers import KFACMixin
+from .options import PER_GROUP
 
 Factor = Callable[[int], float] | Mapping[int, float]
 
@@ -49,8 +49,8 @@ class KFACParamScheduler:
     ) -> None:
         if not isinstance(optimizer, KFACMixin):
             raise TypeError(
-                f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a KFACSGD, "
-                "KFACAdam, KFACLAMB or with_kfac(...) optimizer"
+                f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
+                "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
             )
         given = {
             "damping": damping,
@@ -76,7 +76,7 @@ class KFACParamScheduler:
                     "number, or leave it out here"
                 )
             if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
-                raise ValueError("Invalid kl_clip: the optimizer's clip is off; nothing to schedule")
+                raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
             self.schedules[name] = schedule
         self.last_epoch = 0
         self.initial = self._read()

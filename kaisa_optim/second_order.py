@@ -12,6 +12,7 @@ from . import algebra
 from .layers import Layer
 from .stacks import Factor, Layout, Pair, Stack, slots_of
 
+LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
 
 
@@ -59,7 +60,7 @@ class SecondOrder:
             for stack in layout.stacks:
                 factors = [f for f in stack.factors if f.layer in wanted]
                 if factors:
-                    failed |= self._refresh_stack(stack, factors, damping.get(id(stack)))
+                    failed |= self._refresh_stack(stack, factors, damping.get(stack))
         self.ready |= wanted - failed
         if self.stored_product:
             for layer in due:
@@ -76,13 +77,12 @@ class SecondOrder:
 
     def _split_damping(
         self, layout: Layout, due: set[Layer], damping_of: DampingOf
-    ) -> dict[int, Tensor]:
+    ) -> dict[Stack, Tensor]:
         """What to add to each slot's diagonal, for every stack; nothing for eigen."""
         if self.method != "inverse":
             return {}
         result = {
-            id(s): torch.ones(s.count, dtype=s.key.dtype, device=s.key.device)
-            for s in layout.stacks
+            s: torch.ones(s.count, dtype=s.key.dtype, device=s.key.device) for s in layout.stacks
         }
         for pair in layout.pairs:
             layers = [layer for layer in pair.layers if layer in due]
@@ -101,8 +101,8 @@ class SecondOrder:
                     for stack, slots in ((pair.a, pair.a_slots), (pair.g, pair.g_slots))
                 ]
                 on_a, on_g = algebra.split_damping(damping, *means)
-            result[id(pair.a)][pair.a_slots] = on_a
-            result[id(pair.g)][pair.g_slots] = on_g
+            result[pair.a][pair.a_slots] = on_a
+            result[pair.g][pair.g_slots] = on_g
         return result
 
     def _refresh_stack(
@@ -195,8 +195,9 @@ def _robustly(
     try:
         results = _decompose(matrices, damping)
         good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).tolist()
-    except torch.linalg.LinAlgError:
-        results, good = tuple(c.to(matrices.dtype, copy=True) for c in current), [False] * len(matrices)
+    except LinAlgError:
+        results = tuple(c.to(matrices.dtype, copy=True) for c in current)
+        good = [False] * len(matrices)
     for i in (i for i, fine in enumerate(good) if not fine):
         shift = None if damping is None else damping[i : i + 1]
         for result, kept in zip(results, current, strict=True):
@@ -219,7 +220,7 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
         shift = None if damping is None else damping.to(candidate)
         try:
             yield _decompose(candidate, shift)
-        except torch.linalg.LinAlgError:
+        except LinAlgError:
             continue
 
 
@@ -234,5 +235,6 @@ def _warn_of_rejections(layout: Layout, due: list[Layer]) -> None:
                 r.zero_()
     if names:
         warnings.warn(
-            f"statistics that were not finite have been left out for {', '.join(names)}", stacklevel=2
+            f"statistics that were not finite have been left out for {', '.join(names)}",
+            stacklevel=2,
         )

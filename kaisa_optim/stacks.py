@@ -39,7 +39,7 @@ class Factor:
         return self.stack.tensors[key][self.slots]
 
 
-@dataclass
+@dataclass(eq=False)
 class Stack:
     """Factors of one shape; every tensor has one entry a slot: ``[count, ...]``."""
 
@@ -58,7 +58,7 @@ class Stack:
         return tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """Layers whose matrix gradients are stacked as ``[count, g, a]``."""
 
@@ -96,8 +96,10 @@ class Layout:
     pair_of: dict[Layer, Pair]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for holder in (*self.stacks, *self.pairs):
-            yield from holder.tensors.items()
+        for stack in self.stacks:
+            yield from stack.tensors.items()
+        for pair in self.pairs:
+            yield from pair.tensors.items()
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """Everything that belongs to one layer, as views with stable names."""
@@ -119,25 +121,26 @@ def lay_out(layers: Iterable[Layer]) -> Layout:
     grouped: dict[tuple[_StackKey, _StackKey], list[Layer]] = {}
     for layer in layers:
         device, dtype = layer.parameters[0].device, arithmetic_dtype(layer)
-        g = _StackKey(layer.g_dim, layer.diagonal_g, device, dtype)
-        a = _StackKey(layer.a_dim, layer.diagonal_a, device, dtype)
-        grouped.setdefault((g, a), []).append(layer)
+        g_key = _StackKey(layer.g_dim, layer.diagonal_g, device, dtype)
+        a_key = _StackKey(layer.a_dim, layer.diagonal_a, device, dtype)
+        grouped.setdefault((g_key, a_key), []).append(layer)
     layout = Layout([], [], {}, {})
     for (g_key, a_key), members in grouped.items():
         g = stacks.setdefault(g_key, Stack(g_key))
         a = stacks.setdefault(a_key, Stack(a_key))
         pair = Pair(g, a, members)
-        first_a, at = a.count, 0
+        pair.count = sum(layer.blocks for layer in members)
+        # First all A, then all G: each pair's stay one slice where both are of one shape.
+        pair.a_slots = slice(a.count, a.count + pair.count)
         a_factors = [Factor(layer, "a", a) for layer in members]
-        first_g = g.count
+        pair.g_slots = slice(g.count, g.count + pair.count)
         g_factors = [Factor(layer, "g", g) for layer in members]
-        for layer, *both in zip(members, a_factors, g_factors, strict=True):
-            layout.factors[layer] = (both[0], both[1])
+        at = 0
+        for layer, factor_a, factor_g in zip(members, a_factors, g_factors, strict=True):
+            layout.factors[layer] = (factor_a, factor_g)
             layout.pair_of[layer] = pair
             pair.slots[layer] = slice(at, at + layer.blocks)
             at += layer.blocks
-        pair.count = at
-        pair.a_slots, pair.g_slots = slice(first_a, first_a + at), slice(first_g, first_g + at)
         layout.pairs.append(pair)
     layout.stacks = list(stacks.values())
     return layout

@@ -59,9 +59,7 @@ class Statistics:
 
     # ---- within a step ----
 
-    def add(
-        self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments
-    ) -> None:
+    def add(self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments) -> None:
         gathered = self.gathered.get(layer)
         if gathered is None or gathered.covers != covers:
             gathered = self.gathered[layer] = Gathered(covers, layer.blocks)

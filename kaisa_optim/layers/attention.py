@@ -21,7 +21,13 @@ class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
     def __init__(
-        self, name: str, module: nn.Module, weight: Tensor, bias: Tensor | None, blocks: int, at: int
+        self,
+        name: str,
+        module: nn.Module,
+        weight: Tensor,
+        bias: Tensor | None,
+        blocks: int,
+        at: int,
     ) -> None:
         super().__init__(name, module)
         assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
@@ -87,7 +93,11 @@ class _AttentionMode(TorchFunctionMode):
         self.tap = tap
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is not F.multi_head_attention_forward:

@@ -39,7 +39,7 @@ class Layer:
     ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
     for kinds that store their parameters differently or know a shorter way to a moment.
 
-    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves only it.
+    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves that 1.
     """
 
     in_papers = False  # among the kinds that the papers' own code preconditions
@@ -118,9 +118,7 @@ class Layer:
     def same_place(self, other: Layer) -> bool:
         """Whether both stand for the same parameters of the same module."""
         return (
-            self.module is other.module
-            and self.weight is other.weight
-            and self.bias is other.bias
+            self.module is other.module and self.weight is other.weight and self.bias is other.bias
         )
 
     @property
@@ -248,5 +246,6 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
     for cls in type(module).__mro__:
         kind = _KINDS.get(cls)
         if kind is not None:
-            return kind if type(module).forward is cls.forward else None
+            own, registered = (getattr(c, "forward") for c in (type(module), cls))  # noqa: B009
+            return kind if own is registered else None
     return None

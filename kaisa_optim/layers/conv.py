@@ -73,7 +73,9 @@ class _Spatial(Layer):
         return total
 
 
-def _windows(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]):
+def _windows(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
     """Sliding windows: ``[batch, channels, *positions, *kernel]``, a view."""
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
@@ -121,7 +123,8 @@ class ConvTransposeLayer(_Spatial):
             *x.shape[:2],
             *((n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)),
         )
-        stuffed[(..., *(slice(None, None, s) for s in module.stride))] = x
+        elements = (slice(None), slice(None), *(slice(None, None, s) for s in module.stride))
+        stuffed[elements] = x
         pad: list[int] = []
         for i in range(self.dims):
             reach = module.dilation[i] * (module.kernel_size[i] - 1)
@@ -129,7 +132,8 @@ class ConvTransposeLayer(_Spatial):
             # The gradient's size says what output_padding, or output_size=, came to in this call.
             after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
             pad = [before, after, *pad]
-        windows = _windows(F.pad(stuffed, pad), module.kernel_size, (1,) * self.dims, module.dilation)
+        stuffed = F.pad(stuffed, pad)
+        windows = _windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
         return windows.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
 
     def weight_view(self, tensor: Tensor) -> Tensor:

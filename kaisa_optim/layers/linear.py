@@ -8,7 +8,7 @@ from .base import Layer, register_layer
 
 
 def as_sequences(tensor: Tensor) -> Tensor:
-    """``[batch, ..., features]``, or ``[features]`` alone, as ``[1, batch, positions, features]``."""
+    """``[batch, ..., features]`` (or one example's) as ``[1, batch, positions, features]``."""
     if tensor.dim() == 1:
         tensor = tensor[None]
     return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])

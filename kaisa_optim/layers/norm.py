@@ -56,7 +56,7 @@ class _Norm(Layer):
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         rows = batch if reduce else batch * positions
-        shape = (1, 1) if 1 > self.wide else (1, 1, 1)
+        shape = (1, 1) if self.wide < 1 else (1, 1, 1)
         return Moments(g.new_full(shape, rows), g, rows, positions, blocks)
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
