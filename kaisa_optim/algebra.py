@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +17,33 @@ from torch import Tensor
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors."""
-    saved = torch.get_float32_matmul_precision()
-    if saved == "highest":
+    try:
+        older: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None  # torch refuses to answer where its newer settings say something else
+    if older == "highest":
         yield
         return
-    torch.set_float32_matmul_precision("highest")
+    # The newer settings, by backend; none of them before torch 2.9.
+    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
+    backends: list[Any] = [torch.backends.cuda.matmul, on_cpu]
+    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    if older is not None:
+        torch.set_float32_matmul_precision("highest")
+    else:
+        for backend, value in saved:
+            if value != "none":
+                backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(saved)
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for backend, value in saved:
+            # What a backend inherits it inherits again, else a later change would pass it by.
+            backend.fp32_precision = "none"
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
 
 
 def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:

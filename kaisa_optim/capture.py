@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
@@ -30,9 +31,10 @@ Sink = Callable[[Layer, "Run", _Covers, Moments], None]
 class Run:
     """One forward pass of the model: how many terms its loss averages if it trains."""
 
-    __slots__ = ("examples", "positions", "shape")
+    __slots__ = ("examples", "paused", "positions", "shape")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, paused: bool = False) -> None:
+        self.paused = paused
         if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
             # Images of different sizes, as detection models take them.
             self.shape: torch.Size | None = None
@@ -123,6 +125,7 @@ class Capture:
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
         self.backwards = 0  # passes that reached a layer and trained it
+        self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
         self._local = threading.local()  # DataParallel runs its replicas in threads
         self._latest: Run | None = None
         self._loose: Run | None = None
@@ -137,7 +140,9 @@ class Capture:
         for module, own in by_module.items():
             if own[0].interceptor(own, self._tap) is None:
                 hook = _Hook(self._output, own[0])
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                # First: a user's hook may return something else than the layer's own output.
+                handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                handles.append(handle)
             else:
                 handles.append(module.register_forward_pre_hook(_Hook(self._enter, own)))
                 handles.append(module.register_forward_hook(_Hook(self._exit), always_call=True))
@@ -157,19 +162,17 @@ class Capture:
     # ---- the model's forward passes ----
 
     def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch._C._is_tracing():
             value = args[0] if args else next(iter(kwargs.values()), None)
             if _first_tensor(value) is None:
                 value = (*args, *kwargs.values())
-            self._local.run = self._latest = Run(value)
+            self._local.run = self._latest = Run(value, paused=self.paused > 0)
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._local.run = None
 
     def _current_run(self, layer: Layer, x: Tensor) -> Run:
-        run: Run | None = getattr(self._local, "run", None)
-        if run is None and torch._C._current_graph_task_id() != -1 and self._latest is not None:
-            return self._latest  # a reentrant checkpoint runs its part again
+        run: Run | None = getattr(self._local, "run", None) or self._run_again()
         if run is None:
             # The layer is called without the model around it: one run until a backward pass.
             if self._loose is None:
@@ -179,13 +182,17 @@ class Capture:
             run.examples = 1
         return run
 
+    def _run_again(self) -> Run | None:
+        """The forward pass of which a reentrant checkpoint runs its part again."""
+        return None if _graph_task() is None else self._latest
+
     # ---- the layers' forward passes ----
 
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
         if module is layer.module and _substituted(module, layer):
-            return None  # torch.func.functional_call with other weights
+            return None
         x = args[0] if args else _first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
 
@@ -210,18 +217,22 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         covers = layer.covers_now()
-        if not any(covers) or not output.requires_grad or _under_functorch():
+        if not any(covers) or not output.requires_grad or _transformed():
             return output
         wanted = self.gathering or layer in self.missing or covers != layer.covers
-        wanted = wanted and not self.paused
+        again = self._run_again()
+        wanted = wanted and not (self.paused if again is None else again.paused)
         if not wanted and not _checkpointed():
             return output
         record = None
         if wanted:
-            run = self._current_run(layer, x)
+            run, mode = self._current_run(layer, x), layer.mode()
+            outer = _graph_task()
 
             def record(x: Tensor | None, grad: Tensor) -> None:
-                self._record(layer, run, covers, blocks, x, grad)
+                # A reentrant checkpoint's own backward is part of the one that it runs in.
+                task = _graph_task() if outer is None else outer
+                self._record(layer, run, covers, blocks, mode, x, grad, task)
 
         return _Tap.apply(output, x if layer.needs_input(covers) else None, record)
 
@@ -233,8 +244,10 @@ class Capture:
         run: Run,
         covers: _Covers,
         blocks: slice,
+        mode: Any,
         x: Tensor | None,
         grad: Tensor,
+        task: int | None,
     ) -> None:
         anchor = layer.weight if covers[0] else layer.bias
         assert anchor is not None
@@ -242,12 +255,16 @@ class Capture:
             return
         self._loose = None
         self.backwards += 1
-        if anchor.grad is None:
+        # Every use of a layer in one pass meets the same missing gradient: only the first drops.
+        if anchor.grad is None and self._begun.get(layer) != task:
+            self._begun[layer] = task
             self.drop(layer)
         device = grad.device.type
         dtype = torch.promote_types(anchor.dtype, torch.float32)
         with torch.no_grad(), full_precision(), torch.autocast(device, enabled=False):
-            moments = layer.moments(x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks)
+            moments = layer.moments(
+                x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
+            )
             self.sink(layer, run, covers, moments)
 
     @contextlib.contextmanager
@@ -261,12 +278,21 @@ class Capture:
 
 
 def _substituted(module: nn.Module, layer: Layer) -> bool:
-    held = module._parameters
-    return "weight" in held and held["weight"] is not layer.weight
+    """By torch.func.functional_call, or by a parametrization that came after the optimizer."""
+    if "weight" in module._parameters:
+        return module._parameters["weight"] is not layer.weight
+    return is_parametrized(module, "weight")
 
 
-def _under_functorch() -> bool:
-    return torch._C._functorch.maybe_current_level() is not None
+def _transformed() -> bool:
+    """Under a torch.func transform, or traced for TorchScript."""
+    return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()
+
+
+def _graph_task() -> int | None:
+    """The backward pass that this thread is in; numbers are never used again."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
 
 
 def _checkpointed() -> bool:
@@ -283,6 +309,8 @@ def _checkpointed() -> bool:
 
 def _accumulates_into(parameter: Tensor) -> bool:
     """Whether the running backward pass will add to ``parameter.grad``."""
+    if not parameter.requires_grad:
+        return False  # frozen since the forward
     node = get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -6,7 +6,7 @@ Other homes get lost: torch.distributed.checkpoint keeps only what is in a param
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .layers import Layer
 from .preconditioner import Preconditioner
 
 PREFIX = "kfac_"
+STEP = f"{PREFIX}step"
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
@@ -30,24 +31,49 @@ def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
-def publish(kfac: Preconditioner, state: State) -> None:
+def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None = None) -> None:
     """Put every layer's tensors, as they stand, beside the base optimizer's.
 
     A layer waits for the base to have made its entry: some bases take a first step by its absence.
+    After a load, those in ``only`` had one where the state comes from.
     """
+    known = _take_back(kfac, state)
+
+    def has_entry(p: Tensor) -> bool:
+        if only is not None:
+            return p in only
+        return p.grad is not None or bool(state.get(p)) or p in known
+
+    # The count is in all entries: torch.distributed.checkpoint wants one for every parameter.
+    for p in kfac.parameters:
+        if has_entry(p):
+            state[p][STEP] = kfac.step_count
     for layer in kfac.layout.factors:
         home = _home(layer)
-        entry = state.get(home)
-        if home.grad is None and not entry:
-            continue
-        if entry is None:
-            entry = state[home]
-        status = f"{PREFIX}{layer.tag}status"
-        if entry.get(f"{PREFIX}step") is not kfac.step_count or status not in entry:
-            entry.update(_named(kfac, layer))
-            entry[f"{PREFIX}step"] = kfac.step_count
-            entry[status] = torch.zeros(len(_status(kfac, layer)), dtype=torch.int64)
-        entry[status].copy_(torch.tensor(_status(kfac, layer)))
+        if has_entry(home):
+            entry, values = state[home], _status(kfac, layer)
+            status = f"{PREFIX}{layer.tag}status"
+            if status not in entry:
+                entry.update(_named(kfac, layer))
+                entry[status] = torch.zeros(len(values), dtype=torch.int64)
+            entry[status].copy_(torch.tensor(values))
+
+
+def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
+    """Remove the tensors of an earlier layout, whose layers may be gone; the entries they were in.
+
+    Each layout has a step count of its own.
+    """
+    stale = set()
+    for p, entry in list(state.items()):
+        count = entry.get(STEP) if isinstance(entry, dict) else None
+        if count is not None and count is not kfac.step_count:
+            stale.add(p)
+            for key in [k for k in entry if str(k).startswith(PREFIX)]:
+                del entry[key]
+            if not entry:
+                del state[p]
+    return stale
 
 
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
@@ -92,7 +118,7 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
                 )
     homes = {_home(layer) for layer in kfac.layout.factors}
     for p, entry in entries.items():
-        if entry and p not in homes:
+        if entry.keys() - {STEP} and p not in homes:
             problems.append(f"factors for a parameter of shape {tuple(p.shape)} without a layer")
     if problems:
         raise ValueError(
@@ -115,8 +141,9 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
     kfac.discard()
     for layer in kfac.layers.values():
         kfac.forget(layer)
+    kfac.lay_out()
     kfac.second_order.failures.clear()
-    steps = [int(e[f"{PREFIX}step"]) for e in entries.values() if f"{PREFIX}step" in e]
+    steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     missing = []
     for layer in kfac.layout.factors:
         entry = entries.get(_home(layer), {})

@@ -137,28 +137,32 @@ class LAMB(Optimizer):
             for key in ("adam_w_mode", "use_nvlamb", "maximize"):
                 group.setdefault(key, self.defaults[key])
 
+    # Fills lists and returns no tensors, as in torch.optim: torch.compile relies on both.
     def _init_group(
-        self, group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        params = [p for p in group["params"] if p.grad is not None]
-        for p in params:
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+    ) -> None:
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        for p in with_grad:
             if p.grad.layout is not torch.strided:
                 raise RuntimeError(
                     "LAMB does not support sparse gradients, please consider SparseAdam instead"
                 )
             if p.is_complex():
                 raise RuntimeError("LAMB does not support complex parameters")
-        for p in params:
+        for p in with_grad:
             state = self.state[p]
-            if len(state) == 0:
+            if "exp_avg" not in state:  # a sub-class may keep entries of its own there
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        return (
-            params,
-            [p.grad for p in params],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-        )
+            params.append(p)
+            grads.append(p.grad)
+            exp_avgs.append(state["exp_avg"])
+            exp_avg_sqs.append(state["exp_avg_sq"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,7 +174,11 @@ class LAMB(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        batches = [self._init_group(group) for group in self.param_groups]
+        batches = []
+        for group in self.param_groups:
+            batch: tuple[list[Tensor], ...] = ([], [], [], [])
+            self._init_group(group, *batch)
+            batches.append(batch)
         grads = [grad for batch in batches for grad in batch[1]]
         if not grads:
             return loss
@@ -323,16 +331,16 @@ def _check_options(options: dict[str, Any]) -> None:
     lr, betas, limit = options["lr"], options["betas"], options["max_grad_norm"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not 0.0 <= lr:
+    if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= options["eps"]:
+    if not options["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {options['eps']}")
     if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; two floats are needed")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not 0.0 <= options["weight_decay"]:
+    if not options["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
     if limit is not None and math.isnan(limit):
         raise ValueError(f"Invalid max_grad_norm value: {limit}; None or a value <= 0 is off")

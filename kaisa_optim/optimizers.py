@@ -35,9 +35,9 @@ class KFACMixin(Optimizer):
         params: nn.Module | Iterable[Any],
         *args: Any,
         model: nn.Module | None = None,
-        damping: Number = 1e-3,
+        damping: Number = 1e-2,
         factor_decay: Number = 0.95,
-        kl_clip: Number | None = 1e-3,
+        kl_clip: Number | None = 1e-4,
         kl_clip_lr: str | None = None,
         factor_update_steps: Interval = 10,
         inv_update_steps: Interval = 100,
@@ -95,7 +95,7 @@ class KFACMixin(Optimizer):
         super().__init__(params, *args, **kwargs)
         self._start()
 
-    def _start(self) -> None:
+    def _start(self, known: Iterable[Tensor] = ()) -> None:
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise ValueError(
@@ -106,7 +106,7 @@ class KFACMixin(Optimizer):
         # and skip instead.
         self._step_supports_amp_scaling = False
         self.preconditioner = Preconditioner(
-            self._kfac_model, self._kfac_options, self.param_groups, self._group_schedules
+            self._kfac_model, self._kfac_options, self.param_groups, self._group_schedules, known
         )
 
     # ---- stepping ----
@@ -143,6 +143,8 @@ class KFACMixin(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``damping`` and ``factor_decay`` may be numbers or callables."""
         schedules: dict[str, Callable[[int], Any]] = {}
+        if not isinstance(param_group, dict):
+            return super().add_param_group(param_group)  # which refuses it
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):
@@ -154,7 +156,13 @@ class KFACMixin(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
         if hasattr(self, "preconditioner"):
-            self.preconditioner.rebuild(self.param_groups)
+            try:
+                self.preconditioner.rebuild(self.param_groups)
+            except ValueError:
+                self.param_groups.pop()
+                self._group_schedules.pop()
+                self.preconditioner.rebuild(self.param_groups)
+                raise
 
     def has_schedule(self, name: str) -> bool:
         """Whether a hyperparameter was given as a callable of the step."""
@@ -169,7 +177,10 @@ class KFACMixin(Optimizer):
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             loaded = loaded.copy()
-            self._loaded = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
+            entries = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
+            of_base = any("damping" not in group for group in loaded["param_groups"])
+            fresh = not (of_base or loaded["state"] or any(entries.values()))
+            self._loaded = entries, fresh
             # A base optimizer's groups lack K-FAC's keys: those stay as they are here.
             pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
             keys = (*PER_GROUP, "kl_clip_lr")
@@ -186,21 +197,24 @@ class KFACMixin(Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_kfac_model", "_kfac_options", "_group_defaults", "_group_schedules")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
+        kept = ("_kfac_model", "_group_defaults", "_group_schedules")
+        return {
+            **super().__getstate__(),
+            **{name: self.__dict__[name] for name in kept},
+            "_kfac_options": self.preconditioner.current_options(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
             super().__setstate__(state)
             if "preconditioner" in self.__dict__:
-                entries = self.__dict__.pop("_loaded", {})
-                fresh = not any(entries.values()) and not self.state
-                checkpoint.restore(self.preconditioner, entries, fresh=fresh)
+                self._resume(*self.__dict__.pop("_loaded", ({}, False)))
             return
         state = dict(state)
         entries = {
             p: {k: v for k, v in entry.items() if str(k).startswith(checkpoint.PREFIX)}
             for p, entry in state["state"].items()
+            if isinstance(entry, dict)
         }
         # The base looks at the entries too: it must see its own only.
         for p, ours in entries.items():
@@ -209,9 +223,13 @@ class KFACMixin(Optimizer):
             if ours and not state["state"][p]:
                 del state["state"][p]
         super().__setstate__(state)
-        self._start()
-        checkpoint.restore(self.preconditioner, entries, fresh=not any(entries.values()))
-        checkpoint.publish(self.preconditioner, self.state)
+        self._start(known=[p for group in self.param_groups for p in group["params"]])
+        self._resume(entries, fresh=not any(entries.values()))
+
+    def _resume(self, entries: checkpoint.Entries, fresh: bool) -> None:
+        checkpoint.restore(self.preconditioner, entries, fresh=fresh)
+        loaded = {p for p, ours in entries.items() if ours}
+        checkpoint.publish(self.preconditioner, self.state, only=loaded)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_loss_terms(value: Any) -> str | float:
 
 
 def check_interval(name: str, value: Any) -> int:
-    if not _is_real(value) or value != int(value) or value < 1:
+    if not _is_whole(value) or value < 1:
         raise ValueError(
             f"Invalid {name}: {value!r}; it must be a whole number of steps, at least 1"
         )
@@ -59,10 +60,32 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _is_whole(value: Any) -> bool:
+    return _is_real(value) and float(value).is_integer()
+
+
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError(f"Invalid {name}: {value!r}; choose from {', '.join(map(repr, choices))}")
     return str(value)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(
+            f"Invalid skip_layers: {value!r}; it must be a pattern or a list of patterns, each "
+            "searched in module and class names"
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"Invalid skip_layers: {pattern!r} is no regular expression: {error}; re.escape "
+                "takes a name literally"
+            ) from None
+    return tuple(patterns)
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
@@ -148,9 +171,9 @@ def make_options(
         raise ValueError(
             'Invalid compute_eigenvalue_outer_product: True belongs to compute_method="eigen"'
         )
-    if not _is_real(max_factor_size) or max_factor_size < 1:
+    if not _is_real(max_factor_size) or not max_factor_size >= 1:
         raise ValueError(f"Invalid max_factor_size: {max_factor_size!r}; it must be 1 or more")
-    if not _is_real(max_failures) or max_failures < 0 or max_failures != int(max_failures):
+    if not _is_whole(max_failures) or max_failures < 0:
         raise ValueError(f"Invalid max_failures: {max_failures!r}; it must be a count, 0 or more")
     if not callable(kl_clip):
         check_kl_clip(kl_clip)
@@ -176,7 +199,7 @@ def make_options(
         compute_eigenvalue_outer_product=bool(compute_eigenvalue_outer_product),
         factor_dtype=_dtype("factor_dtype", factor_dtype),
         inv_dtype=_dtype("inv_dtype", inv_dtype),
-        skip_layers=(skip_layers,) if isinstance(skip_layers, str) else tuple(skip_layers),
+        skip_layers=_patterns(skip_layers),
         max_factor_size=int(max_factor_size) if max_factor_size < math.inf else 2**62,
         weight_sharing=weight_sharing,
         loss_terms=loss_terms,

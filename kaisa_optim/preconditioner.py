@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ Group = dict[str, Any]
 logger = logging.getLogger("kaisa_optim")
 
 
+# Numbers that may be given as callables of the step, beside those of the parameter groups.
+_SCHEDULED = ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms")
+
+
 class Preconditioner:
     """K-FAC for one model: ``optimizer.preconditioner``.
 
@@ -40,6 +45,7 @@ class Preconditioner:
         options: Options,
         groups: list[Group],
         group_schedules: list[dict[str, Callable[[int], Any]]],
+        known: Iterable[Tensor] = (),
     ) -> None:
         self.model = model
         self.options = options
@@ -66,15 +72,17 @@ class Preconditioner:
         self._named_without_statistics: set[Layer] = set()
         self._schedules: dict[str, Callable[[int], Any]] = {}
         self._group_schedules = group_schedules  # of damping and factor_decay, one dict a group
-        for name in ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms"):
+        for name in _SCHEDULED:
             value = getattr(options, name)
             if callable(value):
                 self._schedules[name] = value
                 value = value(0)
             setattr(self, name, value)
         self.grad_scaler = options.grad_scaler
+        self._accepted = set(known)  # parameters that are, or were, the model's
         self.rebuild(groups)
         if not self.layers:
+            self._detach()
             detail = "; ".join(f"{name}: {why}" for name, why in self.uncovered.items())
             raise ValueError(
                 "Invalid model: it has no layer that K-FAC covers"
@@ -84,8 +92,13 @@ class Preconditioner:
         if self.uncovered:
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
             warnings.warn(
-                f"the base optimizer updates these with their raw gradients:\n{lines}", stacklevel=5
+                f"the base optimizer updates these with their raw gradients:\n{lines}", stacklevel=4
             )
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """All that the optimizer has of this model, covered or not."""
+        return self._group_of.keys()
 
     # ---- hyperparameters of the whole optimizer ----
 
@@ -130,8 +143,14 @@ class Preconditioner:
 
     @grad_scaler.setter
     def grad_scaler(self, value: Any) -> None:
-        self._grad_scaler = value
         self.statistics.loss_scale = _scale_reader(value)
+        self._grad_scaler = value
+
+    def current_options(self) -> Options:
+        """The options with what has been set since construction."""
+        plain = [name for name in _SCHEDULED if name not in self._schedules]
+        values = {name: getattr(self, name) for name in (*plain, "grad_scaler")}
+        return dataclasses.replace(self.options, **values)
 
     # ---- the step ----
 
@@ -153,7 +172,9 @@ class Preconditioner:
         self.fed.update(self.statistics.update(self.layout, hyperparameter("factor_decay")))
         due = self._due()
         if due:
-            self.second_order.refresh(self.layout, due, damping_of)
+            for layer in self.second_order.refresh(self.layout, due, damping_of):
+                self.forget(layer)
+                self._named_without_statistics.add(layer)
         stacks = []
         for pair in self.layout.pairs:
             members = self._members(pair)
@@ -183,7 +204,7 @@ class Preconditioner:
                 self.forget(layer)
                 changed = True
         if changed or self._placement != self._place():
-            self._lay_out()
+            self.lay_out()
 
     def _place(self) -> list[tuple[torch.device, torch.dtype]]:
         parameters = (layer.parameters[0] for layer in self.layout.factors)
@@ -293,7 +314,7 @@ class Preconditioner:
 
     def _alpha(self, group: Group) -> Any:
         alpha = group["kl_clip_lr"]
-        return group["lr"] if alpha == "current" else alpha
+        return group.get("lr", 1.0) if alpha == "current" else alpha
 
     def _advance(self) -> None:
         self.steps += 1
@@ -328,7 +349,10 @@ class Preconditioner:
 
     def rebuild(self, groups: list[Group]) -> None:
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
-        self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # A replaced module's parameters stay in their group, as they do in any optimizer.
+        gone = self._accepted.difference(self.model.parameters())
+        self._group_of = {p: i for p, i in group_of.items() if p not in gone}
         found = cover(
             unwrapped(self.model),
             self._group_of,
@@ -336,6 +360,7 @@ class Preconditioner:
             max_factor_size=self.options.max_factor_size,
             papers_only=self.options.papers,
         )
+        self._accepted.update(group_of)
         before, self.layers = self.layers, {}
         for name, layer in found.layers.items():
             old = before.get(name)
@@ -352,8 +377,7 @@ class Preconditioner:
                 if layer.parameters:
                     self._shared(layer, groups, name)
         self.statistics.clear()
-        if self._capture is not None:
-            self._capture.detach()
+        self._detach()
         self._capture = Capture(
             unwrapped(self.model),
             list(self.layers.values()),
@@ -363,7 +387,11 @@ class Preconditioner:
         )
         self._capture.missing -= self.fed
         self._aim()
-        self._lay_out()
+        self.lay_out()
+
+    def _detach(self) -> None:
+        if self._capture is not None:
+            self._capture.detach()
 
     def forget(self, layer: Layer) -> None:
         """Drop what is known of a layer: it is estimated anew when it is next used."""
@@ -372,7 +400,7 @@ class Preconditioner:
         if self._capture is not None:
             self._capture.missing.add(layer)
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         old = self.layout
         self.layout = lay_out(x for x in self.layers.values() if any(x.covers))
         for stack in self.layout.stacks:

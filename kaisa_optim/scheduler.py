@@ -124,7 +124,7 @@ class KFACParamScheduler:
             initial += now[name][len(initial) :]
             exact += now[name][len(exact) :]
             if self.compound and callable(schedule):
-                factor = schedule(self.last_epoch)
+                factor = schedule(self.last_epoch) if self.last_epoch else 1
                 exact[:] = [value * factor for value in exact]
             else:
                 factor = _factor(schedule, self.last_epoch)

@@ -51,10 +51,14 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def refresh(self, layout: Layout, due: list[Layer], damping_of: DampingOf) -> None:
-        """Decompose the factors of the layers in ``due``; a failure keeps the older state."""
-        wanted = set(due)
-        failed: set[Layer] = set()
+    def refresh(self, layout: Layout, due: list[Layer], damping_of: DampingOf) -> set[Layer]:
+        """Decompose the factors of the layers in ``due``; a failure keeps the older state.
+
+        Returned are layers that have no statistics after all: none of theirs was finite.
+        """
+        empty = {layer for layer in due if any(map(_is_empty, layout.factors[layer]))}
+        wanted = set(due) - empty
+        failed = set(empty)
         with algebra.full_precision():
             damping = self._split_damping(layout, wanted, damping_of)
             for stack in layout.stacks:
@@ -71,6 +75,7 @@ class SecondOrder:
                     pair.tensors["scale"][pair.slots[layer]] = product.to(self._store(pair.g))
         self._count(failed, wanted - failed)
         _warn_of_rejections(layout, due)
+        return empty
 
     def _store(self, stack: Stack) -> torch.dtype:
         return self.dtype or stack.key.dtype
@@ -222,6 +227,10 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
             yield _decompose(candidate, shift)
         except LinAlgError:
             continue
+
+
+def _is_empty(factor: Factor) -> bool:
+    return bool(((factor["weight"] == 0) & (factor["rejected"] > 0)).any())
 
 
 def _warn_of_rejections(layout: Layout, due: list[Layer]) -> None:

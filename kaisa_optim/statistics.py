@@ -128,7 +128,7 @@ class Statistics:
         decay_of: Callable[[Layer], float],
         terms: float,
     ) -> None:
-        sums, scales, decays = [], [], []
+        sums, scales, decays, present = [], [], [], []
         for factor in factors:
             gathered, blocks = self.gathered[factor.layer], factor.layer.blocks
             total = gathered.a if factor.side == "a" else gathered.g
@@ -136,11 +136,12 @@ class Statistics:
             sums.append(total.expand(blocks, *total.shape[1:]))
             by_count = self.papers or factor.side == "a"
             scales += [1 / max(n, 1.0) if by_count else terms for n in gathered.count]
-            decays += [decay_of(factor.layer) if n else 1.0 for n in gathered.count]
+            decays += [decay_of(factor.layer)] * blocks
+            present += [n > 0 for n in gathered.count]
         new = torch.cat(sums) if len(sums) > 1 else sums[0].contiguous()
         device, dtype = stack.key.device, stack.key.dtype
-        numbers = torch.tensor([scales, decays], dtype=torch.float64).to(device, non_blocking=True)
-        scale, decay = numbers.to(dtype)
+        numbers = torch.tensor([scales, decays, present], dtype=torch.float64)
+        scale, decay, given = numbers.to(device, dtype, non_blocking=True)
         matrix = (slice(None), *(None,) * (new.dim() - 1))
         new.mul_(scale[matrix])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
@@ -150,8 +151,12 @@ class Statistics:
         slots = slots_of(factors, stack)
         average, weight, rejected = (stack.tensors[k] for k in ("average", "weight", "rejected"))
         old = weight[slots]
-        grown = torch.where(finite, decay * old + (1 - decay), old)
-        step = torch.where(finite & (grown > 0), (1 - decay) / grown, 0)[matrix]
+        # The first value is taken as it is, also by a decay of 1, which then keeps it.
+        first = (old == 0) & (decay == 1)
+        grown = torch.where(first, 1, decay * old + (1 - decay))
+        step = torch.where(first, 1, (1 - decay) / grown)
+        taken = finite & (given > 0)
+        grown, step = torch.where(taken, grown, old), torch.where(taken, step, 0)[matrix]
         if isinstance(slots, slice) and average.dtype == dtype:
             average.lerp_(new, step)
         else:

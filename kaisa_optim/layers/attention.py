@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -92,6 +93,7 @@ class _AttentionMode(TorchFunctionMode):
         self.layers = layers
         self.tap = tap
 
+    @torch.compiler.disable  # a compiled model runs its attention as it is
     def __torch_function__(
         self,
         func: Any,

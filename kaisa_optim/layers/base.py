@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,10 @@ class Layer:
         """Whether the statistics need the module's input to be kept for the backward pass."""
         return covers[0]
 
+    def mode(self) -> Any:
+        """What the moments must know of the module as it was in the forward pass, if anything."""
+        return None
+
     def moments(
         self,
         x: Tensor | None,
@@ -154,6 +158,7 @@ class Layer:
         reduce: bool,
         dtype: torch.dtype,
         blocks: slice = slice(None),
+        mode: Any = None,
     ) -> Moments:
         """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s."""
         g = self.output_rows(x, grad)

@@ -6,9 +6,12 @@ so G is its 2x2 second moment (1x1 where one of the two is trained) and A is the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base import Layer, Moments, register_layer
 
@@ -17,8 +20,13 @@ class _Norm(Layer):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         shaped = self.weight if self.weight is not None else self.bias
-        assert shaped is not None  # a module without parameters makes no layer
+        assert shaped is not None  # else unsupported
         self.blocks = shaped.numel()
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        parameters = (module._parameters.get(name) for name in ("weight", "bias"))
+        return None if any(p is not None for p in parameters) else "no parameters of its own"
 
     def a_dim_of(self, covers: tuple[bool, bool]) -> int:
         return int(any(covers))
@@ -26,7 +34,7 @@ class _Norm(Layer):
     def g_dim_of(self, covers: tuple[bool, bool]) -> int:
         return sum(covers)
 
-    def _normalized(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         """x̂, computed again from the input: the module keeps none."""
         raise NotImplementedError
 
@@ -43,12 +51,13 @@ class _Norm(Layer):
         reduce: bool,
         dtype: torch.dtype,
         blocks: slice = slice(None),
+        mode: Any = None,
     ) -> Moments:
         shift = self._features_last(grad.to(dtype))
         columns = [shift] if covers[1] else []
         if covers[0]:
             assert x is not None
-            columns.insert(0, shift * self._features_last(self._normalized(x.to(dtype))))
+            columns.insert(0, shift * self._features_last(self._normalized(x.to(dtype), mode)))
         batch, positions = shift.shape[:2]
         columns = [c.sum(1) if reduce else c.flatten(0, 1) for c in columns]
         moment = [[torch.linalg.vecdot(a, b, dim=0) for b in columns] for a in columns]
@@ -77,7 +86,7 @@ class LayerNormLayer(_Norm):
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == len(self._shape())
 
-    def _normalized(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         if isinstance(self.module, nn.RMSNorm):
             return F.rms_norm(x, list(self._shape()), None, self.module.eps)
         assert isinstance(self.module, nn.LayerNorm)
@@ -97,18 +106,24 @@ class _ChannelNorm(_Norm):
 
 @register_layer(nn.GroupNorm)
 class GroupNormLayer(_ChannelNorm):
-    def _normalized(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         assert isinstance(self.module, nn.GroupNorm)
         return F.group_norm(x, self.module.num_groups, None, None, self.module.eps)
 
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelNorm):
-    def _normalized(self, x: Tensor) -> Tensor:
+    def mode(self) -> tuple[Tensor, Tensor] | None:
+        """The running statistics that an evaluating forward used; ``None``: the batch's own."""
         module = self.module
-        assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-        if module.training or module.running_mean is None:
-            return F.batch_norm(x, None, None, training=True, eps=module.eps)
-        assert module.running_var is not None
-        mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
-        return F.batch_norm(x, mean, var, training=False, eps=module.eps)
+        assert isinstance(module, _BatchNorm)
+        if module.training or module.running_mean is None or module.running_var is None:
+            return None
+        return module.running_mean.clone(), module.running_var.clone()
+
+    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
+        assert isinstance(self.module, _BatchNorm)
+        if mode is None:
+            return F.batch_norm(x, None, None, training=True, eps=self.module.eps)
+        mean, var = (running.to(x.dtype) for running in mode)
+        return F.batch_norm(x, mean, var, training=False, eps=self.module.eps)
