@@ -55,8 +55,10 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             status = f"{PREFIX}{layer.tag}status"
             if status not in entry:
                 entry.update(_named(kfac, layer))
-                entry[status] = torch.zeros(len(values), dtype=torch.int64)
-            entry[status].copy_(torch.tensor(values))
+                entry[status] = torch.tensor(values)
+            elif kfac.published.get(layer) != values:
+                entry[status].copy_(torch.tensor(values))
+            kfac.published[layer] = values
 
 
 def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:

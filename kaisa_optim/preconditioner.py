@@ -66,6 +66,7 @@ class Preconditioner:
             max_failures=options.max_failures,
         )
         self.fed: set[Layer] = set()  # have a running average
+        self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.layout: Layout = lay_out([])
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
@@ -413,6 +414,7 @@ class Preconditioner:
         self._placement = self._place()
         # One count for all layers' entries in the optimizer's state; views of the new stacks.
         self.step_count = torch.tensor(self.steps)
+        self.published.clear()
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""

@@ -56,7 +56,8 @@ class SecondOrder:
 
         Returned are layers that have no statistics after all: none of theirs was finite.
         """
-        empty = {layer for layer in due if any(map(_is_empty, layout.factors[layer]))}
+        rejections = _rejections(layout, due)
+        empty = {layer for layer, nothing in rejections.items() if nothing}
         wanted = set(due) - empty
         failed = set(empty)
         with algebra.full_precision():
@@ -74,7 +75,11 @@ class SecondOrder:
                     product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
                     pair.tensors["scale"][pair.slots[layer]] = product.to(self._store(pair.g))
         self._count(failed, wanted - failed)
-        _warn_of_rejections(layout, due)
+        if rejections:
+            names = ", ".join(repr(layer.name) for layer in due if layer in rejections)
+            warnings.warn(
+                f"statistics that were not finite have been left out for {names}", stacklevel=2
+            )
         return empty
 
     def _store(self, stack: Stack) -> torch.dtype:
@@ -229,21 +234,17 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
             continue
 
 
-def _is_empty(factor: Factor) -> bool:
-    return bool(((factor["weight"] == 0) & (factor["rejected"] > 0)).any())
-
-
-def _warn_of_rejections(layout: Layout, due: list[Layer]) -> None:
-    """Say which layers' sums were not finite and were left out since their last refresh."""
-    names = []
-    for layer in due:
-        rejected = [f["rejected"] for f in layout.factors[layer]]
-        if any(r.any() for r in rejected):
-            names.append(layer.name)
-            for r in rejected:
-                r.zero_()
-    if names:
-        warnings.warn(
-            f"statistics that were not finite have been left out for {', '.join(names)}",
-            stacklevel=2,
-        )
+def _rejections(layout: Layout, due: list[Layer]) -> dict[Layer, bool]:
+    """Layers with sums that were not finite since their last refresh; True: they have no others."""
+    found: dict[Layer, bool] = {}
+    for stack in layout.stacks:
+        rejected = stack.tensors["rejected"] > 0
+        nothing = rejected & (stack.tensors["weight"] == 0)
+        levels = (rejected.int() + nothing.int()).tolist()
+        if any(levels):
+            for factor in stack.factors:
+                level = max(levels[factor.slots])
+                if level and factor.layer in due:
+                    found[factor.layer] = found.get(factor.layer, False) or level == 2
+                    factor["rejected"].zero_()
+    return found
