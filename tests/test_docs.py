@@ -41,7 +41,7 @@ def test_readme_lists_every_kfac_option_with_its_default():
     told_elsewhere = {"damping_split"}
     assert set(listed) == set(options) - told_elsewhere
     for name, default in options.items():
-        if name in told_elsewhere or default is None and listed[name] == "float32":
+        if name in told_elsewhere or (default is None and listed[name] == "float32"):
             continue
         expected = settled.get(name, default)
         shown = listed[name].strip('"')

@@ -1,0 +1,65 @@
+# Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Test processes; each keeps torch to one thread, so that they do not fight over the cores.
+WORKERS ?= 2
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# PYTHONWARNINGS: setuptools warns about every editable install.
+INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt
+REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types format clean
+
+help:
+	@echo "make demo    train a network with K-FAC beside its base optimizers (DEMO_ARGS=--short)"
+	@echo "make test    run the tests, with coverage (TEST_ARGS=...)"
+	@echo "make lint    ruff: rules and formatting; make format repairs what it can"
+	@echo "make types   mypy"
+	@echo "make setup   only build the environment, in $(VENV)"
+	@echo "make clean   remove the environment and all caches"
+
+# The demo's environment: torch, the package itself, scikit-learn and matplotlib.
+$(VENV)/demo-ready: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"kaisa_optim needs Python 3.10 or newer; name one: make PYTHON=python3.11 ...")'
+	@echo "Setting up $(VENV); torch is large, this can take some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) pip setuptools
+	$(INSTALL) --no-build-isolation --editable '.[bench]'
+	@touch $@
+
+# The tests' and the tools' environment adds to it.
+$(VENV)/all-ready: $(VENV)/demo-ready
+	$(INSTALL) --no-build-isolation --editable '.[bench,dev,integrations,test]'
+	@touch $@
+
+setup: $(VENV)/all-ready
+
+demo: $(VENV)/demo-ready
+	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
+
+test: $(VENV)/all-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \
+		--cov --cov-report=term --cov-fail-under=95 $(TEST_ARGS)
+
+lint: $(VENV)/all-ready
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(VENV)/all-ready
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+types: $(VENV)/all-ready
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov demo.png
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find kaisa_optim tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
