@@ -39,11 +39,12 @@ def cover(
     skip_layers: tuple[str, ...],
     max_factor_size: int,
     papers_only: bool,
+    warn: bool,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
     names = _parameter_names(model)
     _check_trained(trained, names)
-    skipped_by = _skipped_modules(model, skip_layers)
+    skipped_by = _skipped_modules(model, skip_layers, warn)
     found = Coverage()
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
@@ -126,7 +127,9 @@ def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> 
     return None if why is None else f"{title}: {why}"
 
 
-def _skipped_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Module, str]:
+def _skipped_modules(
+    model: nn.Module, patterns: tuple[str, ...], warn: bool
+) -> dict[nn.Module, str]:
     """Modules whose name or class matches a pattern, each with all that it contains."""
     skipped: dict[nn.Module, str] = {}
     for pattern in patterns:
@@ -135,7 +138,7 @@ def _skipped_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Mod
             for name, module in model.named_modules()
             if re.search(pattern, name) or re.search(pattern, type(module).__name__)
         ]
-        if not matches:
+        if warn and not matches:
             warnings.warn(
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
                 "names (as in model.named_modules()) and class names",

@@ -360,6 +360,7 @@ class Preconditioner:
             skip_layers=self.options.skip_layers,
             max_factor_size=self.options.max_factor_size,
             papers_only=self.options.papers,
+            warn=self._capture is None,
         )
         self._accepted.update(group_of)
         before, self.layers = self.layers, {}

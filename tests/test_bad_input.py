@@ -1,0 +1,315 @@
+"""Bad input: every error names the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACParamScheduler, with_kfac
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def train(model: nn.Module) -> None:
+    model(torch.randn(4, 3)).square().mean().backward()
+
+
+NAN, INF = math.nan, math.inf
+
+# Option, bad values, what the error must say beside the option and the value.
+OPTIONS = [
+    ("damping", [0, 0.0, -1e-3, NAN, INF, "0.1", None, True], "a number above 0, such as 1e-3"),
+    ("factor_decay", [0, -0.5, 1.01, NAN, INF, "0.9", None, True], r"\(0, 1\], such as 0.95"),
+    ("kl_clip", [0, -1e-3, NAN, INF, "1e-3", False], "above 0, or None for no clip"),
+    ("factor_update_steps", [0, -2, 1.5, NAN, INF, "10", None, True], "whole number of steps"),
+    ("inv_update_steps", [0, -2, 1.5, NAN, INF, "10", None, True], "whole number of steps"),
+    ("compute_method", ["cholesky", "", None], "choose from 'eigen', 'inverse'"),
+    ("weight_sharing", ["share", None], "choose from 'expand', 'reduce'"),
+    ("loss_reduction", ["none", None], "choose from 'mean', 'sum'"),
+    ("normalization", ["papers", None], "choose from 'fisher', 'kaisa'"),
+    ("kl_clip_lr", ["group"], "choose from 'initial', 'current'"),
+    ("loss_terms", ["tokens"], "choose from 'examples', 'positions'"),
+    ("loss_terms", [0, -3, NAN, INF, None, True], '"examples", "positions" or the number of terms'),
+    ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
+    ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
+    ("factor_dtype", [torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
+    ("inv_dtype", [torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
+    ("grad_scaler", ["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [(option, value, remedy) for option, values, remedy in OPTIONS for value in values],
+    ids=[f"{option}={value!r}" for option, values, _ in OPTIONS for value in values],
+)
+def test_option(option, value, remedy):
+    with pytest.raises(ValueError, match=rf"Invalid {option}: {re.escape(repr(value))}.*{remedy}"):
+        KFACSGD(net(), lr=0.1, **{option: value})
+
+
+@pytest.mark.parametrize("value", ["none", "full "])
+def test_damping_split(value):
+    with pytest.raises(ValueError, match=f"Invalid damping_split: '{value}'.*'pi', 'full'"):
+        KFACSGD(net(), lr=0.1, compute_method="inverse", damping_split=value)
+
+
+def test_options_that_contradict_each_other():
+    with pytest.raises(ValueError, match=r"Invalid damping_split: 'pi' .*compute_method=.inverse"):
+        KFACSGD(net(), lr=0.1, damping_split="pi")
+    with pytest.raises(
+        ValueError, match=r'compute_eigenvalue_outer_product: True .*compute_method="eigen"'
+    ):
+        KFACSGD(net(), lr=0.1, compute_method="inverse", compute_eigenvalue_outer_product=True)
+    for option, value in (
+        ("weight_sharing", "reduce"),
+        ("loss_terms", 4.0),
+        ("loss_reduction", "sum"),
+    ):
+        with pytest.raises(ValueError, match=f'"kaisa".*{option}.*normalization="fisher"'):
+            KFACSGD(net(), lr=0.1, normalization="kaisa", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "good", "bad"),
+    [
+        ("damping", 0.1, -1.0),
+        ("factor_decay", 0.9, 2.0),
+        ("kl_clip", 0.1, 0.0),
+        ("factor_update_steps", 1, 0),
+        ("inv_update_steps", 1, 0.5),
+        ("loss_terms", 4.0, "tokens"),
+    ],
+)
+def test_callable_that_returns_a_bad_value(option, good, bad):
+    with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
+        KFACSGD(net(), lr=0.1, **{option: lambda step: bad})
+    model = net()
+    opt = KFACSGD(model, lr=0.1, **{option: lambda step: bad if step == 1 else good})
+    with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
+        for _ in range(2):
+            opt.zero_grad()
+            train(model)
+            opt.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kl_clip", -1.0),
+        ("factor_update_steps", 0),
+        ("inv_update_steps", 2.5),
+        ("loss_terms", "tokens"),
+        ("grad_scaler", "dynamic"),
+    ],
+)
+def test_property_set_to_a_bad_value(name, value):
+    kfac = KFACSGD(net(), lr=0.1).preconditioner
+    before = getattr(kfac, name)
+    with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
+        setattr(kfac, name, value)
+    assert getattr(kfac, name) == before
+
+
+# ---------------------------------------------------------------- model and parameters
+
+
+def test_model_with_no_supported_layer():
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid model: .*no layer that K-FAC covers.*0\.weight.*PReLU.*register_layer",
+    ):
+        KFACSGD(nn.Sequential(nn.PReLU()), lr=0.1)
+
+
+def test_model_whose_layers_are_all_skipped():
+    with pytest.raises(ValueError, match=r"Invalid model: .*no layer that K-FAC covers"):
+        KFACSGD(net(), lr=0.1, skip_layers=["Linear"])
+
+
+def test_parameters_that_are_not_the_models():
+    stranger = nn.Parameter(torch.zeros(5, 7))
+    with pytest.raises(
+        ValueError, match=r"Invalid params: .*shape \(5, 7\) does not belong .*model="
+    ):
+        KFACSGD([stranger], lr=0.1, model=net())
+    model = net()
+    opt = KFACSGD(model, lr=0.1)
+    with pytest.raises(ValueError, match=r"Invalid params: .*shape \(5, 7\) does not belong"):
+        opt.add_param_group({"params": [stranger]})
+
+
+def test_group_that_was_refused_leaves_the_optimizer_as_it_was():
+    model = net()
+    opt = KFACSGD(model, lr=0.1)
+    stranger = nn.Parameter(torch.zeros(5, 7))
+    with pytest.raises(ValueError, match="does not belong"):
+        opt.add_param_group({"params": [stranger]})
+    assert len(opt.param_groups) == 1
+    train(model)
+    opt.step()
+    assert opt.preconditioner.steps == 1
+
+
+def test_parameters_of_a_deepcopied_model():
+    model = net()
+    with pytest.raises(ValueError, match="does not belong to the model; pass the model whose"):
+        KFACSGD(copy.deepcopy(model).parameters(), lr=0.1, model=model)
+
+
+@pytest.mark.parametrize("model", [None, "resnet50", 3])
+def test_no_model(model):
+    with pytest.raises(
+        ValueError, match=r"Invalid model: .*KFACSGD\(model, \.\.\.\), or as model="
+    ):
+        KFACSGD(net().parameters(), lr=0.1, model=model)
+
+
+def test_two_models():
+    with pytest.raises(ValueError, match=r"Invalid model: .*leave out model="):
+        KFACSGD(net(), lr=0.1, model=net())
+
+
+def test_model_without_parameters():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        KFACSGD(nn.Sequential(nn.Tanh()), lr=0.1)
+
+
+def test_lazy_model_that_has_not_run():
+    with pytest.raises(
+        ValueError, match=r"Invalid params: 0\.weight has no shape yet; run the lazy"
+    ):
+        KFACSGD(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("damping", (0.1, 0.2)), ("factor_decay", (0.9, 0.8))]
+)
+def test_weight_and_bias_in_groups_that_differ(name, values):
+    def groups(model: nn.Module, one: float, other: float) -> list:
+        rest = list(model[2].parameters())
+        return [
+            {"params": [model[0].weight, *rest], name: one},
+            {"params": [model[0].bias], name: other},
+        ]
+
+    wanted = rf"Invalid {name}: layer '0' .*\[{min(values)}, {max(values)}\].*the same {name}"
+    model = net()
+    with pytest.raises(ValueError, match=wanted):
+        KFACSGD(groups(model, *values), lr=0.1, model=model)
+    # Set later, it is an error of the step.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1][name] = values[1]
+    train(model)
+    with pytest.raises(ValueError, match=wanted):
+        opt.step()
+    # Other options of the two groups may differ.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1]["lr"] = 0.3
+    opt.param_groups[1]["weight_decay"] = 0.1
+    opt.zero_grad()
+    train(model)
+    opt.step()
+
+
+def test_group_added_with_another_damping_for_a_layers_bias():
+    model = net()
+    opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
+    with pytest.raises(ValueError, match=r"Invalid damping: layer '0' .*the same damping"):
+        opt.add_param_group({"params": [model[0].bias], "damping": 0.5})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("factor_decay", 0.0)])
+def test_group_with_a_bad_value(name, value):
+    model = net()
+    with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
+        KFACSGD([{"params": model.parameters(), name: value}], lr=0.1, model=model)
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
+        opt.add_param_group({"params": model[2].parameters(), name: value})
+
+
+# ---------------------------------------------------------------- skip_layers
+
+
+def test_skip_layers_pattern_that_matches_nothing():
+    matches = "skip_layers: 'heda' matches no module.*named_modules"
+    with pytest.warns(UserWarning, match=matches) as caught:
+        opt = KFACSGD(net(), lr=0.1, skip_layers=["heda", "^0$"])
+    assert caught[0].filename == __file__
+    assert list(opt.preconditioner.layers) == ["2"]
+
+
+@pytest.mark.parametrize("value", ["[", ["0", "(2"]])
+def test_skip_layers_pattern_that_is_no_regular_expression(value):
+    with pytest.raises(ValueError, match=r"Invalid skip_layers: '[\[(]2?'.*regular expression"):
+        KFACSGD(net(), lr=0.1, skip_layers=value)
+
+
+@pytest.mark.parametrize("value", [[nn.Linear], [0], 0, None])
+def test_skip_layers_that_are_no_patterns(value):
+    with pytest.raises(ValueError, match=r"Invalid skip_layers: .*pattern"):
+        KFACSGD(net(), lr=0.1, skip_layers=value)
+
+
+# ---------------------------------------------------------------- bases
+
+
+def test_bases_that_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"LBFGS can't take K-FAC: .*closure several times"):
+        with_kfac(torch.optim.LBFGS)
+    with pytest.raises(ValueError, match=r"SparseAdam can't take K-FAC: .*sparse"):
+        with_kfac(torch.optim.SparseAdam)
+    with pytest.raises(ValueError, match="KFACSGD has K-FAC inside already"):
+        with_kfac(KFACSGD)
+    for value in ("SGD", nn.Linear, torch.optim.SGD(net().parameters())):
+        with pytest.raises(ValueError, match=r"(?s)Invalid base: .*subclass of torch.optim.Optimi"):
+            with_kfac(value)
+
+
+def test_the_bases_own_errors_come_through():
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        KFACSGD(net(), lr=-1)
+    with pytest.raises(ValueError, match="Invalid beta parameter"):
+        KFACAdam(net(), betas=(1.5, 0.9))
+    with pytest.raises(TypeError, match="dampnig"):
+        KFACLAMB(net(), dampnig=0.1)
+
+
+def test_differentiable_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid differentiable: True; .*leave it False"):
+        KFACSGD(net(), lr=0.1, differentiable=True)
+
+
+def test_scheduler_over_an_optimizer_without_kfac():
+    with pytest.raises(
+        TypeError, match="Invalid optimizer: SGD has no K-FAC inside; pass a KFACSGD"
+    ):
+        KFACParamScheduler(torch.optim.SGD(net().parameters()), damping=lambda epoch: 1.0)
+
+
+def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
+    model = net()
+    for bad in ({"damping": -1}, {"skip_layers": ["Linear"]}, {"grad_scaler": "x"}):
+        with pytest.raises(ValueError):
+            KFACSGD(model, lr=0.1, **bad)
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    assert not hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = KFACSGD(model, lr=0.1)
+        train(model)
+        opt.step()

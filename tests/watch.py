@@ -1,0 +1,181 @@
+"""What layers see in a plain run, and the step that follows from it, worked out the slow way.
+
+Rows are ``[blocks, rows, width]``; a block is one Kronecker pair.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+
+DAMPING = 0.1
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """A float64 model with values that do not depend on the tests before."""
+    torch.manual_seed(1)
+    model = make().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+class Watch:
+    """Adds a zero to each output of the named layers: its gradient is ∂L/∂s of that call."""
+
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
+        for name in names:
+            hook = partial(self._see, name)
+            model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+
+    def _see(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+    ) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        x = args[0] if args else kwargs["input"]
+        zero = torch.zeros_like(output, requires_grad=True)
+        self.calls[name].append((x.detach().clone(), zero))
+        return output + zero
+
+    def trained(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """Input and ∂L/∂s of each call that a backward pass reached."""
+        return [(x, zero.grad) for x, zero in self.calls[name] if zero.grad is not None]
+
+
+def linear_rows(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return x.reshape(1, -1, x.shape[-1]), grad.reshape(1, -1, grad.shape[-1])
+
+
+def conv_rows(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches by the definition of a convolution, one output position at a time."""
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    dims, groups = len(kernel), module.groups
+    if x.dim() == dims + 1:
+        x, grad = x[None], grad[None]
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(p, p) for p in module.padding]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, [side for pair in reversed(pads) for side in pair], mode=mode)
+    a, g = [], []
+    for position in itertools.product(*(range(n) for n in grad.shape[2:])):
+        window = tuple(
+            slice(o * s, o * s + d * (k - 1) + 1, d)
+            for o, s, d, k in zip(position, stride, dilation, kernel, strict=True)
+        )
+        patch, at = x[(..., *window)], grad[(..., *position)]
+        a.append(patch.unflatten(1, (groups, -1)).flatten(2))
+        g.append(at.unflatten(1, (groups, -1)))
+    return torch.cat(a).movedim(0, 1), torch.cat(g).movedim(0, 1)
+
+
+def rows_of(module: nn.Module, calls: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rows of all calls together; a 1 appended to the inputs where a bias is trained."""
+    convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    pairs = [(conv_rows if convolution else linear_rows)(module, x, g) for x, g in calls]
+    a, g = (torch.cat(part, dim=1) for part in zip(*pairs, strict=True))
+    if not module.weight.requires_grad:
+        a = a[..., :0]
+    if module.bias is not None and module.bias.requires_grad:
+        a = torch.cat([a, torch.ones_like(a[..., :1]) if a.shape[-1] else g[..., :1] * 0 + 1], -1)
+    return a, g
+
+
+def factors_of(a: Tensor, g: Tensor, terms: float) -> tuple[Tensor, Tensor]:
+    """A = Σ a aᵀ / rows and G = K Σ g gᵀ."""
+    return a.mT @ a / a.shape[1], terms * g.mT @ g
+
+
+def matrix_of(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Weight- and bias-shaped tensors as ``[blocks, g, a]``."""
+    blocks = getattr(module, "groups", 1)
+    parts = []
+    if module.weight.requires_grad:
+        parts.append(weight.reshape(blocks, weight.shape[0] // blocks, -1))
+    if bias is not None and module.bias.requires_grad:
+        parts.append(bias.reshape(blocks, -1, 1))
+    return torch.cat(parts, dim=-1)
+
+
+def solved(a: Tensor, g: Tensor, gradient: Tensor, damping: float = DAMPING) -> Tensor:
+    """(G ⊗ A + γI)⁻¹ ∇ as one dense system a block."""
+    blocks = []
+    for one_a, one_g, one in zip(a, g, gradient, strict=True):
+        system = torch.kron(one_g, one_a) + damping * torch.eye(one.numel(), dtype=one.dtype)
+        blocks.append(torch.linalg.solve(system, one.flatten()).view_as(one))
+    return torch.stack(blocks)
+
+
+def assert_close(actual: Tensor, expected: Tensor, rtol: float = 1e-10, what: str = "") -> None:
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
+    difference = (actual.double() - expected.double()).abs().max().item()
+    limit = rtol * max(expected.abs().max().item(), 1e-3)
+    assert difference <= limit, f"{what}: off by {difference:.3e}, allowed {limit:.3e}"
+
+
+def assert_factors(
+    opt: Any, name: str, expected: tuple[Tensor, Tensor], rtol: float = 1e-10
+) -> None:
+    for side, actual, wanted in zip("AG", opt.preconditioner.factors(name), expected, strict=True):
+        assert_close(actual, wanted, rtol, f"{name}: {side}")
+
+
+def exact(model: Any, /, **options: Any) -> Any:
+    """An optimizer whose step is ``p -= v`` with v the preconditioned gradient."""
+    return KFACSGD(model, **{"lr": 1.0, "kl_clip": None, "damping": DAMPING, **options})
+
+
+def taken(opt: Any, model: nn.Module) -> dict[str, Tensor]:
+    """What one step subtracts from each parameter."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt.step()
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+def check_step(
+    model: nn.Module,
+    train: Callable[[nn.Module], None],
+    names: list[str],
+    terms: float,
+    **options: Any,
+) -> Any:
+    """``train`` runs forward and backward: gradients, factors and step must be those of a twin."""
+    twin = copy.deepcopy(model)
+    watch = Watch(twin, *names)
+    train(twin)
+    opt = exact(model, **options)
+    assert set(names) <= set(opt.preconditioner.layers)
+    train(model)
+    for name, p in twin.named_parameters():
+        mine = model.get_parameter(name).grad
+        assert (mine is None) == (p.grad is None), name
+        if p.grad is not None:
+            assert_close(mine, p.grad, what=f"{name}: gradient")
+    steps = taken(opt, model)
+    for name in names:
+        module = twin.get_submodule(name)
+        expected = factors_of(*rows_of(module, watch.trained(name)), terms)
+        assert_factors(opt, name, expected)
+        gradient = matrix_of(module, module.weight.grad, getattr(module.bias, "grad", None))
+        step = matrix_of(module, steps[f"{name}.weight"], steps.get(f"{name}.bias"))
+        assert_close(step, solved(*expected, gradient), 1e-8, f"{name}: step")
+    return opt
