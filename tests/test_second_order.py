@@ -1,0 +1,779 @@
+"""Second-order state: storage, precision, failures, and the schedule of refreshes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training import (
+    EVERY_STEP,
+    assert_near,
+    assert_same,
+    backward,
+    batch,
+    difference,
+    factors,
+    network,
+    train,
+    values,
+)
+
+from kaisa_optim import KFACSGD, algebra
+from kaisa_optim.layers import base as layer_base
+
+METHODS: dict[str, dict[str, Any]] = {
+    "eigen": {},
+    "outer product": {"compute_eigenvalue_outer_product": True},
+    "inverse": {"compute_method": "inverse"},
+    "full inverse": {"compute_method": "inverse", "damping_split": "full"},
+}
+LinAlgError = torch.linalg.LinAlgError
+
+
+def ready(opt: Any) -> set[str]:
+    return {layer.name for layer in opt.preconditioner.second_order.ready}
+
+
+def dense(factor: Tensor) -> Tensor:
+    """One block's factor as a matrix in float64."""
+    return (torch.diag(factor[0]) if factor.dim() == 2 else factor[0]).double()
+
+
+def expected(opt: Any, name: str, method: str, damping: float) -> Tensor:
+    """The preconditioned matrix gradient of a linear layer, from its running averages."""
+    layer = opt.preconditioner.layers[name]
+    a, g = (dense(f) for f in opt.preconditioner.factors(name))
+    gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).double()
+    eye_a, eye_g = torch.eye(len(a)).double(), torch.eye(len(g)).double()
+    if "inverse" in method:
+        pi = 1.0 if method == "full inverse" else (a.diagonal().mean() / g.diagonal().mean()) ** 0.5
+        root = damping if method == "full inverse" else damping**0.5
+        return (
+            torch.linalg.inv(g + root / pi * eye_g)
+            @ gradient
+            @ torch.linalg.inv(a + root * pi * eye_a)
+        )
+    fisher = torch.kron(g, a) + damping * torch.kron(eye_g, eye_a)
+    return torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient)
+
+
+def moved_matrix(before: dict[str, Tensor], model: nn.Module, name: str) -> Tensor:
+    change = difference(before, model)
+    return torch.cat([change[f"{name}.weight"], change[f"{name}.bias"][:, None]], 1)
+
+
+# ---- stacks ----
+
+
+class Parts(nn.Module):
+    """Layers of equal shapes, of which a batch may use some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(5)).double()
+        self.used = range(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.used:
+            x = torch.tanh(self.parts[i](x))
+        return x[:, :3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_in_one_stack_keep_to_themselves(method):
+    """Different dampings, a layer that is left out, and one that has not been used so far."""
+    model = Parts()
+    dampings = [0.1, 0.1, 0.02, 0.5, 0.5]
+    groups = [
+        {"params": part.parameters(), "damping": damping}
+        for part, damping in zip(model.parts, dampings, strict=True)
+    ]
+    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP, **METHODS[method])
+    for i, used in enumerate([(0, 1, 2), (2, 0), (0, 3, 4), (4, 3, 2, 1, 0)]):
+        model.used = used
+        before = values(model)
+        train(model, opt, [i])
+        for k in range(5):
+            moved = moved_matrix(before, model, f"parts.{k}")
+            if k in used:
+                assert_near(moved, expected(opt, f"parts.{k}", method, dampings[k]), rtol=1e-6)
+            else:
+                assert not moved.any()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_new_damping_reaches_the_eigenbasis_at_once_unless_the_product_is_stored(stored):
+    model = network()
+    options = {**EVERY_STEP, "inv_update_steps": 100, "factor_update_steps": 100}
+    opt = KFACSGD(model, 1.0, damping=0.1, compute_eigenvalue_outer_product=stored, **options)
+    train(model, opt, [0])
+    opt.param_groups[0]["damping"] = 0.3
+    before = values(model)
+    train(model, opt, [1])
+    moved = moved_matrix(before, model, "0")
+    assert_near(moved, expected(opt, "0", "eigen", 0.1 if stored else 0.3), rtol=1e-6)
+
+
+# ---- storage ----
+
+SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 0.3}
+
+
+def one_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=1.0, damping=0.1, **EVERY_STEP, **options)
+    before = values(model)
+    train(model, opt, [0])
+    return opt, difference(before, model)
+
+
+def norm_of_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    flat = [torch.cat([t.double().flatten() for t in each.values()]) for each in (one, two)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_storage_of_second_order_state(dtype, method, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    opt, moved = one_step(inv_dtype=dtype, **METHODS[method])
+    _, reference = one_step(**METHODS[method])
+    assert set(seen) <= {torch.float32, torch.float64}
+    assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
+    usage, size = opt.preconditioner.memory_usage(), SIZES[dtype]
+    squares = 5 * 5 + 6 * 6 + 7 * 7 + 3 * 3
+    if "inverse" in method:
+        assert usage["inverses"] == squares * size
+        assert "eigenvectors" not in usage
+    else:
+        assert usage["eigenvectors"] == squares * size
+        assert usage["eigenvalues"] == (5 + 6 + 7 + 3) * 4
+    assert usage.get("eigenvalue_products", 0) == (method == "outer product") * (30 + 21) * size
+    assert usage["factors"] == squares * 4
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_storage_of_factors(dtype, method, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    opt, moved = one_step(factor_dtype=dtype, **METHODS[method])
+    reference_opt, reference = one_step(**METHODS[method])
+    assert set(seen) <= {torch.float32, torch.float64}
+    assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
+    assert opt.preconditioner.memory_usage()["factors"] == (25 + 36 + 49 + 9) * SIZES[dtype]
+    for name, pair in factors(opt).items():
+        for ours, exact in zip(pair, factors(reference_opt)[name], strict=True):
+            assert ours.dtype == dtype
+            assert_near(ours.float(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def spy_on_decompositions(monkeypatch: Any) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+
+    def spied(function: Any) -> Any:
+        def call(matrices: Tensor, *rest: Tensor) -> Any:
+            seen.append(matrices.dtype)
+            return function(matrices, *rest)
+
+        return call
+
+    for name in ("eigendecompose", "damped_inverse"):
+        monkeypatch.setattr(algebra, name, spied(getattr(algebra, name)))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_arithmetic_is_float32_or_the_parameters_float64(dtype, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    model = network(dtype=dtype)
+    opt = KFACSGD(model, lr=0.01, **EVERY_STEP)
+    train(model, opt, range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert set(seen) == {wide}
+    assert {f.dtype for pair in factors(opt).values() for f in pair} == {wide}
+    assert all(p.isfinite().all() and p.dtype == dtype for p in model.parameters())
+
+
+def test_half_precision_averages_over_many_steps():
+    """Each update is computed in float32 and rounded once."""
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = network(dtype=torch.float32)
+        opt = KFACSGD(model, lr=1e-6, factor_dtype=dtype, **EVERY_STEP)
+        train(model, opt, range(20))
+        results[dtype] = factors(opt)
+    for name, pair in results[torch.float32].items():
+        for exact, rounded in zip(pair, results[torch.bfloat16][name], strict=True):
+            assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 4)
+        self.norm = nn.LayerNorm(4)
+        self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.words(x)).mT
+        return self.head(self.conv(x).mean(2))
+
+
+ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
+    "words": (1, (11, True), 4),
+    "norm": (4, (1, False), 2),
+    "conv": (2, (2 * 3 + 1, False), 3),
+    "head": (1, (7, False), 3),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_adds_up_to_the_byte(method, dtype):
+    model = Zoo()
+    opt = KFACSGD(
+        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **EVERY_STEP, **METHODS[method]
+    )
+    kfac = opt.preconditioner
+
+    def pass_backward() -> None:
+        x = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(0))
+        F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+
+    pass_backward()
+    size, full = (4 if dtype is None else 2), 4
+    a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
+    in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
+    # An A of ones is gathered once for all features of a normalization.
+    gathered = in_average - 3 * 1
+    assert kfac.memory_usage()["pending"] == gathered * full
+    opt.step()
+    usage = kfac.memory_usage()
+    assert usage["pending"] == 0
+    slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
+    wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
+    if "inverse" in method:
+        wanted["inverses"] = in_average * size
+    else:
+        wanted["eigenvectors"] = (in_average - 11) * size
+        wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full
+    if method == "outer product":
+        wanted["eigenvalue_products"] = sum(b * a * g for b, (a, _), g in ZOO_SLOTS.values()) * size
+    assert usage == {**wanted, "total": sum(wanted.values()), "pending": 0}
+    # What the optimizer holds, each storage once; the counts beside it are of the checkpoint's.
+    held: dict[int, int] = {}
+    for entry in opt.state.values():
+        for key, tensor in entry.items():
+            if key.startswith("kfac") and not key.endswith(("step", "status")):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(held.values()) == usage["total"]
+
+
+def test_a_wide_side_is_a_vector():
+    model = network()
+    opt = KFACSGD(model, lr=1.0, damping=0.1, max_factor_size=6, **EVERY_STEP)
+    before = values(model)
+    train(model, opt, [0])
+    a, g = opt.preconditioner.factors("2")
+    assert a.shape == (1, 7) and g.shape == (1, 3, 3)
+    assert_near(moved_matrix(before, model, "2"), expected(opt, "2", "eigen", 0.1), rtol=1e-6)
+
+
+# ---- decompositions that fail ----
+
+
+def size_of(matrices: Tensor) -> int:
+    return matrices.shape[-1]
+
+
+class Planted:
+    """Stands in for a decomposition and fails at will."""
+
+    def __init__(self, monkeypatch: Any, method: str):
+        self.name = "eigendecompose" if method == "eigen" else "damped_inverse"
+        self.real = getattr(algebra, self.name)
+        self.seen: list[Tensor] = []
+        self.fails: Any = lambda matrices: False
+        self.raises = True
+        monkeypatch.setattr(algebra, self.name, self)
+
+    def __call__(self, matrices: Tensor, *rest: Tensor) -> Any:
+        self.seen.append(matrices.clone())
+        result = self.real(matrices, *rest)
+        if not self.fails(matrices):
+            return result
+        if self.raises:
+            raise LinAlgError("planted")
+        parts = result if isinstance(result, tuple) else (result,)
+        parts[-1][:] = torch.nan
+        return result
+
+
+@pytest.fixture(params=["eigen", "inverse"])
+def method(request):
+    return request.param
+
+
+@pytest.fixture
+def planted(monkeypatch, method):
+    return Planted(monkeypatch, method)
+
+
+def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method], **options}
+    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
+    return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("good_from", [1, 2, 3])
+def test_failures_are_retried(method, planted, raises, good_from):
+    """Alone, then in float64, then with jitter on the diagonal; nobody need know."""
+    model, opt, other, reference = pair_of_runs(method, planted)
+    train(other, reference, [0])
+    sizes = {5: 0, 6: 0, 7: 0, 3: 0}
+
+    def fails(matrices: Tensor) -> bool:
+        sizes[size_of(matrices)] += 1
+        return sizes[size_of(matrices)] <= good_from
+
+    planted.fails, planted.raises, planted.seen = fails, raises, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, [0])
+    assert_near(values(model), values(other), rtol=1e-3, atol=1e-4)
+    assert opt.preconditioner.second_order.failures == {}
+    attempts = [m for m in planted.seen if size_of(m) == 7]
+    assert len(attempts) == good_from + 1
+    wanted = [torch.float32, torch.float32, torch.float64, torch.float64]
+    assert [m.dtype for m in attempts] == wanted[: good_from + 1]
+    if good_from == 3:
+        jitter = (attempts[3] - attempts[2])[0]
+        scale = attempts[2][0].diagonal().mean()
+        assert_near(jitter, 1e-8 * scale * torch.eye(7).double(), rtol=1e-6, atol=1e-14)
+
+
+def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
+    """Of four equal layers one fails; the others are as they would be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method]}
+    twin = copy.deepcopy(model)
+    opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
+    train(model, opt, [0])
+    train(twin, reference, [0])
+    bad: list[Tensor] = []
+
+    def fails(matrices: Tensor) -> bool:
+        """The A of layer 2: by its content, whatever the batch around it."""
+        if not bad or size_of(matrices) != 5:
+            return False
+        return any((m.double() - bad[0]).norm() < 1e-5 for m in matrices)
+
+    opt.zero_grad()
+    backward(model, 1)
+    with torch.no_grad():  # the running average that the step will make
+        a = opt.preconditioner.factors("2")[0][0]
+        gathered = next(
+            g for x, g in opt.preconditioner.statistics.gathered.items() if x.name == "2"
+        )
+        new = gathered.a[0] / 8
+        share = 0.05 / (1 - 0.95**2)
+        bad.append((a + share * (new - a)).double())
+    planted.fails = fails
+    kept = [t.clone() for t in state_of(opt, "2")]
+    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state") as record:
+        opt.step()
+    assert len(record) == 1
+    planted.fails = lambda matrices: False
+    train(twin, reference, [1])
+    for name in ("0", "1", "3", "4"):
+        assert_near(state_of(opt, name), state_of(reference, name), rtol=1e-4, atol=1e-5)
+    # The part that failed is the old one; its other side may have been refreshed.
+    assert_same(state_of(opt, "2")[: len(kept) // 2], kept[: len(kept) // 2])
+
+
+def state_of(opt: Any, name: str) -> list[Tensor]:
+    """Second-order tensors of a layer, those of A first."""
+    kfac = opt.preconditioner
+    pair = kfac.layout.factors[kfac.layers[name]]
+    kinds = ("values", "vectors", "inverse")
+    return [f[k] for f in pair for k in kinds if k in f.stack.tensors]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, raises):
+    model, opt, *_ = pair_of_runs(method, planted, max_failures=2)
+    planted.raises = raises
+    train(model, opt, [0])
+    kept = [t.clone() for t in state_of(opt, "2")]
+    planted.fails = lambda matrices: size_of(matrices) in (7, 3)
+
+    def failing(i: int, count: int) -> None:
+        with pytest.warns(UserWarning, match=f"layer '2' failed, {count} in a row") as record:
+            train(model, opt, [i])
+        assert len(record) == 1
+        assert_same(state_of(opt, "2"), kept)
+
+    failing(1, 1)
+    failing(2, 2)
+    planted.fails = lambda matrices: False
+    train(model, opt, [3])  # a recovery starts the count anew
+    assert opt.preconditioner.second_order.failures == {}
+    kept = [t.clone() for t in state_of(opt, "2")]
+    planted.fails = lambda matrices: size_of(matrices) in (7, 3)
+    failing(4, 1)
+    failing(5, 2)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"layer '2' failed, 3 in a row \(max_failures=2\)"):
+        train(model, opt, [6])
+    assert_same(values(model), before)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_no_failure_is_allowed_where_none_is_wanted(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted, max_failures=0)
+    planted.fails = lambda matrices: size_of(matrices) == 6
+    with pytest.raises(RuntimeError, match="layer '0' failed, 1 in a row"):
+        train(model, opt, [0])
+
+
+def test_without_older_state_the_gradient_is_raw(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted)
+    planted.fails = lambda matrices: size_of(matrices) == 7
+    before = values(model)
+    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its raw gradient"):
+        train(model, opt, [0])
+    moved = moved_matrix(before, model, "2")
+    raw = torch.cat([model[2].weight.grad, model[2].bias.grad[:, None]], 1)
+    assert_near(moved, 0.1 * raw, rtol=1e-4, atol=1e-7)
+    assert ready(opt) == {"0"}
+    planted.fails = lambda matrices: False
+    before = values(model)
+    train(model, opt, [1])
+    assert ready(opt) == {"0", "2"}
+    moved = moved_matrix(before, model, "2")
+    assert_near(moved.double(), 0.1 * expected(opt, "2", method, 0.1), rtol=1e-3, atol=1e-5)
+
+
+def test_other_errors_are_not_swallowed(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted)
+
+    def fails(matrices: Tensor) -> bool:
+        raise MemoryError
+
+    planted.fails = fails
+    with pytest.raises(MemoryError):
+        train(model, opt, [0])
+
+
+def test_an_inverse_of_an_indefinite_average_is_told():
+    """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
+    train(model, opt, [0])
+    kept = [t.clone() for t in state_of(opt, "0")]
+    a = opt.preconditioner.layout.factors[opt.preconditioner.layers["0"]][0]
+    a["average"].sub_(10 * torch.eye(5).double())
+    with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
+        train(model, opt, [1])
+    assert_same(state_of(opt, "0")[:1], kept[:1])
+
+
+# ---- statistics that are not finite ----
+
+
+def overflow(model: nn.Module, i: int) -> None:
+    """A backward pass whose statistics overflow, though the gradients do not."""
+    backward(model, i, lambda loss: loss * 1e25)
+    for p in model.parameters():
+        p.grad.mul_(1e-25)
+
+
+def test_sums_that_are_not_finite_are_left_out_and_reported():
+    options = {"lr": 0.1, "factor_update_steps": 1, "inv_update_steps": 4, "staggered": False}
+    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
+    opt, reference = KFACSGD(model, **options), KFACSGD(other, **options)
+    train(model, opt, range(2))
+    kept = {name: pair[1] for name, pair in factors(opt).items()}
+    opt.zero_grad()
+    overflow(model, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()  # no refresh is due: it is told then, without a wait for the device now
+    assert_same({name: pair[1] for name, pair in factors(opt).items()}, kept)
+    train(other, reference, range(2))
+    reference.zero_grad()
+    with reference.preconditioner.paused():
+        backward(other, 2)
+    reference.step()
+    train(other, reference, range(3, 5))
+    with pytest.warns(UserWarning, match="not finite have been left out for '0', '2'") as record:
+        train(model, opt, range(3, 5))
+    assert len(record) == 1
+    # G has gone on as though that batch had not been; its A was finite, and counted.
+    for name, (_, g) in factors(reference).items():
+        assert_near(factors(opt)[name][1], g, rtol=1e-3, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(5, 9))  # told once
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_input_leaves_the_averages_clean(value):
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, range(2))
+    kept = factors(opt)
+    opt.zero_grad()
+    x, y = batch(2, torch.float32)
+    x[0, 0] = value
+    F.mse_loss(model(x), y).backward()
+    for p in model.parameters():
+        p.grad.zero_()
+    with pytest.warns(UserWarning, match="not finite have been left out for '0'"):
+        opt.step()
+    assert_same(factors(opt)["0"][0], kept["0"][0])
+    assert all(f.isfinite().all() for pair in factors(opt).values() for f in pair)
+    if value != value:  # behind an infinity tanh is finite, and its statistics are good
+        assert_same(factors(opt), kept)
+
+
+@pytest.mark.filterwarnings("ignore:statistics that were not finite")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method):
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(
+        model, lr=1.0, damping=0.1, kl_clip=None, factor_update_steps=5, **METHODS[method]
+    )
+    overflow(model, 0)
+    before = values(model)
+    with pytest.warns(UserWarning, match="failed, 1 in a row; its raw gradient") as record:
+        opt.step()
+    assert len(record) == 3  # of each layer, and of what was left out
+    moved = difference(before, model)
+    for name, p in model.named_parameters():
+        assert_near(moved[name], p.grad, rtol=1e-4, atol=1e-6)
+    # The next backward pass counts, though no update of factors is due.
+    before = values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, [1])
+    for name in ("0", "2"):
+        wanted = expected(opt, name, method, 0.1)
+        assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
+def test_broken_statistics_for_ever_raise():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.0, max_failures=2)
+    for i in range(2):
+        opt.zero_grad()
+        overflow(model, i)
+        opt.step()
+    opt.zero_grad()
+    overflow(model, 2)
+    with pytest.raises(RuntimeError, match="failed, 3 in a row"):
+        opt.step()
+
+
+# ---- when layers are refreshed ----
+
+
+def refreshes(
+    model: nn.Module, steps: int, inv_update_steps: Any, **options: Any
+) -> list[set[str]]:
+    """The layers that each step refreshed: those whose second-order state was written."""
+    opt = KFACSGD(
+        model, lr=0.01, factor_update_steps=1, inv_update_steps=inv_update_steps, **options
+    )
+    seen = []
+
+    def written() -> dict[str, list[Tensor]]:
+        return {
+            name: [t.clone() for t in state_of(opt, name)] for name in opt.preconditioner.layers
+        }
+
+    for i in range(steps):
+        before = written()
+        train(model, opt, [i])
+        after = written()
+        seen.append(
+            {
+                name
+                for name in after
+                if any(
+                    not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)
+                )
+            }
+        )
+    return seen
+
+
+NAMES = {f"parts.{i}" for i in range(5)}
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 7])
+def test_staggered_refreshes_once_per_interval(interval, method):
+    seen = refreshes(Parts(), 3 * interval, interval, **METHODS[method])
+    assert seen[0] == NAMES
+    for name in NAMES:
+        at = [step for step, names in enumerate(seen) if name in names and step > 0]
+        in_windows = [[s for s in at if w * interval <= s < (w + 1) * interval] for w in (1, 2)]
+        assert all(len(window) == 1 for window in in_windows)
+        assert in_windows[1][0] - in_windows[0][0] == interval
+    loads = [len(names) for names in seen[interval:]]
+    assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_unstaggered_refreshes_all_at_once(interval):
+    seen = refreshes(Parts(), 7, interval, staggered=False)
+    assert seen == [NAMES if step % interval == 0 else set() for step in range(7)]
+
+
+def test_factors_between_their_updates_do_not_change():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3)
+    seen = []
+    train(model, opt, range(7), lambda i: seen.append(factors(opt)))
+    for step in range(1, 7):
+        same = all(
+            torch.equal(a, b)
+            for name in seen[step]
+            for a, b in zip(seen[step][name], seen[step - 1][name], strict=True)
+        )
+        assert same == (step % 3 != 0)
+
+
+def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
+    model = Parts()
+    model.used = (0, 1)
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=4, inv_update_steps=8)
+    train(model, opt, [0])
+    assert ready(opt) == {"parts.0", "parts.1"}
+    model.used = (0, 1, 2)
+    train(model, opt, [1])  # not due for the others
+    assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
+
+
+# ---- the user's float32 settings ----
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Puts the process's settings back, whatever a test made of them."""
+    backends = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    backends = [b for b in backends if hasattr(b, "fp32_precision")]
+    saved = [b.fp32_precision for b in backends]
+    yield
+    for backend in backends:
+        backend.fp32_precision = "none"
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend, value in zip(backends, saved, strict=True):
+        backend.fp32_precision = value
+
+
+def snapshot() -> list[Any]:
+    found: list[Any] = []
+    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)):
+        found.append(getattr(backend, "fp32_precision", None))
+    try:
+        found.append(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        found.append("mixed")
+    return found
+
+
+def by_newer_api(name: str, value: str) -> Any:
+    def choose() -> None:
+        backend = torch.backends
+        for part in name.split("."):
+            backend = getattr(backend, part, None)
+        if not hasattr(backend, "fp32_precision"):
+            pytest.skip("this torch has no fp32_precision")
+        backend.fp32_precision = value
+
+    return choose
+
+
+CHOICES = {
+    "nothing": lambda: None,
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "cuda tf32": by_newer_api("cuda.matmul", "tf32"),
+    "cpu bf16": by_newer_api("mkldnn.matmul", "bf16"),
+    "all tf32": lambda: (
+        by_newer_api("cuda.matmul", "tf32")(),
+        by_newer_api("mkldnn.matmul", "tf32")(),
+    ),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_reduced_float32_stays_out_of_factors_and_decompositions(choice, settings, monkeypatch):
+    seen: list[list[Any]] = []
+
+    def spied(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(snapshot())
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(algebra, "eigendecompose", spied(algebra.eigendecompose))
+    monkeypatch.setattr(layer_base, "second_moment", spied(layer_base.second_moment))
+    reference = network(dtype=torch.float32)
+    expected_opt = KFACSGD(reference, lr=0.1, **EVERY_STEP)
+    train(reference, expected_opt, range(2))
+    CHOICES[choice]()
+    chosen = snapshot()
+    seen.clear()
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(2))
+    assert len(seen) >= 12
+    for state in seen:
+        assert not {"tf32", "bf16"} & set(state)
+        assert state[-1] == "highest"
+    assert snapshot() == chosen
+    assert_near(factors(opt), factors(expected_opt), rtol=1e-3, atol=1e-4)
+
+
+def test_a_setting_that_is_inherited_stays_inherited(settings):
+    """A later change of the general setting must still reach the backends."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    torch.backends.fp32_precision = "tf32"
+    chosen = snapshot()
+    with algebra.full_precision():
+        assert not {"tf32", "bf16"} & set(snapshot())
+    assert snapshot() == chosen
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+def test_settings_come_back_after_an_error(settings):
+    torch.set_float32_matmul_precision("medium")
+    chosen = snapshot()
+    with pytest.raises(ZeroDivisionError), algebra.full_precision():
+        raise ZeroDivisionError
+    assert snapshot() == chosen
