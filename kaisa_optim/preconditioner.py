@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import gradients
 from . import options as checks
 from .capture import Capture
 from .coverage import cover, unwrapped
@@ -180,13 +181,13 @@ class Preconditioner:
         for pair in self.layout.pairs:
             members = self._members(pair)
             if members:
-                raw = self._stacked(pair, members)
+                raw = gradients.stack(pair, members)
                 new = self.second_order.precondition(pair, raw, members, damping_of)
-                stacks.append((members, raw, new))
+                stacks.append(gradients.Preconditioned(members, raw, new))
         if self.kl_clip is not None and stacks:
-            self._clip(stacks, groups, self.kl_clip)
+            gradients.clip(stacks, self.kl_clip, lambda p: self._alpha(p, groups))
         self._advance()
-        return self._unstacked(stacks)
+        return gradients.unstack(stacks, self._in_parts)
 
     def _follow_schedules(self, groups: list[Group]) -> None:
         for group, schedules in zip(groups, self._group_schedules, strict=True):
@@ -254,66 +255,8 @@ class Preconditioner:
                 )
         return [layer for layer in with_gradient if layer in self.second_order.ready]
 
-    def _stacked(self, pair: Pair, members: list[Layer]) -> Tensor:
-        """The members' gradients as one tensor ``[count, g, a]``."""
-        count = sum(layer.blocks for layer in members)
-        key = pair.g.key
-        raw = torch.empty(count, *pair.shape[1:], dtype=key.dtype, device=key.device)
-        targets, sources = [], []
-        for layer, matrix in zip(members, raw.split([x.blocks for x in members]), strict=True):
-            gradients = [
-                torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters
-            ]
-            targets += layer.matrix_parts(matrix)
-            sources += layer.parameter_parts(gradients)
-        torch._foreach_copy_(targets, sources)
-        return raw
-
-    def _unstacked(self, stacks: list[tuple[list[Layer], Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-        new: dict[Tensor, Tensor] = {}
-        targets, sources = [], []
-        for members, _, stacked in stacks:
-            parts = stacked.split([x.blocks for x in members])
-            for layer, matrix in zip(members, parts, strict=True):
-                for p in layer.parameters:
-                    if p not in new:
-                        gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                        # Several layers may share a bias; one of them may not be ready.
-                        whole = p not in self._in_parts
-                        new[p] = torch.empty_like(gradient) if whole else gradient.clone()
-                targets += layer.parameter_parts([new[p] for p in layer.parameters])
-                sources += layer.matrix_parts(matrix)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return {p: gradient for p, gradient in new.items() if p.grad is not None}
-
-    def _clip(
-        self,
-        stacks: list[tuple[list[Layer], Tensor, Tensor]],
-        groups: list[Group],
-        kl_clip: float,
-    ) -> None:
-        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device."""
-        device = stacks[0][1].device
-        alphas = {p: self._alpha(groups[i]) for p, i in self._group_of.items()}
-        used = [alphas[p] for members, _, _ in stacks for x in members for p in x.parameters]
-        if all(a is used[0] or _equal_numbers(a, used[0]) for a in used):
-            total = sum((raw * new).sum().to(device) for _, raw, new in stacks) * used[0] ** 2
-        else:
-            total = torch.zeros((), dtype=stacks[0][1].dtype, device=device)
-            for members, raw, new in stacks:
-                sizes = [layer.blocks for layer in members]
-                for layer, m, v in zip(members, raw.split(sizes), new.split(sizes), strict=True):
-                    parts = zip(
-                        layer.parameters, layer.matrix_parts(m), layer.matrix_parts(v), strict=True
-                    )
-                    for p, x, y in parts:
-                        total = total + (x * y).sum().to(device) * alphas[p] ** 2
-        scale = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
-        for _, _, new in stacks:
-            new.mul_(scale.to(new.device, new.dtype))
-
-    def _alpha(self, group: Group) -> Any:
+    def _alpha(self, parameter: Tensor, groups: list[Group]) -> Any:
+        group = groups[self._group_of[parameter]]
         alpha = group["kl_clip_lr"]
         return group.get("lr", 1.0) if alpha == "current" else alpha
 
@@ -373,7 +316,7 @@ class Preconditioner:
                 self.forget(layer)
         self.uncovered, self.skipped = found.uncovered, found.skipped
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
-        self._in_parts = {p for p, count in uses.items() if count > 1}
+        self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         for layer in self.layers.values():
             for name in checks.PER_GROUP:
                 if layer.parameters:
@@ -476,11 +419,6 @@ class Preconditioner:
                 lines.append(f"  {title}:")
                 lines += [f"    {entry}" for entry in entries]
         return "\n".join(lines)
-
-
-def _equal_numbers(a: Any, b: Any) -> bool:
-    """False for tensors: comparing those would wait for the device."""
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
