@@ -8,21 +8,27 @@ backward and evaluations beside training cannot mix up the pairs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
 from .layers import Layer, Moments
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+# The number that autograd gives the next node that this thread makes.
+_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _Covers = tuple[bool, bool]
 Sink = Callable[[Layer, "Run", _Covers, Moments], None]
@@ -31,27 +37,42 @@ Sink = Callable[[Layer, "Run", _Covers, Moments], None]
 class Run:
     """One forward pass of the model: how many terms its loss averages if it trains."""
 
-    __slots__ = ("examples", "paused", "positions", "shape")
+    __slots__ = ("end", "examples", "first", "paused", "positions", "shape", "start")
 
-    def __init__(self, value: Any, *, paused: bool = False) -> None:
+    def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
+        self.first = first  # the layer that began it, where the model itself was not called
+        # Autograd numbers its nodes: those of this pass lie between.
+        self.start = _sequence_nr()
+        self.end: int | None = None
+        self.measure(value)
+
+    def measure(self, value: Any) -> None:
+        """Count the examples and positions of an input; of an unknown one, None."""
+        self.shape: torch.Size | None = None
         if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
             # Images of different sizes, as detection models take them.
-            self.shape: torch.Size | None = None
-            self.examples = len(value)
+            self.examples: int | None = len(value)
             self.positions = sum(v.shape[1:].numel() for v in value)
             return
+        if isinstance(value, PackedSequence):
+            self.examples, self.positions = int(value.batch_sizes[0]), value.data.shape[0]
+            return
         tensor = _first_tensor(value)
-        self.shape = None if tensor is None else tensor.shape
-        self.examples = 1 if tensor is None or tensor.dim() == 0 else tensor.shape[0]
-        self.positions = 1 if tensor is None else _positions(tensor)
+        self.examples, self.positions = None, 0
+        if tensor is not None:
+            self.shape = tensor.shape
+            self.examples = tensor.shape[0] if tensor.dim() else 1
+            self.positions = _positions(tensor)
 
 
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    if hasattr(value, "values"):
+    if isinstance(value, Mapping):
         value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
     elif not isinstance(value, list | tuple):
         return None
     tensors = (_first_tensor(v) for v in value)
@@ -127,8 +148,10 @@ class Capture:
         self.backwards = 0  # passes that reached a layer and trained it
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
         self._local = threading.local()  # DataParallel runs its replicas in threads
-        self._latest: Run | None = None
+        self._lock = threading.Lock()  # whose backward passes then run in several, too
+        self._recent: deque[Run] = deque(maxlen=1024)
         self._loose: Run | None = None
+        self._recomputed: tuple[int, Run] | None = None
         self._handles = self._attach(model, layers)
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
@@ -162,29 +185,64 @@ class Capture:
     # ---- the model's forward passes ----
 
     def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and not torch._C._is_tracing():
+        if torch.is_grad_enabled() and not _transformed():
             value = args[0] if args else next(iter(kwargs.values()), None)
-            if _first_tensor(value) is None:
+            if not isinstance(value, PackedSequence) and _first_tensor(value) is None:
                 value = (*args, *kwargs.values())
-            self._local.run = self._latest = Run(value, paused=self.paused > 0)
+            self._close_loose()
+            self._local.run = self._remember(Run(value, paused=self.paused > 0))
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        run: Run | None = getattr(self._local, "run", None)
+        if run is not None:
+            run.end = _sequence_nr()
         self._local.run = None
+
+    def _remember(self, run: Run) -> Run:
+        self._recent.append(run)
+        return run
 
     def _current_run(self, layer: Layer, x: Tensor) -> Run:
         run: Run | None = getattr(self._local, "run", None) or self._run_again()
         if run is None:
-            # The layer is called without the model around it: one run until a backward pass.
-            if self._loose is None:
-                self._loose = Run(x)
-            run = self._loose
+            run = self._loose_run(layer, x)
+        if run.examples is None:
+            run.measure(x)
         if layer.unbatched(x) and run.shape == x.shape:
             run.examples = 1
         return run
 
     def _run_again(self) -> Run | None:
         """The forward pass of which a reentrant checkpoint runs its part again."""
-        return None if _graph_task() is None else self._latest
+        if _graph_task() is None:
+            return None
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        for run in reversed(self._recent):
+            if run.start <= number and (run.end is None or number < run.end):
+                return run
+        return None
+
+    def _loose_run(self, layer: Layer, x: Tensor) -> Run:
+        """A pass through layers that are called without the model around them.
+
+        It lasts until a backward pass or until the layer that began it is called again; what one
+        backward pass recomputes is one.
+        """
+        task = _graph_task()
+        if task is not None:
+            if self._recomputed is None or self._recomputed[0] != task:
+                self._recomputed = task, Run(x, paused=self.paused > 0, first=layer)
+            return self._recomputed[1]
+        if self._loose is None or self._loose.first is layer:
+            self._close_loose()
+            self._loose = self._remember(Run(x, paused=self.paused > 0, first=layer))
+        return self._loose
+
+    def _close_loose(self) -> None:
+        if self._loose is not None:
+            self._loose.end = _sequence_nr()
+        self._loose = None
 
     # ---- the layers' forward passes ----
 
@@ -234,7 +292,7 @@ class Capture:
                 task = _graph_task() if outer is None else outer
                 self._record(layer, run, covers, blocks, mode, x, grad, task)
 
-        return _Tap.apply(output, x if layer.needs_input(covers) else None, record)
+        return _Tap.apply(output, _as_used(layer, x) if layer.needs_input(covers) else None, record)
 
     # ---- the backward pass ----
 
@@ -253,15 +311,20 @@ class Capture:
         assert anchor is not None
         if not _accumulates_into(anchor):
             return
-        self._loose = None
         self.backwards += 1
-        # Every use of a layer in one pass meets the same missing gradient: only the first drops.
-        if anchor.grad is None and self._begun.get(layer) != task:
-            self._begun[layer] = task
-            self.drop(layer)
         device = grad.device.type
         dtype = torch.promote_types(anchor.dtype, torch.float32)
-        with torch.no_grad(), full_precision(), torch.autocast(device, enabled=False):
+        with (
+            self._lock,
+            torch.no_grad(),
+            full_precision(),
+            torch.autocast(device, enabled=False),
+        ):
+            self._close_loose()
+            # Every use of a layer in one pass meets the same missing gradient: the first drops.
+            if anchor.grad is None and self._begun.get(layer) != task:
+                self._begun[layer] = task
+                self.drop(layer)
             moments = layer.moments(
                 x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
             )
@@ -275,6 +338,16 @@ class Capture:
             yield
         finally:
             self.paused -= 1
+
+
+def _as_used(layer: Layer, x: Tensor) -> Tensor:
+    """The input as autocast hands it to the layer, which keeps such a copy and not ``x``."""
+    device = x.device.type
+    if not layer.cast_by_autocast or not torch.is_autocast_enabled(device):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.detach().to(torch.get_autocast_dtype(device))
 
 
 def _substituted(module: nn.Module, layer: Layer) -> bool:

@@ -55,9 +55,9 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             status = f"{PREFIX}{layer.tag}status"
             if status not in entry:
                 entry.update(_named(kfac, layer))
-                entry[status] = torch.tensor(values)
+                entry[status] = torch.tensor(values, device="cpu")
             elif kfac.published.get(layer) != values:
-                entry[status].copy_(torch.tensor(values))
+                entry[status].copy_(torch.tensor(values, device="cpu"))
             kfac.published[layer] = values
 
 
@@ -81,7 +81,13 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
     second = kfac.second_order
     flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
-    return [*map(int, flags), second.failures.get(layer, 0)]
+    return [*map(int, flags), second.failures.get(layer, 0), _convention(kfac)]
+
+
+def _convention(kfac: Preconditioner) -> int:
+    """A code of what the factors mean; those of another convention are no factors here."""
+    o = kfac.options
+    return 4 * o.papers + 2 * (o.weight_sharing == "reduce") + (o.loss_reduction == "sum")
 
 
 def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]) -> Entries:
@@ -113,7 +119,7 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
     for layer in kfac.layout.factors:
         entry = entries.get(_home(layer), {})
         for name, view in _named(kfac, layer):
-            if name in entry and entry[name].shape != view.shape and _covers(layer, entry):
+            if name in entry and entry[name].shape != view.shape and _fits(kfac, layer, entry):
                 problems.append(
                     f"{layer.name}: {name} is {tuple(entry[name].shape)}, "
                     f"the model needs {tuple(view.shape)}"
@@ -130,9 +136,13 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         )
 
 
-def _covers(layer: Layer, entry: dict[str, Tensor]) -> bool:
+def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
+    """Whether the saved factors are of the same parameters and the same convention."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
-    return status is None or tuple(map(bool, status[2:4].tolist())) == layer.covers
+    if status is None:
+        return True
+    _, _, weight, bias, _, convention = status.tolist()
+    return (bool(weight), bool(bias)) == layer.covers and convention == _convention(kfac)
 
 
 def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
@@ -154,8 +164,8 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
     kfac.resume(max(steps, default=0))
     if missing and not fresh:
         warnings.warn(
-            f"the checkpoint holds no K-FAC factors for {_listed(missing)}; they are estimated "
-            "anew, from the next backward pass on",
+            f"the checkpoint holds no K-FAC factors of this kind for {_listed(missing)}; they are "
+            "estimated anew, from the next backward pass on",
             stacklevel=3,
         )
 
@@ -164,9 +174,9 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     """Take over one layer's tensors; False where its factors are not among them."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
     views = dict(_named(kfac, layer))
-    if status is None or not _covers(layer, entry):
+    if status is None or not _fits(kfac, layer, entry):
         return False
-    fed, ready, _, _, failures = status.tolist()
+    fed, ready, _, _, failures, _ = status.tolist()
     second_order_present = True
     for name, view in views.items():
         if name in entry:

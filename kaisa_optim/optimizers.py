@@ -89,13 +89,13 @@ class KFACMixin(Optimizer):
             staggered=staggered,
             max_failures=max_failures,
         )
-        _refuse_several_processes()
         self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
         self._start()
 
     def _start(self, known: Iterable[Tensor] = ()) -> None:
+        _refuse_several_processes()
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise ValueError(
@@ -121,6 +121,7 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        _refuse_several_processes()
         _refuse_graph_capture()
         with _gradients(self.preconditioner.step(self.param_groups)):
             self._base_step()
@@ -265,7 +266,7 @@ def _refuse_graph_capture() -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a K-FAC step can't be captured in a CUDA graph: it decides on the host what is due; "
-            "capture forward and backward alone"
+            "run the training step outside of graphs"
         )
 
 

@@ -190,9 +190,16 @@ class Preconditioner:
         return gradients.unstack(stacks, self._in_parts)
 
     def _follow_schedules(self, groups: list[Group]) -> None:
+        if len(groups) != len(self._group_schedules):
+            raise RuntimeError(
+                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
+                "added; use add_param_group, or build a new optimizer"
+            )
         for group, schedules in zip(groups, self._group_schedules, strict=True):
-            for name, schedule in schedules.items():
-                group[name] = checks.PER_GROUP[name](schedule(self.steps))
+            for name, check in checks.PER_GROUP.items():
+                schedule = schedules.get(name)
+                # Users and schedulers write here, too.
+                group[name] = check(group[name] if schedule is None else schedule(self.steps))
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
@@ -321,8 +328,10 @@ class Preconditioner:
             for name in checks.PER_GROUP:
                 if layer.parameters:
                     self._shared(layer, groups, name)
-        self.statistics.clear()
+        for layer in self.statistics.gathered.keys() - set(self.layers.values()):
+            self.statistics.drop(layer)
         self._detach()
+        former = self._capture
         self._capture = Capture(
             unwrapped(self.model),
             list(self.layers.values()),
@@ -331,6 +340,8 @@ class Preconditioner:
             reduce=self.options.weight_sharing == "reduce",
         )
         self._capture.missing -= self.fed
+        if former is not None:  # between a backward pass and its step
+            self._capture.backwards, self._capture.was_paused = former.backwards, former.was_paused
         self._aim()
         self.lay_out()
 
@@ -357,14 +368,14 @@ class Preconditioner:
                 view.copy_(kept[name])
         self._placement = self._place()
         # One count for all layers' entries in the optimizer's state; views of the new stacks.
-        self.step_count = torch.tensor(self.steps)
+        self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
         assert self._capture is not None
         self.steps = steps
-        self.step_count = torch.tensor(steps)
+        self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)
         self._aim()
 

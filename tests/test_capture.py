@@ -287,8 +287,9 @@ def test_tracing_and_exporting_a_model_in_training():
     opt = exact(net)
     traced = torch.jit.trace(net, (x,))
     assert_close(traced(2 * x), net(2 * x))
-    exported = torch.export.export(net, (x,)).module()
-    assert_close(exported(x), net(x))
+    if torch.__version__ >= (2, 7):  # 2.6 stops at any hook that its tracer does not know
+        exported = torch.export.export(net, (x,)).module()
+        assert_close(exported(x), net(x))
     fit(x)(net)
     opt.step()
     assert_same((net, opt), clean_run(x))
@@ -347,7 +348,7 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
     for name, seen_x, seen_g in seen:
         assert seen_g.dtype == dtype
         module = net.get_submodule(name)
-        rows = rows_of(module, [(seen_x.double(), seen_g.double())])
+        rows = rows_of(module, [(seen_x.to(dtype).double(), seen_g.double())])
         for actual, wanted in zip(
             opt.preconditioner.factors(name), factors_of(*rows, float(len(x))), strict=True
         ):

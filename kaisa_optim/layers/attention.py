@@ -21,6 +21,8 @@ from .base import Layer, Tap, register_layer
 class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
+    cast_by_autocast = True
+
     def __init__(
         self,
         name: str,

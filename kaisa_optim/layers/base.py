@@ -44,6 +44,7 @@ class Layer:
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # papers' normalization: rows over the number of positions
+    cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
 
     name: str
@@ -251,6 +252,13 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
     for cls in type(module).__mro__:
         kind = _KINDS.get(cls)
         if kind is not None:
-            own, registered = (getattr(c, "forward") for c in (type(module), cls))  # noqa: B009
-            return kind if own is registered else None
+            return kind if _runs_as(module, cls) else None
     return None
+
+
+def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether a module's forward is its class's own, not a subclass's or its instance's."""
+    if "forward" in vars(module):
+        return False
+    names = ("forward", "_conv_forward")  # the latter is what weight standardization overrides
+    return all(getattr(type(module), n, None) is getattr(cls, n, None) for n in names)

@@ -20,6 +20,7 @@ class _Spatial(Layer):
     """What both directions share: patches in, one row for each output position."""
 
     divided_by_positions = True
+    cast_by_autocast = True
 
     def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
         super().__init__(name, module)

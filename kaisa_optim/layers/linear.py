@@ -17,6 +17,7 @@ def as_sequences(tensor: Tensor) -> Tensor:
 @register_layer(nn.Linear)
 class LinearLayer(Layer):
     in_papers = True
+    cast_by_autocast = True
 
     def __init__(self, name: str, module: nn.Linear) -> None:
         super().__init__(name, module)

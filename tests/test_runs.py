@@ -1,0 +1,293 @@
+"""Which forward pass a backward belongs to, and so what K is: one number for all layers."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from kaisa_optim import KFACSGD
+
+
+class Net(nn.Module):
+    """Two layers, each behind a checkpoint or not; any container may carry the input."""
+
+    def __init__(self, kind: str = "plain", unpack=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.kind, self.unpack = kind, unpack
+
+    def forward(self, value):
+        x = self.unpack(value)
+        for part in (self.first, self.last):
+            x = (
+                part(x)
+                if self.kind == "plain"
+                else checkpoint(part, x, use_reentrant=self.kind == "reentrant")
+            )
+        return x
+
+
+def rows(n: int) -> torch.Tensor:
+    x = torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    return x.requires_grad_()  # a reentrant checkpoint needs one
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return out.square().sum(1).mean()
+
+
+def flat(opt, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {
+        name: torch.cat([f.flatten() for f in opt.preconditioner.factors(prefix + name)])
+        for name in ("first", "last")
+    }
+
+
+def factors(net: nn.Module, train) -> dict[str, torch.Tensor]:
+    opt = KFACSGD(net, lr=0.1)
+    train(net)
+    opt.step()
+    return flat(opt)
+
+
+def assert_equal(actual, expected):
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=0)
+
+
+def a_forward_in_between(net):
+    loss = loss_of(net(rows(8)))
+    net(rows(24))  # evaluated, never trained
+    loss.backward()
+
+
+def two_forwards(net):
+    losses = [loss_of(net(rows(n))) for n in (8, 24)]
+    (sum(losses) / 2).backward()
+
+
+def first_of_two(net):
+    losses = [loss_of(net(rows(n))) for n in (8, 24)]
+    losses[0].backward()
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("train", [a_forward_in_between, two_forwards, first_of_two])
+def test_a_checkpoint_runs_again_within_its_own_forward(kind, train):
+    assert_equal(factors(Net(kind), train), factors(Net(), train))
+
+
+def test_a_forward_that_never_trained_leaves_nothing():
+    def alone(net):
+        loss_of(net(rows(8))).backward()
+
+    assert_equal(factors(Net(), a_forward_in_between), factors(Net(), alone))
+
+
+def test_a_pause_belongs_to_its_forward_when_a_checkpoint_runs_again():
+    net = Net("reentrant")
+
+    def train(net, opt):
+        with opt.preconditioner.paused():
+            paused = loss_of(net(rows(24)))
+        loss_of(net(rows(8))).backward()
+        paused.backward()
+
+    opt = KFACSGD(net, lr=0.1)
+    train(net, opt)
+    opt.step()
+    a = opt.preconditioner.factors("first")[0]
+    x = torch.cat([rows(8).detach(), torch.ones(8, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(a[0], x.T @ x / 8)
+
+
+class Around(nn.Module):
+    """A model whose own forward nobody calls, as in trainers that call a part of it."""
+
+    def __init__(self, kind: str = "plain"):
+        super().__init__()
+        self.net = Net(kind)
+
+
+# Two forwards under a reentrant checkpoint and without the model are one to us: nothing marks where
+# one ends. The guide says so.
+@pytest.mark.parametrize(
+    "kind, train",
+    [
+        (kind, train)
+        for kind in ("plain", "reentrant", "not reentrant")
+        for train in (a_forward_in_between, two_forwards)
+        if (kind, train) != ("reentrant", two_forwards)
+    ],
+)
+def test_layers_called_without_the_model_around_them(kind, train):
+    around = Around(kind)
+    opt = KFACSGD(around, lr=0.1)
+    train(around.net)
+    opt.step()
+    assert_equal(flat(opt, "net."), factors(Net(), train))
+
+
+@dataclasses.dataclass
+class Batch:
+    values: torch.Tensor
+    weight: float = 1.0
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+CONTAINERS = {
+    "a mapping": (lambda x: collections.UserDict(x=x), lambda v: v["x"]),
+    "a tuple": (lambda x: (x, 3), lambda v: v[0]),
+    "a dataclass": (lambda x: Batch(x), lambda v: v.values),
+    "an object": (Opaque, lambda v: v.x),
+    "nested": (lambda x: [{"a": None, "b": (x,)}], lambda v: v[0]["b"][0]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_batch_is_found_in(name):
+    pack, unpack = CONTAINERS[name]
+
+    def train(net):
+        loss_of(net(pack(rows(8)))).backward()
+
+    def plain(net):
+        loss_of(net(rows(8))).backward()
+
+    assert_equal(factors(Net(unpack=unpack), train), factors(Net(), plain))
+
+
+def test_a_packed_sequence_counts_its_sequences():
+    parts = [rows(5).detach(), rows(2).detach()]
+
+    def g(loss_terms):
+        net = Net(unpack=lambda v: v.data)
+        opt = KFACSGD(net, lr=0.1, loss_terms=loss_terms)
+        loss_of(net(pack_sequence(parts))).backward()
+        opt.step()
+        return opt.preconditioner.factors("last")[1]
+
+    torch.testing.assert_close(g("examples"), g(2))
+    torch.testing.assert_close(g("positions"), g(7))
+
+
+def test_a_group_added_between_backward_and_step_drops_nothing():
+    net = Net()
+    net.extra = nn.Linear(2, 2).double()
+    opt = KFACSGD([*net.first.parameters(), *net.last.parameters()], lr=0.1, model=net)
+    loss_of(net(rows(8))).backward()
+    opt.add_param_group({"params": net.extra.parameters()})
+    opt.step()
+
+    def alone(net):
+        loss_of(net(rows(8))).backward()
+
+    assert_equal(flat(opt), factors(Net(), alone))
+
+
+def test_an_input_changed_in_place_after_an_autocast_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.norm(x)
+            y = self.linear(h)  # autocast keeps a copy of h in half precision
+            h += 1
+            return (y * h).float()
+
+    def step(make):
+        net = Block()
+        opt = make(net)
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = net(x)
+        loss_of(out).backward()
+        opt.step()
+        return {name: p.grad for name, p in net.named_parameters()}, opt
+
+    plain, _ = step(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    ours, opt = step(lambda net: KFACSGD(net, lr=0.1))
+    for name, gradient in plain.items():
+        assert torch.equal(ours[name], gradient), name
+    a = opt.preconditioner.factors("linear")[0]
+    assert a.dtype == torch.float32 and a.isfinite().all()
+
+
+def _late_group(rank: int, file: str) -> None:
+    net = Net()
+    opt = KFACSGD(net, lr=0.1)
+    before = net.first.weight.detach().clone()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    loss_of(net(rows(8))).backward()
+    with pytest.raises(RuntimeError, match="Invalid process group: 2 ranks"):
+        opt.step()
+    assert torch.equal(net.first.weight, before)
+    with pytest.raises(RuntimeError, match="Invalid process group: 2 ranks"):
+        KFACSGD(net, lr=0.1)
+    dist.destroy_process_group()
+
+
+def test_several_ranks_are_refused_also_when_their_group_comes_later(tmp_path):
+    mp.spawn(_late_group, (str(tmp_path / "store"),), nprocs=2)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_damping_written_into_a_group_is_checked(value):
+    net = Net()
+    opt = KFACSGD(net, lr=0.1)
+    loss_of(net(rows(8))).backward()
+    opt.param_groups[0]["damping"] = value
+    with pytest.raises(ValueError, match=f"Invalid damping: {value}; it must be a number above 0"):
+        opt.step()
+
+
+def test_a_group_taken_away_by_hand_is_named():
+    net = Net()
+    opt = KFACSGD([{"params": m.parameters()} for m in (net.first, net.last)], lr=0.1, model=net)
+    del opt.param_groups[1]
+    loss_of(net(rows(8))).backward()
+    with pytest.raises(RuntimeError, match=r"Invalid param_groups: 1 groups, 2 were added; use"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"normalization": "kaisa"}, {"weight_sharing": "reduce"}, {"loss_reduction": "sum"}]
+)
+def test_factors_of_another_convention_are_not_taken_over(changed):
+    net = Net()
+    opt = KFACSGD(net, lr=0.1)
+    loss_of(net(rows(8))).backward()
+    opt.step()
+    other = KFACSGD(Net(), lr=0.1, **changed)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for 'first', 'last'"):
+        other.load_state_dict(opt.state_dict())
+    with pytest.raises(KeyError, match="no statistics yet"):
+        other.preconditioner.factors("first")
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight / weight.norm(), bias)
+
+
+def test_a_module_that_runs_otherwise_than_its_class_is_not_covered():
+    changed = nn.Linear(2, 2)
+    changed.forward = lambda x: x @ changed.weight
+    net = nn.Sequential(Standardized(1, 2, 3), changed, nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"raw gradients:\n  0.weight: .*Standardized"):
+        opt = KFACSGD(net, lr=0.1)
+    assert set(opt.preconditioner.layers) == {"2"}
