@@ -250,7 +250,7 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     if trained:
         train(other, opt, range(5, 8))
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="no K-FAC factors for '0', '2'") as record:
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0', '2'") as record:
         opt.load_state_dict(saved)
     assert len(record) == 1
     assert opt.param_groups[0]["damping"] == 0.1
@@ -356,7 +356,7 @@ def test_a_layer_without_factors_in_the_checkpoint_is_estimated_anew():
     options.pop("skip_layers")
     other, target = pair(KFACSGD, **options)
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="no K-FAC factors for '2'; they are estimated anew"):
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '2'; they are estimated anew"):
         target.load_state_dict(opt.state_dict())
     assert_same(target.preconditioner.factors("0"), opt.preconditioner.factors("0"))
     v, before = Probe(other).step(other, 3), values(other)
@@ -401,7 +401,7 @@ def test_a_layer_frozen_only_where_it_is_loaded_is_estimated_anew():
     other = network()
     other[0].bias.requires_grad_(False)
     target = KFACSGD(other, lr=0.05, **EVERY_STEP)
-    with pytest.warns(UserWarning, match="no K-FAC factors for '0'"):
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'"):
         target.load_state_dict(opt.state_dict())
     v, before = Probe(other).step(other, 2), values(other)
     train(other, target, [2])
