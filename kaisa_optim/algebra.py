@@ -84,6 +84,8 @@ def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tens
 
 def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of PSD factors."""
+    if factors.shape[-1] == 1:  # a solver would be called for each of a norm layer's features
+        return factors[..., 0].clamp(min=0), torch.ones_like(factors)
     values, vectors = torch.linalg.eigh(factors)
     return values.clamp_(min=0), vectors
 
@@ -92,6 +94,8 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
     """(F + γI)⁻¹ by Cholesky, γ ``[k]``; NaN where the damped factor is not positive definite."""
     damped = factors.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    if factors.shape[-1] == 1:
+        return torch.where(damped > 0, 1 / damped, torch.nan)
     lower, info = torch.linalg.cholesky_ex(damped)
     lower.masked_fill_((info != 0)[:, None, None], torch.nan)
     return torch.cholesky_inverse(lower)

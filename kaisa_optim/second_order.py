@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import algebra
 from .layers import Layer
-from .stacks import Factor, Layout, Pair, Stack, slots_of
+from .stacks import Factor, Layout, Pair, Stack, joined, per_block, slots_of
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
@@ -69,11 +69,12 @@ class SecondOrder:
         self.ready |= wanted - failed
         if self.stored_product:
             for layer in due:
-                if layer not in failed:
+                # Also where one factor failed: its older state goes with the other's new one.
+                if layer in self.ready:
                     a, g = layout.factors[layer]
                     pair = layout.pair_of[layer]
                     product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
-                    pair.tensors["scale"][pair.slots[layer]] = product.to(self._store(pair.g))
+                    pair.tensors["scale"][pair.slots[layer]] = _stored(product, self._store(pair.g))
         self._count(failed, wanted - failed)
         if rejections:
             names = ", ".join(repr(layer.name) for layer in due if layer in rejections)
@@ -98,8 +99,7 @@ class SecondOrder:
             layers = [layer for layer in pair.layers if layer in due]
             if not layers:
                 continue
-            per_slot = [damping_of(x) for x in pair.layers for _ in range(x.blocks)]
-            damping = torch.tensor(per_slot, dtype=pair.g.key.dtype, device=pair.g.key.device)
+            damping = per_block(pair.layers, damping_of, pair.g.key)
             if self.split == "full":
                 on_a = on_g = damping
             else:
@@ -126,16 +126,16 @@ class SecondOrder:
                 stack.tensors["values"][slots] = average.clamp(min=0)
             else:
                 inverse = 1 / (average + damping[slots][:, None])
-                stack.tensors["inverse"][slots] = inverse.to(self._store(stack))
+                stack.tensors["inverse"][slots] = _stored(inverse, self._store(stack))
             return set()
         names = ("values", "vectors") if damping is None else ("inverse",)
         current = tuple(stack.tensors[name][slots] for name in names)
         shift = None if damping is None else damping[slots]
         results, good = _robustly(average, shift, current)
         for name, result in zip(names, results, strict=True):
-            stack.tensors[name][slots] = result.to(stack.tensors[name].dtype)
-        owners = [f.layer for f in factors for _ in range(f.layer.blocks)]
-        return {layer for layer, fine in zip(owners, good, strict=True) if not fine}
+            stack.tensors[name][slots] = _stored(result, stack.tensors[name].dtype)
+        parts = good.split([f.layer.blocks for f in factors])
+        return {f.layer for f, part in zip(factors, parts, strict=True) if not part.all()}
 
     def _count(self, failed: set[Layer], succeeded: set[Layer]) -> None:
         for layer in succeeded:
@@ -161,8 +161,7 @@ class SecondOrder:
         dtype = gradient.dtype
         pick: slice | Tensor = slice(None)
         if len(members) < len(pair.layers):
-            indices = [i for m in members for i in range(pair.slots[m].start, pair.slots[m].stop)]
-            pick = torch.tensor(indices, device=gradient.device)
+            pick = joined([pair.slots[layer] for layer in members], gradient.device)
 
         def of(stack: Stack, slots: slice, name: str) -> Tensor | None:
             tensor = stack.tensors.get(name)
@@ -179,17 +178,17 @@ class SecondOrder:
             values_g, values_a = of(*g, "values"), of(*a, "values")
             assert values_g is not None and values_a is not None
             scale = algebra.outer_reciprocal(
-                values_g, values_a, _damping_of_all(members, damping_of, gradient)
+                values_g, values_a, per_block(members, damping_of, pair.g.key)[:, None, None]
             )
         return algebra.apply_eigen(gradient, of(*g, "vectors"), of(*a, "vectors"), scale)
 
 
-def _damping_of_all(members: list[Layer], damping_of: DampingOf, like: Tensor) -> Tensor | float:
-    values = [damping_of(layer) for layer in members]
-    if len(set(values)) == 1:
-        return values[0]
-    repeated = [v for v, m in zip(values, members, strict=True) for _ in range(m.blocks)]
-    return torch.tensor(repeated, dtype=like.dtype, device=like.device)[:, None, None]
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of storage; a finite number stays finite in half precision."""
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(tensor.dtype).max:
+        tensor = tensor.clamp(-limit, limit)
+    return tensor.to(dtype)
 
 
 def _decompose(matrices: Tensor, damping: Tensor | None) -> tuple[Tensor, ...]:
@@ -200,15 +199,18 @@ def _decompose(matrices: Tensor, damping: Tensor | None) -> tuple[Tensor, ...]:
 
 def _robustly(
     matrices: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], list[bool]]:
-    """Decompose a batch; retry what fails, one by one, then keep ``current`` there."""
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Decompose a batch; retry what fails, one by one, then keep ``current`` there.
+
+    With the results come flags, on the host: which of the batch are new.
+    """
     try:
         results = _decompose(matrices, damping)
-        good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).tolist()
+        good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).cpu()
     except LinAlgError:
         results = tuple(c.to(matrices.dtype, copy=True) for c in current)
-        good = [False] * len(matrices)
-    for i in (i for i, fine in enumerate(good) if not fine):
+        good = torch.zeros(len(matrices), dtype=torch.bool, device="cpu")
+    for i in good.logical_not().nonzero().flatten().tolist():
         shift = None if damping is None else damping[i : i + 1]
         for result, kept in zip(results, current, strict=True):
             result[i] = kept[i]
@@ -236,15 +238,16 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
 
 def _rejections(layout: Layout, due: list[Layer]) -> dict[Layer, bool]:
     """Layers with sums that were not finite since their last refresh; True: they have no others."""
+    counts = [stack.tensors["rejected"] for stack in layout.stacks]
+    if not torch.stack([count.any().to(counts[0].device) for count in counts]).any():
+        return {}  # one look from the host, for all that is well
     found: dict[Layer, bool] = {}
     for stack in layout.stacks:
-        rejected = stack.tensors["rejected"] > 0
-        nothing = rejected & (stack.tensors["weight"] == 0)
-        levels = (rejected.int() + nothing.int()).tolist()
-        if any(levels):
-            for factor in stack.factors:
-                level = max(levels[factor.slots])
-                if level and factor.layer in due:
-                    found[factor.layer] = found.get(factor.layer, False) or level == 2
-                    factor["rejected"].zero_()
+        rejected = stack.tensors["rejected"].cpu() > 0
+        nothing = rejected & (stack.tensors["weight"].cpu() == 0)
+        for factor in stack.factors:
+            if factor.layer in due and rejected[factor.slots].any():
+                empty = bool(nothing[factor.slots].any())
+                found[factor.layer] = found.get(factor.layer, False) or empty
+                factor["rejected"].zero_()
     return found

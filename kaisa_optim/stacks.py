@@ -7,7 +7,8 @@ pair too, so that every pair sees its factors as one slice, without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,12 +81,29 @@ class Pair:
         return (self.count, self.g.key.size, self.a.key.size)
 
 
+def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
+    """Ascending slices as one where they touch, else as indices."""
+    if all(one.stop == other.start for one, other in itertools.pairwise(slices)):
+        return slice(slices[0].start, slices[-1].stop)
+    indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
+    return indices.to(device)
+
+
 def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:
-    """The slots of these factors: a slice where they are all of the stack's, else indices."""
-    indices = [i for f in factors for i in range(f.slots.start, f.slots.stop)]
-    if len(indices) == stack.count:
-        return slice(None)
-    return torch.tensor(indices, device=stack.key.device)
+    """Where these factors are in their stack."""
+    return joined([factor.slots for factor in factors], stack.key.device)
+
+
+def per_block(
+    layers: Sequence[Layer], value_of: Callable[[Layer], float], like: _StackKey
+) -> Tensor:
+    """A number of each layer, repeated for each of its blocks."""
+    values, blocks = [value_of(x) for x in layers], [x.blocks for x in layers]
+    if len(set(values)) == 1:
+        return torch.full((sum(blocks),), values[0], dtype=like.dtype, device=like.device)
+    numbers = torch.tensor(values, dtype=like.dtype, device="cpu")
+    repeats = torch.tensor(blocks, device="cpu")
+    return numbers.repeat_interleave(repeats).to(like.device, non_blocking=True)
 
 
 @dataclass

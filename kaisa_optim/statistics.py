@@ -20,15 +20,15 @@ class Gathered:
         self.covers = covers
         self.a: Tensor | None = None
         self.g: Tensor | None = None
-        self.count = [0.0] * blocks  # of rows; of passes under the papers' normalization
+        # Of rows, for each block; of passes under the papers' normalization.
+        self.count = torch.zeros(blocks, dtype=torch.float64, device="cpu")
         self.runs: set[Run] = set()
 
     def add(self, moments: Moments, count: float) -> None:
         whole = moments.blocks == slice(None)
         self.a = _add(self.a, moments.a, len(self.count), moments.blocks, whole)
         self.g = _add(self.g, moments.g, len(self.count), moments.blocks, whole)
-        for block in range(*moments.blocks.indices(len(self.count))):
-            self.count[block] += count
+        self.count[moments.blocks] += count
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.a, self.g) if t is not None)
@@ -67,6 +67,8 @@ class Statistics:
             return  # an empty batch says nothing
         if self.loss_scale is not None:
             scale = self.loss_scale()
+            if isinstance(scale, Tensor):
+                scale = scale.to(moments.g.device)
             moments.g.div_(scale).div_(scale)
         count: float = moments.rows
         if self.papers:
@@ -135,12 +137,13 @@ class Statistics:
             assert total is not None
             sums.append(total.expand(blocks, *total.shape[1:]))
             by_count = self.papers or factor.side == "a"
-            scales += [1 / max(n, 1.0) if by_count else terms for n in gathered.count]
-            decays += [decay_of(factor.layer)] * blocks
-            present += [n > 0 for n in gathered.count]
+            count = gathered.count
+            scales.append(1 / count.clamp(min=1) if by_count else torch.full_like(count, terms))
+            decays.append(torch.full_like(count, decay_of(factor.layer)))
+            present.append((count > 0).to(count.dtype))
         new = torch.cat(sums) if len(sums) > 1 else sums[0].contiguous()
         device, dtype = stack.key.device, stack.key.dtype
-        numbers = torch.tensor([scales, decays, present], dtype=torch.float64)
+        numbers = torch.stack([torch.cat(column) for column in (scales, decays, present)])
         scale, decay, given = numbers.to(device, dtype, non_blocking=True)
         matrix = (slice(None), *(None,) * (new.dim() - 1))
         new.mul_(scale[matrix])
@@ -158,7 +161,7 @@ class Statistics:
         taken = finite & (given > 0)
         grown, step = torch.where(taken, grown, old), torch.where(taken, step, 0)[matrix]
         if isinstance(slots, slice) and average.dtype == dtype:
-            average.lerp_(new, step)
+            average[slots].lerp_(new, step)
         else:
             average[slots] = average[slots].to(dtype).lerp(new, step).to(average.dtype)
         weight[slots] = grown

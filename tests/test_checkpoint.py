@@ -356,7 +356,9 @@ def test_a_layer_without_factors_in_the_checkpoint_is_estimated_anew():
     options.pop("skip_layers")
     other, target = pair(KFACSGD, **options)
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '2'; they are estimated anew"):
+    with pytest.warns(
+        UserWarning, match="no K-FAC factors of this kind for '2'; they are estimated anew"
+    ):
         target.load_state_dict(opt.state_dict())
     assert_same(target.preconditioner.factors("0"), opt.preconditioner.factors("0"))
     v, before = Probe(other).step(other, 3), values(other)

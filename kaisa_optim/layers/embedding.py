@@ -55,8 +55,8 @@ class EmbeddingLayer(Layer):
         tokens = self._tokens(x)
         if reduce:
             # (count / positions)² summed over tokens: each occurrence adds count / positions².
-            count = (tokens[:, :, None] == tokens[:, None, :]).sum(-1)
-            value = count.to(dtype) / tokens.shape[1] ** 2
+            tokens = tokens.sort(1).values
+            value = _occurrences(tokens).to(dtype) / tokens.shape[1] ** 2
         else:
             value = tokens.new_ones(tokens.shape, dtype=dtype)
         padding = self._padding()
@@ -67,3 +67,12 @@ class EmbeddingLayer(Layer):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.mT[None]
+
+
+def _occurrences(tokens: Tensor) -> Tensor:
+    """How often each token of sorted rows is in its row."""
+    begins = torch.ones_like(tokens)
+    begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    run = begins.cumsum(1) - 1
+    lengths = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
+    return lengths.gather(1, run)

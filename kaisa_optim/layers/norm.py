@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .base import Layer, Moments, register_layer
 
+_CHUNK_ELEMENTS = 1 << 24
+
 
 class _Norm(Layer):
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -38,6 +40,10 @@ class _Norm(Layer):
         """x̂, computed again from the input: the module keeps none."""
         raise NotImplementedError
 
+    def _settled(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
+        """The mode with what must be known of the whole batch before its parts."""
+        return mode
+
     def _features_last(self, tensor: Tensor) -> Tensor:
         """As ``[batch, positions, features]``."""
         raise NotImplementedError
@@ -53,15 +59,26 @@ class _Norm(Layer):
         blocks: slice = slice(None),
         mode: Any = None,
     ) -> Moments:
-        shift = self._features_last(grad.to(dtype))
-        columns = [shift] if covers[1] else []
-        if covers[0]:
-            assert x is not None
-            columns.insert(0, shift * self._features_last(self._normalized(x.to(dtype), mode)))
-        batch, positions = shift.shape[:2]
-        columns = [c.sum(1) if reduce else c.flatten(0, 1) for c in columns]
-        moment = [[torch.linalg.vecdot(a, b, dim=0) for b in columns] for a in columns]
-        g = torch.stack([torch.stack(line, -1) for line in moment], -2)
+        whole = self.unbatched(grad)
+        batch = 1 if whole else grad.shape[0]
+        positions = grad.numel() // max(1, batch * self.blocks)
+        mode = self._settled(x, mode, dtype) if covers[0] and x is not None else mode
+        size = sum(covers)
+        g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
+        # Wide copies are made of a part of the batch at a time: memory stays bounded.
+        chunk = batch if whole else max(1, _CHUNK_ELEMENTS // max(1, positions * self.blocks))
+        for start in range(0, batch, chunk):
+            part = slice(None) if whole else slice(start, start + chunk)
+            shift = self._features_last(grad[part].to(dtype))
+            columns = [shift] if covers[1] else []
+            if covers[0]:
+                assert x is not None
+                normalized = self._normalized(x[part].to(dtype), mode)
+                columns.insert(0, shift * self._features_last(normalized))
+            columns = [c.sum(1) if reduce else c.flatten(0, 1) for c in columns]
+            for i, row in enumerate(columns):
+                for j, column in enumerate(columns):
+                    g[:, i, j] += torch.linalg.vecdot(row, column, dim=0)
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         rows = batch if reduce else batch * positions
@@ -121,9 +138,13 @@ class BatchNormLayer(_ChannelNorm):
             return None
         return module.running_mean.clone(), module.running_var.clone()
 
+    def _settled(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
+        if mode is not None:
+            return mode
+        var, mean = torch.var_mean(x.to(dtype), (0, *range(2, x.dim())), correction=0)
+        return mean, var
+
     def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         assert isinstance(self.module, _BatchNorm)
-        if mode is None:
-            return F.batch_norm(x, None, None, training=True, eps=self.module.eps)
-        mean, var = (running.to(x.dtype) for running in mode)
+        mean, var = (statistic.to(x) for statistic in mode)
         return F.batch_norm(x, mean, var, training=False, eps=self.module.eps)
