@@ -37,7 +37,7 @@ def cover(
     trained: Collection[Tensor],
     *,
     skip_layers: tuple[str, ...],
-    max_factor_size: int,
+    max_factor_size: float,
     papers_only: bool,
     warn: bool,
 ) -> Coverage:

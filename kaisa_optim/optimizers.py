@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from . import checkpoint
 from .lamb import LAMB
-from .options import PER_GROUP, Interval, Number, make_options
+from .options import PER_GROUP, Interval, Number, Options
 from .preconditioner import Preconditioner
 
 # K-FAC needs one gradient a step, dense: these bases evaluate several, or take sparse ones.
@@ -69,7 +69,7 @@ class KFACMixin(Optimizer):
                 f"first, as {type(self).__name__}(model, ...), or as model="
             )
         self._kfac_model = model
-        self._kfac_options = make_options(
+        self._kfac_options = Options(
             kl_clip=kl_clip,
             kl_clip_lr=kl_clip_lr,
             factor_update_steps=factor_update_steps,
@@ -246,7 +246,7 @@ def _gradients(new: dict[Tensor, Tensor]) -> Iterator[None]:
             p.grad = own
 
 
-def _clip_lr(group: dict[str, Any], kind: str) -> float | str:
+def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     """The α of the KL clip: fixed at construction, so that a schedule of lr keeps its effect."""
     return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
 

@@ -105,107 +105,82 @@ PER_GROUP: dict[str, Callable[[Any], float]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for a whole optimizer, checked; ``damping`` and ``factor_decay`` are per group."""
+    """What holds for a whole optimizer, checked; ``damping`` and ``factor_decay`` are per group.
+
+    ``None`` for an option that follows from others is settled here.
+    """
 
     kl_clip: float | Callable[[int], float | None] | None
-    kl_clip_lr: str
+    kl_clip_lr: str | None
     factor_update_steps: Interval
     inv_update_steps: Interval
     compute_method: str
-    damping_split: str
+    damping_split: str | None  # stays None where it has no meaning
     compute_eigenvalue_outer_product: bool
     factor_dtype: torch.dtype | None
     inv_dtype: torch.dtype | None
-    skip_layers: tuple[str, ...]
-    max_factor_size: int
+    skip_layers: str | Sequence[str]
+    max_factor_size: float
     weight_sharing: str
     loss_terms: str | Number
     loss_reduction: str
     normalization: str
     grad_scaler: Any
-    staggered: bool
+    staggered: bool | None
     max_failures: int
+
+    def __post_init__(self) -> None:
+        _one_of("normalization", self.normalization, ("fisher", "kaisa"))
+        _one_of("compute_method", self.compute_method, ("eigen", "inverse"))
+        _one_of("weight_sharing", self.weight_sharing, ("expand", "reduce"))
+        _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        plain = (self.weight_sharing, self.loss_terms, self.loss_reduction)
+        if self.papers and plain != ("expand", "examples", "mean"):
+            raise ValueError(
+                'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
+                'loss_reduction; remove them, or use normalization="fisher"'
+            )
+        if self.damping_split is not None and self.compute_method != "inverse":
+            raise ValueError(
+                f"Invalid damping_split: {self.damping_split!r} belongs to "
+                'compute_method="inverse"; the eigenbasis applies the exact damping'
+            )
+        if self.compute_eigenvalue_outer_product and self.compute_method != "eigen":
+            raise ValueError(
+                'Invalid compute_eigenvalue_outer_product: True belongs to compute_method="eigen"'
+            )
+        if not _is_real(self.max_factor_size) or not self.max_factor_size >= 1:
+            raise ValueError(
+                f"Invalid max_factor_size: {self.max_factor_size!r}; it must be 1 or more"
+            )
+        if not _is_whole(self.max_failures) or self.max_failures < 0:
+            raise ValueError(
+                f"Invalid max_failures: {self.max_failures!r}; it must be a count, 0 or more"
+            )
+        if not callable(self.kl_clip):
+            check_kl_clip(self.kl_clip)
+        if not callable(self.loss_terms):
+            check_loss_terms(self.loss_terms)
+        for name in ("factor_update_steps", "inv_update_steps"):
+            if not callable(getattr(self, name)):
+                check_interval(name, getattr(self, name))
+        for name in ("factor_dtype", "inv_dtype"):
+            _dtype(name, getattr(self, name))
+        self._settle("skip_layers", _patterns(self.skip_layers))
+        if self.kl_clip_lr is None:
+            self._settle("kl_clip_lr", "current" if self.papers else "initial")
+        _one_of("kl_clip_lr", self.kl_clip_lr, ("initial", "current"))
+        if self.compute_method == "inverse":
+            if self.damping_split is None:
+                self._settle("damping_split", "full" if self.papers else "pi")
+            _one_of("damping_split", self.damping_split, ("pi", "full"))
+        if self.staggered is None:
+            self._settle("staggered", not self.papers)
+
+    def _settle(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
 
     @property
     def papers(self) -> bool:
+        """Whether the papers' own scaling is asked for."""
         return self.normalization == "kaisa"
-
-
-def make_options(
-    *,
-    kl_clip: Any,
-    kl_clip_lr: str | None,
-    factor_update_steps: Any,
-    inv_update_steps: Any,
-    compute_method: str,
-    damping_split: str | None,
-    compute_eigenvalue_outer_product: bool,
-    factor_dtype: Any,
-    inv_dtype: Any,
-    skip_layers: str | Sequence[str],
-    max_factor_size: Any,
-    weight_sharing: str,
-    loss_terms: Any,
-    loss_reduction: str,
-    normalization: str,
-    grad_scaler: Any,
-    staggered: bool | None,
-    max_failures: Any,
-) -> Options:
-    """Check every option and settle the defaults that follow from others."""
-    papers = _one_of("normalization", normalization, ("fisher", "kaisa")) == "kaisa"
-    _one_of("compute_method", compute_method, ("eigen", "inverse"))
-    _one_of("weight_sharing", weight_sharing, ("expand", "reduce"))
-    _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    if papers and (weight_sharing, loss_terms, loss_reduction) != ("expand", "examples", "mean"):
-        raise ValueError(
-            'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
-            'loss_reduction; remove them, or use normalization="fisher"'
-        )
-    if damping_split is not None and compute_method != "inverse":
-        raise ValueError(
-            f'Invalid damping_split: {damping_split!r} belongs to compute_method="inverse"; the '
-            "eigenbasis applies the exact damping"
-        )
-    if compute_eigenvalue_outer_product and compute_method != "eigen":
-        raise ValueError(
-            'Invalid compute_eigenvalue_outer_product: True belongs to compute_method="eigen"'
-        )
-    if not _is_real(max_factor_size) or not max_factor_size >= 1:
-        raise ValueError(f"Invalid max_factor_size: {max_factor_size!r}; it must be 1 or more")
-    if not _is_whole(max_failures) or max_failures < 0:
-        raise ValueError(f"Invalid max_failures: {max_failures!r}; it must be a count, 0 or more")
-    if not callable(kl_clip):
-        check_kl_clip(kl_clip)
-    if not callable(loss_terms):
-        check_loss_terms(loss_terms)
-    for name, value in (
-        ("factor_update_steps", factor_update_steps),
-        ("inv_update_steps", inv_update_steps),
-    ):
-        if not callable(value):
-            check_interval(name, value)
-    return Options(
-        kl_clip=kl_clip,
-        kl_clip_lr=_one_of(
-            "kl_clip_lr", kl_clip_lr or ("current" if papers else "initial"), ("initial", "current")
-        ),
-        factor_update_steps=factor_update_steps,
-        inv_update_steps=inv_update_steps,
-        compute_method=compute_method,
-        damping_split=_one_of(
-            "damping_split", damping_split or ("full" if papers else "pi"), ("pi", "full")
-        ),
-        compute_eigenvalue_outer_product=bool(compute_eigenvalue_outer_product),
-        factor_dtype=_dtype("factor_dtype", factor_dtype),
-        inv_dtype=_dtype("inv_dtype", inv_dtype),
-        skip_layers=_patterns(skip_layers),
-        max_factor_size=int(max_factor_size) if max_factor_size < math.inf else 2**62,
-        weight_sharing=weight_sharing,
-        loss_terms=loss_terms,
-        loss_reduction=loss_reduction,
-        normalization=normalization,
-        grad_scaler=grad_scaler,
-        staggered=not papers if staggered is None else bool(staggered),
-        max_failures=int(max_failures),
-    )

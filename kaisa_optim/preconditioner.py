@@ -136,7 +136,13 @@ class Preconditioner:
 
     @loss_terms.setter
     def loss_terms(self, value: str | float) -> None:
-        self.statistics.loss_terms = checks.check_loss_terms(value)
+        value = checks.check_loss_terms(value)
+        if self.options.papers and value != "examples":
+            raise ValueError(
+                f'Invalid loss_terms: {value!r} has no meaning under normalization="kaisa", which '
+                'leaves K out; use normalization="fisher"'
+            )
+        self.statistics.loss_terms = value
 
     @property
     def grad_scaler(self) -> Any:
@@ -307,7 +313,7 @@ class Preconditioner:
         found = cover(
             unwrapped(self.model),
             self._group_of,
-            skip_layers=self.options.skip_layers,
+            skip_layers=tuple(self.options.skip_layers),
             max_factor_size=self.options.max_factor_size,
             papers_only=self.options.papers,
             warn=self._capture is None,

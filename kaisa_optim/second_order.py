@@ -23,7 +23,7 @@ class SecondOrder:
         self,
         *,
         method: str,
-        split: str,
+        split: str | None,
         stored_product: bool,
         dtype: torch.dtype | None,
         max_failures: int,
