@@ -291,3 +291,20 @@ def test_a_module_that_runs_otherwise_than_its_class_is_not_covered():
     with pytest.warns(UserWarning, match=r"raw gradients:\n  0.weight: .*Standardized"):
         opt = KFACSGD(net, lr=0.1)
     assert set(opt.preconditioner.layers) == {"2"}
+
+
+def test_a_group_added_after_a_compiled_model_was_called_is_captured():
+    net = Net()
+    compiled = torch.compile(net, backend="eager")
+    opt = KFACSGD(net.first.parameters(), lr=0.1, model=compiled, factor_update_steps=1)
+    loss_of(compiled(rows(8))).backward()
+    opt.step()
+    opt.add_param_group({"params": net.last.parameters()})
+    opt.zero_grad()
+    with torch.no_grad():
+        seen = net.first(rows(8))
+    loss_of(compiled(rows(8))).backward()
+    opt.step()
+    a = opt.preconditioner.factors("last")[0][0]
+    seen = torch.cat([seen, torch.ones(8, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(a, seen.T @ seen / 8)
