@@ -56,7 +56,7 @@ class SecondOrder:
 
         Returned are layers that have no statistics after all: none of theirs was finite.
         """
-        rejections = _rejections(layout, due)
+        rejections = _rejections(layout, set(due))
         empty = {layer for layer, nothing in rejections.items() if nothing}
         wanted = set(due) - empty
         failed = set(empty)
@@ -178,9 +178,17 @@ class SecondOrder:
             values_g, values_a = of(*g, "values"), of(*a, "values")
             assert values_g is not None and values_a is not None
             scale = algebra.outer_reciprocal(
-                values_g, values_a, per_block(members, damping_of, pair.g.key)[:, None, None]
+                values_g, values_a, _common_or_each(members, damping_of, pair)
             )
         return algebra.apply_eigen(gradient, of(*g, "vectors"), of(*a, "vectors"), scale)
+
+
+def _common_or_each(members: list[Layer], damping_of: DampingOf, pair: Pair) -> Tensor | float:
+    """The damping as a number where it is one for all, else for each block."""
+    values = {damping_of(layer) for layer in members}
+    if len(values) == 1:
+        return values.pop()
+    return per_block(members, damping_of, pair.g.key)[:, None, None]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,13 +244,14 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
             continue
 
 
-def _rejections(layout: Layout, due: list[Layer]) -> dict[Layer, bool]:
+def _rejections(layout: Layout, due: set[Layer]) -> dict[Layer, bool]:
     """Layers with sums that were not finite since their last refresh; True: they have no others."""
-    counts = [stack.tensors["rejected"] for stack in layout.stacks]
+    stacks = [s for s in layout.stacks if any(f.layer in due for f in s.factors)]
+    counts = [stack.tensors["rejected"] for stack in stacks]
     if not torch.stack([count.any().to(counts[0].device) for count in counts]).any():
         return {}  # one look from the host, for all that is well
     found: dict[Layer, bool] = {}
-    for stack in layout.stacks:
+    for stack in stacks:
         rejected = stack.tensors["rejected"].cpu() > 0
         nothing = rejected & (stack.tensors["weight"].cpu() == 0)
         for factor in stack.factors:
