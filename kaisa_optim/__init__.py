@@ -1,4 +1,4 @@
-"""Distributed second-order optimizers: K-FAC inside real torch.optim classes."""
+"""Second-order optimizers: K-FAC inside real torch.optim classes."""
 
 from .lamb import LAMB
 from .layers import Layer, Moments, register_layer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -146,6 +148,12 @@ class KFACMixin(Optimizer):
         schedules: dict[str, Callable[[int], Any]] = {}
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
+        for field in dataclasses.fields(Options):
+            if field.name in param_group and field.name != "kl_clip_lr":
+                raise ValueError(
+                    f"Invalid {field.name}: {param_group[field.name]!r} in a parameter group; it "
+                    "is one for the whole optimizer, pass it as an argument"
+                )
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):
@@ -156,6 +164,12 @@ class KFACMixin(Optimizer):
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
         group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
+        if group["kl_clip_lr"] == 0 and self._kfac_options.kl_clip is not None:
+            warnings.warn(
+                "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
+                'and let a schedule start lower, or use kl_clip_lr="current"',
+                stacklevel=5,
+            )
         if hasattr(self, "preconditioner"):
             try:
                 self.preconditioner.rebuild(self.param_groups)

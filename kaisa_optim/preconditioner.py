@@ -97,6 +97,14 @@ class Preconditioner:
                 f"the base optimizer updates these with their raw gradients:\n{lines}", stacklevel=4
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in checks.PER_GROUP:
+            raise AttributeError(
+                f"{name} = {value!r}: it belongs to the parameter groups; set "
+                f'optimizer.param_groups[i]["{name}"]'
+            )
+        super().__setattr__(name, value)
+
     @property
     def parameters(self) -> Iterable[Tensor]:
         """All that the optimizer has of this model, covered or not."""
@@ -445,6 +453,8 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     if callable(scaler):
         return scaler
     if isinstance(scaler, int | float | Tensor) and not isinstance(scaler, bool):
+        if not isinstance(scaler, Tensor) and not scaler > 0:
+            raise ValueError(f"Invalid grad_scaler: {scaler!r}; a scale must be above 0")
         return lambda: scaler
     if hasattr(scaler, "get_scale"):
 

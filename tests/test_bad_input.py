@@ -313,3 +313,27 @@ def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
         opt = KFACSGD(model, lr=0.1)
         train(model)
         opt.step()
+
+
+def test_values_put_in_the_wrong_place_are_named():
+    net = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="Invalid kl_clip: 1e-09 in a parameter group; it is one"):
+        KFACSGD([{"params": net.parameters(), "kl_clip": 1e-9}], lr=0.1, model=net)
+    opt = KFACSGD(net, lr=0.1)
+    for name in ("damping", "factor_decay"):
+        with pytest.raises(AttributeError, match=f"{name} = 0.5: it belongs to the parameter gro"):
+            setattr(opt.preconditioner, name, 0.5)
+    with pytest.raises(ValueError, match="Invalid grad_scaler: 0; a scale must be above 0"):
+        KFACSGD(net, lr=0.1, grad_scaler=0)
+    with pytest.warns(UserWarning, match="lr 0 at construction leaves the KL clip off; build"):
+        KFACSGD(net, lr=0.0)
+
+
+def test_a_layer_kind_registered_without_its_module_class():
+    from kaisa_optim import Layer, register_layer
+
+    with pytest.raises(TypeError, match=r"needs the module classes: @register_layer\(ModuleClass"):
+
+        @register_layer
+        class Kind(Layer):
+            pass

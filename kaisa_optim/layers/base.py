@@ -239,6 +239,9 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     A later registration for the same class replaces the earlier one.
     """
 
+    if not modules or any(isinstance(m, type) and issubclass(m, Layer) for m in modules):
+        raise TypeError("register_layer needs the module classes: @register_layer(ModuleClass)")
+
     def register(kind: K) -> K:
         for module in modules:
             _KINDS[module] = kind
