@@ -1,5 +1,6 @@
 """Second-order optimizers: K-FAC inside real torch.optim classes."""
 
+from .assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
 from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, with_kfac
@@ -11,10 +12,17 @@ __all__ = [
     "KFACLAMB",
     "KFACSGD",
     "LAMB",
+    "Grid",
+    "Hybrid",
     "KFACAdam",
     "KFACParamScheduler",
     "Layer",
+    "LayerWise",
     "Moments",
+    "Opt",
+    "Placement",
+    "Task",
+    "WorkAssignment",
     "decay_at",
     "register_layer",
     "with_kfac",

@@ -127,3 +127,43 @@ def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Ten
     """G⁻¹ ∇ A⁻¹; an inverse given as ``[k, n]`` is diagonal."""
     out = inverse_g @ gradient if inverse_g.dim() == 3 else inverse_g[:, :, None] * gradient
     return out @ inverse_a if inverse_a.dim() == 3 else out * inverse_a[:, None, :]
+
+
+def packed_size(n: int) -> int:
+    """How many numbers say all of a symmetric ``[n, n]`` matrix."""
+    return n * (n + 1) // 2
+
+
+def pack(matrices: Tensor) -> Tensor:
+    """Symmetric ``[k, n, n]`` as ``[k, n (n + 1) / 2]``, in a few block copies.
+
+    The left half of the columns is a rectangle. Above its diagonal it repeats what stands below:
+    the triangle of the lower right block goes there (rectangular full packed format, LAPACK).
+    """
+    k, n, _ = matrices.shape
+    packed = matrices.new_empty(k, packed_size(n))
+    left, top, m = _rectangle(packed, n)
+    left.copy_(matrices[:, :, :m])
+    top.copy_(top.tril(-1) + matrices[:, m:, m:].triu())
+    return packed
+
+
+def unpack(packed: Tensor, n: int) -> Tensor:
+    """The matrices that :func:`pack` was given; exactly symmetric."""
+    left, top, m = _rectangle(packed, n)
+    matrices = packed.new_empty(packed.shape[0], n, n)
+    matrices[:, :m, :m] = left[:, :m].tril()
+    matrices[:, :m, :m] += left[:, :m].tril(-1).mT
+    matrices[:, m:, :m] = left[:, m:]
+    matrices[:, :m, m:] = left[:, m:].mT
+    matrices[:, m:, m:] = top.triu()
+    matrices[:, m:, m:] += top.triu(1).mT
+    return matrices
+
+
+def _rectangle(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
+    """Views of packed matrices: the left columns, what lies over their diagonal, how many."""
+    even, h = 1 - n % 2, n // 2
+    m = n - h
+    rectangle = packed.unflatten(1, (n + even, m))
+    return rectangle[:, even:], rectangle[:, :h, 1 - even :], m

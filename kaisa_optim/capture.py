@@ -137,7 +137,10 @@ class Capture:
         drop: Callable[[Layer], None],
         *,
         reduce: bool,
+        keep_errors: bool = False,
     ) -> None:
+        self.keep_errors = keep_errors  # until a step asks for them, instead of raising
+        self.error: Exception | None = None
         self.sink = sink
         self.drop = drop  # called for a layer whose gradient starts anew
         self.gathering = True  # all layers; else only those in ``missing``
@@ -176,6 +179,7 @@ class Capture:
     def reset(self) -> None:
         """A step has consumed what was gathered."""
         self.backwards = 0
+        self.error = None
         self.was_paused = self.paused > 0
 
     def detach(self) -> None:
@@ -290,7 +294,12 @@ class Capture:
             def record(x: Tensor | None, grad: Tensor) -> None:
                 # A reentrant checkpoint's own backward is part of the one that it runs in.
                 task = _graph_task() if outer is None else outer
-                self._record(layer, run, covers, blocks, mode, x, grad, task)
+                try:
+                    self._record(layer, run, covers, blocks, mode, x, grad, task)
+                except Exception as error:
+                    if not self.keep_errors:
+                        raise
+                    self.error = self.error or error
 
         return _Tap.apply(output, _as_used(layer, x) if layer.needs_input(covers) else None, record)
 

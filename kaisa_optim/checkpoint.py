@@ -27,7 +27,7 @@ def _home(layer: Layer) -> Tensor:
 
 
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    for name, view in kfac.layout.views(layer):
+    for name, view in kfac.views(layer):
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
@@ -48,7 +48,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     for p in kfac.parameters:
         if has_entry(p):
             state[p][STEP] = kfac.step_count
-    for layer in kfac.layout.factors:
+    for layer in kfac.active:
         home = _home(layer)
         if has_entry(home):
             entry, values = state[home], _status(kfac, layer)
@@ -116,7 +116,7 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
 
 def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
     problems = []
-    for layer in kfac.layout.factors:
+    for layer in kfac.active:
         entry = entries.get(_home(layer), {})
         for name, view in _named(kfac, layer):
             if name in entry and entry[name].shape != view.shape and _fits(kfac, layer, entry):
@@ -124,7 +124,7 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
                     f"{layer.name}: {name} is {tuple(entry[name].shape)}, "
                     f"the model needs {tuple(view.shape)}"
                 )
-    homes = {_home(layer) for layer in kfac.layout.factors}
+    homes = {_home(layer) for layer in kfac.active}
     for p, entry in entries.items():
         if entry.keys() - {STEP} and p not in homes:
             problems.append(f"factors for a parameter of shape {tuple(p.shape)} without a layer")
@@ -157,7 +157,7 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
     kfac.second_order.failures.clear()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     missing = []
-    for layer in kfac.layout.factors:
+    for layer in kfac.active:
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             missing.append(layer.name)

@@ -142,7 +142,7 @@ def _skipped_modules(
             warnings.warn(
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
                 "names (as in model.named_modules()) and class names",
-                stacklevel=7,  # the line that builds the optimizer
+                stacklevel=8,  # the line that builds the optimizer
             )
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())

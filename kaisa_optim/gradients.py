@@ -9,19 +9,29 @@ import torch
 from torch import Tensor
 
 from .layers import Layer
-from .stacks import Pair
+from .stacks import Pair, stack_key
 
 
 class Preconditioned(NamedTuple):
-    """The gradients of some layers of one pair, ``[count, g, a]``, before and after."""
+    """New gradients of some layers of one shape, ``[count, g, a]``."""
 
     members: list[Layer]
-    raw: Tensor
     new: Tensor
+    products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [members, 2]
 
-    def by_layer(self) -> Iterator[tuple[Layer, Tensor, Tensor]]:
+    def by_layer(self) -> Iterator[tuple[Layer, Tensor]]:
         sizes = [layer.blocks for layer in self.members]
-        return zip(self.members, self.raw.split(sizes), self.new.split(sizes), strict=True)
+        return zip(self.members, self.new.split(sizes), strict=True)
+
+
+def products(members: list[Layer], raw: Tensor, new: Tensor) -> Tensor:
+    """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it."""
+    columns = (raw * new).sum(1)
+    both = torch.stack([columns.sum(1), columns[:, -1]], 1)
+    sizes = [layer.blocks for layer in members]
+    if len(set(sizes)) == 1:
+        return both.unflatten(0, (len(members), -1)).sum(1)
+    return torch.stack([part.sum(0) for part in both.split(sizes)])
 
 
 def stack(pair: Pair, members: list[Layer]) -> Tensor:
@@ -38,6 +48,53 @@ def stack(pair: Pair, members: list[Layer]) -> Tensor:
     return raw
 
 
+class Wire:
+    """New gradients as they travel: in ``comm_dtype``, scaled if that has few exponents."""
+
+    def __init__(self, one: Preconditioned, comm_dtype: torch.dtype | None) -> None:
+        self.one = one
+        self.scales: Tensor | None = None
+        self.new = one.new
+        if comm_dtype == torch.float16:
+            peaks = one.new.flatten(1).abs().amax(1)
+            self.scales = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
+            self.new = one.new / self.scales[:, None, None]
+        self.new = self.new.to(comm_dtype or one.new.dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        scales = [] if self.scales is None else [self.scales]
+        return [self.new, self.one.products, *scales]
+
+    def unpack(self) -> Preconditioned:
+        """As all ranks have them, their sender included: rounded alike."""
+        new = self.new.to(self.one.new.dtype)
+        if self.scales is not None:
+            new = new * self.scales[:, None, None]
+        return self.one._replace(new=new)
+
+
+def awaited(members: list[Layer]) -> Preconditioned:
+    """Room for gradients that another rank preconditions."""
+    g, a = stack_key(members[0], "g"), stack_key(members[0], "a")
+    blocks = sum(layer.blocks for layer in members)
+    new = torch.empty(blocks, g.size, a.size, dtype=g.dtype, device=g.device)
+    return Preconditioned(members, new, new.new_empty(len(members), 2))
+
+
+def bytes_of(members: list[Layer]) -> int:
+    g, a = stack_key(members[0], "g"), stack_key(members[0], "a")
+    return sum(layer.blocks for layer in members) * g.size * a.size * g.dtype.itemsize
+
+
+def by_device(shapes: list[list[Layer]]) -> list[list[list[Layer]]]:
+    """Layers of one shape, with those of other shapes on the same device."""
+    devices: dict[torch.device, list[list[Layer]]] = {}
+    for members in shapes:
+        devices.setdefault(stack_key(members[0], "g").device, []).append(members)
+    return list(devices.values())
+
+
 def unstack(stacks: list[Preconditioned], in_parts: Container[Tensor]) -> dict[Tensor, Tensor]:
     """New gradients, shaped like their parameters, for those that have a gradient.
 
@@ -47,7 +104,7 @@ def unstack(stacks: list[Preconditioned], in_parts: Container[Tensor]) -> dict[T
     new: dict[Tensor, Tensor] = {}
     targets, sources = [], []
     for one in stacks:
-        for layer, _, matrix in one.by_layer():
+        for layer, matrix in one.by_layer():
             for p in layer.parameters:
                 if p not in new:
                     gradient = p if p.grad is None else p.grad
@@ -60,24 +117,32 @@ def unstack(stacks: list[Preconditioned], in_parts: Container[Tensor]) -> dict[T
 
 
 def clip(stacks: list[Preconditioned], kl_clip: float, alpha_of: Callable[[Tensor], Any]) -> None:
-    """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, without a look from the host."""
-    device = stacks[0].raw.device
-    alphas = [alpha_of(p) for one in stacks for layer in one.members for p in layer.parameters]
+    """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, without a look from the host.
+
+    Terms are added up in the layers' order, wherever they come from, so that ν has the same bits on
+    all ranks.
+    """
+    device = stacks[0].new.device
+    terms: dict[Layer, Tensor] = {}
+    for one in stacks:
+        terms.update(zip(one.members, one.products.to(device).unbind(), strict=True))
+    layers = sorted(terms, key=lambda layer: layer.number)
+    parameters = [p for layer in layers for p in layer.parameters]
+    alphas = [alpha_of(p) for p in parameters]
+    rows = torch.stack([terms[layer] for layer in layers])
     if all(_same(alpha, alphas[0]) for alpha in alphas):
-        terms = ((one.raw * one.new).sum().to(device) for one in stacks)
-        total: Any = sum(terms) * alphas[0] ** 2
+        total: Any = rows[:, 0].sum() * alphas[0] ** 2
     else:
-        total = sum(
-            (x * y).sum().to(device) * alpha_of(p) ** 2
-            for one in stacks
-            for layer, raw, new in one.by_layer()
-            for p, x, y in zip(
-                layer.parameters, layer.matrix_parts(raw), layer.matrix_parts(new), strict=True
-            )
-        )
+        total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
     scale = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
     for one in stacks:
         one.new.mul_(scale.to(one.new.device, one.new.dtype))
+
+
+def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:
+    """α²⟨v, ∇⟩ of a layer whose weight and bias may have an α each; the bias is the last column."""
+    first, last = (alpha_of(p) for p in (layer.parameters[0], layer.parameters[-1]))
+    return (row[0] - row[1]) * first**2 + row[1] * last**2
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import checkpoint
+from .assignment import WorkAssignment
 from .lamb import LAMB
 from .options import PER_GROUP, Interval, Number, Options
 from .preconditioner import Preconditioner
@@ -57,6 +58,12 @@ class KFACMixin(Optimizer):
         grad_scaler: Any = None,
         staggered: bool | None = None,
         max_failures: int = 3,
+        grad_worker_fraction: float | None = None,
+        assignment: WorkAssignment | str | None = None,
+        colocate_factors: bool | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_dtype: torch.dtype | None = None,
+        process_group: Any = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -90,14 +97,19 @@ class KFACMixin(Optimizer):
             grad_scaler=grad_scaler,
             staggered=staggered,
             max_failures=max_failures,
+            grad_worker_fraction=grad_worker_fraction,
+            assignment=assignment,
+            colocate_factors=colocate_factors,
+            bucket_cap_mb=bucket_cap_mb,
+            comm_dtype=comm_dtype,
         )
+        self._kfac_process_group = process_group
         self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
         self._start()
 
     def _start(self, known: Iterable[Tensor] = ()) -> None:
-        _refuse_several_processes()
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise ValueError(
@@ -108,7 +120,12 @@ class KFACMixin(Optimizer):
         # and skip instead.
         self._step_supports_amp_scaling = False
         self.preconditioner = Preconditioner(
-            self._kfac_model, self._kfac_options, self.param_groups, self._group_schedules, known
+            self._kfac_model,
+            self._kfac_options,
+            self.param_groups,
+            self._group_schedules,
+            known,
+            self._kfac_process_group,
         )
 
     # ---- stepping ----
@@ -123,7 +140,7 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _refuse_several_processes()
+        _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
         with _gradients(self.preconditioner.step(self.param_groups)):
             self._base_step()
@@ -212,6 +229,11 @@ class KFACMixin(Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._kfac_process_group is not None:
+            raise TypeError(
+                "an optimizer with process_group= can't be copied or pickled, since no process "
+                "group can; save its state_dict()"
+            )
         kept = ("_kfac_model", "_group_defaults", "_group_schedules")
         return {
             **super().__getstate__(),
@@ -238,6 +260,7 @@ class KFACMixin(Optimizer):
             if ours and not state["state"][p]:
                 del state["state"][p]
         super().__setstate__(state)
+        self._kfac_process_group = None
         self._start(known=[p for group in self.param_groups for p in group["params"]])
         self._resume(entries, fresh=not any(entries.values()))
 
@@ -265,14 +288,15 @@ def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
 
 
-def _refuse_several_processes() -> None:
+def _refuse_late_process_group(kfac: Preconditioner) -> None:
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    if kfac.ranks.group is None and distributed.is_available() and distributed.is_initialized():
         world = distributed.get_world_size()
         if world > 1:
             raise RuntimeError(
-                f"Invalid process group: {world} ranks; this version preconditions on one process, "
-                "and ranks would drift apart without an exchange of statistics"
+                f"Invalid process group: it came with {world} ranks after the optimizer, which "
+                "would not exchange anything with them; build the optimizer after "
+                "init_process_group()"
             )
 
 

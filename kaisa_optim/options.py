@@ -6,10 +6,12 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
+from .assignment import WorkAssignment, choose
 
 Number = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -88,13 +90,12 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None or (isinstance(value, torch.dtype) and value.is_floating_point):
-        return value
-    raise ValueError(
-        f"Invalid {name}: {value!r}; it must be a floating torch.dtype, or None for float32 "
-        "(float64 for float64 parameters)"
-    )
+def _dtype(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(
+            f"Invalid {name}: {value!r}; it must be a floating torch.dtype, or None for float32 "
+            "(float64 for float64 parameters)"
+        )
 
 
 PER_GROUP: dict[str, Callable[[Any], float]] = {
@@ -128,6 +129,11 @@ class Options:
     grad_scaler: Any
     staggered: bool | None
     max_failures: int
+    grad_worker_fraction: float | None = None
+    assignment: WorkAssignment | str | None = None
+    colocate_factors: bool | None = None  # as the assignment says
+    bucket_cap_mb: float = 25.0
+    comm_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -166,6 +172,21 @@ class Options:
                 check_interval(name, getattr(self, name))
         for name in ("factor_dtype", "inv_dtype"):
             _dtype(name, getattr(self, name))
+        if self.comm_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"Invalid comm_dtype: {self.comm_dtype!r}; it must be torch.bfloat16, "
+                "torch.float16, or None for the data's own dtype"
+            )
+        if not _is_real(self.bucket_cap_mb) or not 0 < self.bucket_cap_mb < math.inf:
+            raise ValueError(
+                f"Invalid bucket_cap_mb: {self.bucket_cap_mb!r}; it must be a number of MiB above 0"
+            )
+        if self.colocate_factors not in (None, True, False):
+            raise ValueError(
+                f"Invalid colocate_factors: {self.colocate_factors!r}; it must be True, False, or "
+                "None for what the assignment prefers"
+            )
+        self._settle("assignment", choose(self.assignment, self.grad_worker_fraction))
         self._settle("skip_layers", _patterns(self.skip_layers))
         if self.kl_clip_lr is None:
             self._settle("kl_clip_lr", "current" if self.papers else "initial")
@@ -179,6 +200,16 @@ class Options:
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else
+
+    @property
+    def strategy(self) -> WorkAssignment:
+        assert isinstance(self.assignment, WorkAssignment)
+        return self.assignment
+
+    def described(self) -> dict[str, Any]:
+        """What all ranks must have alike; a callable is no more than that here."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grad_scaler"}
+        return {name: "a callable" if callable(v) else v for name, v in values.items()}
 
     @property
     def papers(self) -> bool:

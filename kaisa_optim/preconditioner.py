@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import assignment as work
 from . import gradients
 from . import options as checks
+from .assignment import Placement, Task
 from .capture import Capture
-from .coverage import cover, unwrapped
+from .collectives import Cargo, Ranks, checksum, chunks
+from .coverage import Coverage, cover, unwrapped
+from .gradients import Preconditioned
 from .layers import Layer
 from .options import Options
-from .second_order import SecondOrder
-from .stacks import Layout, Pair, lay_out
-from .statistics import Statistics
+from .second_order import Outcome, SecondOrder
+from .stacks import Layout, Pair, Shelf, alike
+from .statistics import Statistics, Tally
 
 Group = dict[str, Any]
 
@@ -47,19 +51,29 @@ class Preconditioner:
         groups: list[Group],
         group_schedules: list[dict[str, Callable[[int], Any]]],
         known: Iterable[Tensor] = (),
+        process_group: Any = None,
     ) -> None:
         self.model = model
         self.options = options
+        self.ranks = Ranks(
+            process_group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype
+        )
+        self.ranks.arrange(
+            work.make_grid(options.strategy, self.ranks.world, options.grad_worker_fraction)
+        )
+        self.placements: dict[str, Placement] = {}
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
+            self.ranks,
             papers=options.papers,
             loss_reduction=options.loss_reduction,
             factor_dtype=options.factor_dtype,
         )
         self.second_order = SecondOrder(
+            self.ranks,
             method=options.compute_method,
             split=options.damping_split,
             stored_product=options.compute_eigenvalue_outer_product,
@@ -68,7 +82,9 @@ class Preconditioner:
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
-        self.layout: Layout = lay_out([])
+        self.shelf = Shelf()  # the factors that this rank keeps
+        self.layout = Layout()  # the layers whose gradients this rank preconditions
+        self._unsettled = False  # loaded, and the other ranks not yet asked
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -109,6 +125,11 @@ class Preconditioner:
     def parameters(self) -> Iterable[Tensor]:
         """All that the optimizer has of this model, covered or not."""
         return self._group_of.keys()
+
+    @property
+    def active(self) -> list[Layer]:
+        """The covered layers that are not wholly frozen."""
+        return [layer for layer in self.layers.values() if any(layer.covers)]
 
     # ---- hyperparameters of the whole optimizer ----
 
@@ -173,31 +194,36 @@ class Preconditioner:
     def step(self, groups: list[Group]) -> dict[Tensor, Tensor]:
         """One step: the preconditioned gradient of every covered parameter that has a gradient.
 
-        Statistics gathered since the last step enter the running averages; layers whose turn it is
-        are decomposed; gradients are preconditioned, stack by stack, and clipped together.
+        Statistics gathered since the last step are added up over the ranks and enter the running
+        averages where those are kept; layers whose turn it is are decomposed there, and their
+        workers learn the result; gradients are preconditioned, handed out, and clipped together.
         """
         self._follow_schedules(groups)
         self._follow_layers()
-        if self._without_capture(groups):
+        tally = self._tally(groups)
+        if tally is None:
             return {}
 
         def hyperparameter(name: str) -> Callable[[Layer], float]:
             return lambda layer: self._shared(layer, groups, name)
 
-        damping_of = hyperparameter("damping")
-        self.fed.update(self.statistics.update(self.layout, hyperparameter("factor_decay")))
+        damping_of, decay_of = hyperparameter("damping"), hyperparameter("factor_decay")
+        self.fed.update(tally.counts)
         due = self._due()
+        outcome = Outcome()
+        ready = [layer for layer in due if layer not in tally.counts]
+        self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+        for layers in self.statistics.update(self.shelf, tally, due, self._owner, decay_of):
+            ready = [layer for layer in layers if layer in due]
+            self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
         if due:
-            for layer in self.second_order.refresh(self.layout, due, damping_of):
-                self.forget(layer)
-                self._named_without_statistics.add(layer)
-        stacks = []
-        for pair in self.layout.pairs:
-            members = self._members(pair)
-            if members:
-                raw = gradients.stack(pair, members)
-                new = self.second_order.precondition(pair, raw, members, damping_of)
-                stacks.append(gradients.Preconditioned(members, raw, new))
+            renewed = self._settle(due, outcome)
+            self.second_order.share(self.layout, renewed, self._owner)
+            self.second_order.multiply(self.layout, renewed, damping_of)
+        if self.ranks.grid.columns == 1:
+            stacks = self._preconditioned(damping_of)
+        else:
+            stacks = self._handed_out(damping_of)
         if self.kl_clip is not None and stacks:
             gradients.clip(stacks, self.kl_clip, lambda p: self._alpha(p, groups))
         self._advance()
@@ -230,19 +256,101 @@ class Preconditioner:
             self.lay_out()
 
     def _place(self) -> list[tuple[torch.device, torch.dtype]]:
-        parameters = (layer.parameters[0] for layer in self.layout.factors)
+        parameters = (layer.parameters[0] for layer in self.active)
         return [(p.device, p.dtype) for p in parameters]
 
-    def _without_capture(self, groups: list[Group]) -> bool:
-        """Refuse a step that should have statistics and has none; True for a step of nothing."""
+    # ---- what all ranks must know alike ----
+
+    def _tally(self, groups: list[Group]) -> Tally | None:
+        """Agree with the other ranks on what there is in this step; ``None`` for a step of nothing.
+
+        Every decision about collectives follows from this exchange, or from the step's number.
+        """
         capture = self._capture
         assert capture is not None
-        if not capture.gathering or capture.backwards or capture.was_paused:
-            return False
-        if all(p.grad is None for layer in self.layers.values() for p in layer.parameters):
-            return False
-        if all("lr" in group and float(group["lr"]) == 0 for group in groups):
-            return True  # torch.distributed.checkpoint steps once to create the base's state
+        if self._unsettled:
+            self._settle_load()
+        layers = list(self.layers.values())
+        if self.ranks.world > 1 and not (capture.gathering or capture.missing or self._due()):
+            return Tally(0.0, 0.0, {}, {})
+        counts, own_terms = self.statistics.counts(layers), self.statistics.terms()
+        with_gradient = [any(p.grad is not None for p in x.parameters) for x in layers]
+        common = checksum(self._common(groups))
+        head = [
+            capture.error is not None,
+            capture.backwards > 0 or capture.was_paused,
+            any(with_gradient),
+            common,
+            common**2,
+            own_terms,
+        ]
+        numbers = torch.tensor([*head, *with_gradient], dtype=torch.float64, device="cpu")
+        word = self.ranks.add_up(
+            torch.cat([numbers, counts, (counts > 0).double()]), f"agreeing on step {self.steps}"
+        )
+        failed, captured, graded, once, squared, terms, *present = word[: len(numbers)].tolist()
+        if failed:
+            self._raise_together(capture.error, "capturing")
+        if self.ranks.world * squared != once**2:
+            self._raise_difference(self._common(groups), "hyperparameters")
+        self._check_gradients(layers, with_gradient, present)
+        if capture.gathering and not captured and graded:
+            if all("lr" in group and float(group["lr"]) == 0 for group in groups):
+                return None  # torch.distributed.checkpoint steps once to create the base's state
+            self._raise_without_capture()
+        sizes = [layer.sections for layer in layers]
+        both = word[len(numbers) :].split([len(counts), len(counts)])
+        totals, givers = (dict(zip(layers, x.split(sizes), strict=True)) for x in both)
+        seen = {layer: total for layer, total in totals.items() if total.any()}
+        return Tally(own_terms, terms, seen, {layer: givers[layer] for layer in seen})
+
+    def _common(self, groups: list[Group]) -> dict[str, Any]:
+        """What must be alike on all ranks in a step."""
+        names = ("damping", "factor_decay", "kl_clip_lr", "lr")
+        values = {
+            f"{name} of parameter group {i}": group[name]
+            for i, group in enumerate(groups)
+            for name in names
+            if name in group and not isinstance(group[name], Tensor)
+        }
+        names = ("steps", "kl_clip", "factor_update_steps", "inv_update_steps")
+        return values | {name: getattr(self, name) for name in names}
+
+    def _raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise on all ranks what has failed on some."""
+        texts = self.ranks.all_of(
+            None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
+        )
+        if error is not None:
+            raise error
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        raise RuntimeError(f"K-FAC stops on all ranks, since {doing} failed on {causes}")
+
+    def _raise_difference(self, mine: dict[str, Any], what: str) -> None:
+        theirs = self.ranks.all_of(mine, f"comparing {what}")
+        for rank, values in enumerate(theirs[1:], 1):
+            for name in [*theirs[0], *values]:
+                first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
+                if first != other:
+                    raise ValueError(
+                        f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
+                        "need the same model and options"
+                    )
+        raise ValueError(f"Invalid {what}: they differ among the ranks")
+
+    def _check_gradients(self, layers: list[Layer], mine: list[bool], present: list[float]) -> None:
+        partly = [i for i, n in enumerate(present) if 0 < n < self.ranks.world]
+        if partly:
+            theirs = self.ranks.all_of([mine[i] for i in partly], "looking for missing gradients")
+            without = [rank for rank, flags in enumerate(theirs) if not flags[0]]
+            raise RuntimeError(
+                f"layer {layers[partly[0]].name!r} has no gradient on ranks {without}, but has one "
+                "on others, and weights would drift apart: average gradients over all ranks before "
+                "step(), counting a missing one as zero, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
+            )
+
+    def _raise_without_capture(self) -> None:
         raise RuntimeError(
             f"step {self.steps} is due for statistics, but no covered layer saw a backward pass. "
             "Gradients must come from .backward() through this very model, once per step. If it "
@@ -250,6 +358,47 @@ class Preconditioner:
             "call torch._dynamo.reset(); if the forward was meant to be left out, use "
             "optimizer.preconditioner.paused()"
         )
+
+    def _settle(self, due: list[Layer], outcome: Outcome) -> list[Layer]:
+        """Agree on what the owners made of the layers that were due; those with a state."""
+        flags = [float(outcome.error is not None), *outcome.flags(due)]
+        failed, *flags = self.ranks.add_up(
+            torch.tensor(flags, dtype=torch.float64, device="cpu"),
+            f"decomposing factors in step {self.steps}",
+        ).tolist()
+        if failed:
+            self._raise_together(outcome.error, "decomposing factors")
+        outcome = Outcome.of_all(due, flags)
+        for layer in outcome.empty:
+            self.forget(layer)
+            self._named_without_statistics.add(layer)
+        return self.second_order.settle(due, outcome)
+
+    def _settle_load(self) -> None:
+        """After a load: what some rank lacks is estimated anew by all."""
+        layers = list(self.layers.values())
+        flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
+        counts = [self.second_order.failures.get(x, 0) for x in layers]
+        numbers = torch.tensor([*flags, *counts], dtype=torch.float64, device="cpu")
+        word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        fed, ready, failures = (word[i::1][: len(layers)] for i in range(0, len(word), len(layers)))
+        for i, layer in enumerate(layers):
+            if fed[i] < self.ranks.world:
+                self.forget(layer)
+            elif ready[i] < self.ranks.world:
+                self.second_order.ready.discard(layer)
+            if failures[i]:
+                self.second_order.failures[layer] = round(failures[i] / self.ranks.world)
+        self._unsettled = False
+
+    # ---- parts of the step ----
+
+    def _owner(self, layer: Layer, side: str) -> int:
+        placement = self.placements[layer.name]
+        return placement.a if side == "a" else placement.g
+
+    def _column(self, layer: Layer) -> int:
+        return self._owner(layer, "g") % self.ranks.grid.columns
 
     def _due(self) -> list[Layer]:
         """Layers to refresh in this step: all at once, or each in its turn."""
@@ -263,8 +412,60 @@ class Preconditioner:
                 due.append(layer)
         return due
 
-    def _members(self, pair: Pair) -> list[Layer]:
-        """The layers of a pair that have both a gradient and second-order state."""
+    def _preconditioned(self, damping_of: Callable[[Layer], float]) -> list[Preconditioned]:
+        """New gradients of all layers that have both a gradient and second-order state."""
+        result = []
+        for pair in self.layout.pairs:
+            members = [layer for layer in self._with_gradient(pair) if self._is_ready(layer)]
+            if members:
+                result.append(self._precondition(pair, members, damping_of))
+        return result
+
+    def _precondition(
+        self, pair: Pair, members: list[Layer], damping_of: Callable[[Layer], float]
+    ) -> Preconditioned:
+        raw = gradients.stack(pair, members)
+        new = self.second_order.precondition(pair, raw, members, damping_of)
+        return Preconditioned(members, new, gradients.products(members, raw, new))
+
+    def _handed_out(self, damping_of: Callable[[Layer], float]) -> list[Preconditioned]:
+        """The same of all layers, each preconditioned by one of its workers for some ranks.
+
+        What travels follows from what is ready, not from a rank's gradients: a missing one is zero.
+        """
+        for pair in self.layout.pairs:
+            self._with_gradient(pair)
+        wires: list[gradients.Wire] = []
+        self.ranks.to_receivers(self._gradient_cargo(wires, damping_of), "gradients")
+        return [wire.unpack() for wire in wires]
+
+    def _gradient_cargo(
+        self, wires: list[gradients.Wire], damping_of: Callable[[Layer], float]
+    ) -> Iterator[Cargo]:
+        grid = self.ranks.grid
+        shapes = alike(layer for layer in self.active if self._is_ready(layer))
+        for root in grid.receivers_of(self.ranks.rank):
+            own = [
+                [x for x in members if self._column(x) == root % grid.columns] for members in shapes
+            ]
+            for same in gradients.by_device([members for members in own if members]):
+                for chunk in chunks(same, gradients.bytes_of, self.ranks.bucket_bytes):
+                    tensors = []
+                    for members in chunk:
+                        if root == self.ranks.rank:
+                            pair = self.layout.pair_of[members[0]]
+                            one = self._precondition(pair, members, damping_of)
+                        else:
+                            one = gradients.awaited(members)
+                        wires.append(gradients.Wire(one, self.options.comm_dtype))
+                        tensors += wires[-1].tensors
+                    yield Cargo(root, tensors)
+
+    def _is_ready(self, layer: Layer) -> bool:
+        return layer in self.second_order.ready
+
+    def _with_gradient(self, pair: Pair) -> list[Layer]:
+        """The layers of a pair that have a gradient; names those without statistics once."""
         with_gradient = [x for x in pair.layers if any(p.grad is not None for p in x.parameters)]
         for layer in with_gradient:
             if layer not in self.fed and layer not in self._named_without_statistics:
@@ -274,7 +475,7 @@ class Preconditioner:
                     "is used; its weight may be in use outside of its module's forward",
                     stacklevel=2,
                 )
-        return [layer for layer in with_gradient if layer in self.second_order.ready]
+        return with_gradient
 
     def _alpha(self, parameter: Tensor, groups: list[Group]) -> Any:
         group = groups[self._group_of[parameter]]
@@ -318,14 +519,7 @@ class Preconditioner:
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
         self._group_of = {p: i for p, i in group_of.items() if p not in gone}
-        found = cover(
-            unwrapped(self.model),
-            self._group_of,
-            skip_layers=tuple(self.options.skip_layers),
-            max_factor_size=self.options.max_factor_size,
-            papers_only=self.options.papers,
-            warn=self._capture is None,
-        )
+        found = self._covered_by_all(groups)
         self._accepted.update(group_of)
         before, self.layers = self.layers, {}
         for name, layer in found.layers.items():
@@ -335,15 +529,15 @@ class Preconditioner:
         for layer in before.values():
             if self.layers.get(layer.name) is not layer:
                 self.forget(layer)
+                self.placements.pop(layer.name)
+        for number, layer in enumerate(self.layers.values()):
+            layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
-        for layer in self.layers.values():
-            for name in checks.PER_GROUP:
-                if layer.parameters:
-                    self._shared(layer, groups, name)
         for layer in self.statistics.gathered.keys() - set(self.layers.values()):
             self.statistics.drop(layer)
+        self._place_layers()
         self._detach()
         former = self._capture
         self._capture = Capture(
@@ -352,12 +546,61 @@ class Preconditioner:
             self.statistics.add,
             self.statistics.drop,
             reduce=self.options.weight_sharing == "reduce",
+            # One rank that raised alone in its backward pass would leave the others waiting.
+            keep_errors=self.ranks.world > 1,
         )
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
             self._capture.backwards, self._capture.was_paused = former.backwards, former.was_paused
         self._aim()
         self.lay_out()
+
+    def _covered_by_all(self, groups: list[Group]) -> Coverage:
+        """What is covered, found alike on all ranks; else every rank raises."""
+        error: Exception | None = None
+        found = Coverage()
+        try:
+            found = cover(
+                unwrapped(self.model),
+                self._group_of,
+                skip_layers=tuple(self.options.skip_layers),
+                max_factor_size=self.options.max_factor_size,
+                papers_only=self.options.papers,
+                warn=self._capture is None,
+            )
+            for layer in found.layers.values():
+                for name in checks.PER_GROUP:
+                    if layer.parameters:
+                        self._shared(layer, groups, name)
+        except ValueError as problem:
+            if self.ranks.world == 1:
+                raise
+            error = problem
+        if self.ranks.world > 1:
+            described = self._common(groups) | self.options.described() | _described(found)
+            code = checksum(described)
+            numbers = [float(error is not None), code, code**2]
+            failed, once, squared = self.ranks.add_up(
+                torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+                "comparing models and options",
+            ).tolist()
+            if failed:
+                self._raise_together(error, "matching model and parameters")
+            if self.ranks.world * squared != once**2:
+                self._raise_difference(described, "model or options")
+        return found
+
+    def _place_layers(self) -> None:
+        """Give new layers to ranks; those that are there stay where their factors are."""
+        strategy, grid = self.options.strategy, self.ranks.grid
+        tasks = [_task(layer) for layer in self.layers.values()]
+        there = [task for task in tasks if task.name in self.placements]
+        load = work.loads(strategy, there, self.placements, grid.world)
+        new = [task for task in tasks if task.name not in self.placements]
+        self.placements.update(
+            work.assign(strategy, new, grid, self.options.colocate_factors, load)
+        )
+        self.second_order.parted = any(p.a != p.g for p in self.placements.values())
 
     def _detach(self) -> None:
         if self._capture is not None:
@@ -371,19 +614,30 @@ class Preconditioner:
             self._capture.missing.add(layer)
 
     def lay_out(self) -> None:
-        old = self.layout
-        self.layout = lay_out(x for x in self.layers.values() if any(x.covers))
-        for stack in self.layout.stacks:
-            self.statistics.allocate(stack)
+        kept = {layer: dict(self.views(layer)) for layer in self.fed}
+        self.shelf = Shelf()
+        for members in alike(self.active):
+            for side in "ag":
+                for layer in members:
+                    if self._owner(layer, side) == self.ranks.rank:
+                        self.shelf.put(layer, side)
+        column = self.ranks.rank % self.ranks.grid.columns
+        self.layout = Layout(layer for layer in self.active if self._column(layer) == column)
+        self.statistics.allocate(self.shelf)
         self.second_order.allocate(self.layout)
-        for layer in self.fed & self.layout.factors.keys() & old.factors.keys():
-            kept = dict(old.views(layer))
-            for name, view in self.layout.views(layer):
-                view.copy_(kept[name])
+        for layer in self.fed.intersection(self.active):
+            for name, view in self.views(layer):
+                if name in kept[layer]:
+                    view.copy_(kept[layer][name])
         self._placement = self._place()
         # One count for all layers' entries in the optimizer's state; views of the new stacks.
         self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
+
+    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        """All that this rank keeps of a layer, as views with stable names."""
+        yield from self.shelf.views(layer)
+        yield from self.layout.views(layer)
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
@@ -391,6 +645,7 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)
+        self._unsettled = self.ranks.world > 1
         self._aim()
 
     def discard(self) -> None:
@@ -413,7 +668,15 @@ class Preconditioner:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(self.layers)}")
         if layer not in self.fed:
             raise KeyError(f"layer {name!r} has no statistics yet")
-        a, g = self.layout.factors[layer]
+        keys = [(layer, side) for side in "ag"]
+        away = [
+            f"{s.upper()} on rank {self._owner(x, s)}"
+            for x, s in keys
+            if (x, s) not in self.shelf.factors
+        ]
+        if away:
+            raise KeyError(f"layer {name!r} has {' and '.join(away)}, not here")
+        a, g = (self.shelf.factors[key] for key in keys)
         return a["average"], g["average"]
 
     def memory_usage(self) -> dict[str, int]:
@@ -426,7 +689,7 @@ class Preconditioner:
             "scale": "eigenvalue_products",
         }
         usage: dict[str, int] = {}
-        for name, tensor in self.layout.tensors():
+        for name, tensor in (*self.shelf.tensors(), *self.layout.tensors()):
             kind = kinds.get(name, "counters")
             usage[kind] = usage.get(kind, 0) + tensor.numel() * tensor.element_size()
         usage["total"] = sum(usage.values())
@@ -467,3 +730,20 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
         f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
         "callable"
     )
+
+
+def _task(layer: Layer) -> Task:
+    """A layer's work; by what it trains, whether frozen at the moment or not."""
+    a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
+    diagonal_a = layer.diagonal_input or a > layer.wide
+    return Task(layer.name, a, g, diagonal_a, g > layer.wide, layer.blocks)
+
+
+def _described(found: Coverage) -> dict[str, Any]:
+    """What ranks compare of a model."""
+    return {
+        f"layer {layer.name!r}": f"{layer!r}, {layer.covers}, {layer.parameters[0].dtype}"
+        if layer.parameters
+        else f"{layer!r}, frozen"
+        for layer in found.layers.values()
+    }

@@ -3,24 +3,64 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from . import algebra
+from .collectives import Cargo, Ranks, chunks
 from .layers import Layer
-from .stacks import Factor, Layout, Pair, Stack, joined, per_block, slots_of
+from .stacks import (
+    Factor,
+    Layout,
+    Pair,
+    Shelf,
+    Stack,
+    StackKey,
+    joined,
+    per_block,
+    slots_of,
+    stack_key,
+)
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
+Key = tuple[Layer, str]
+OwnerOf = Callable[[Layer, str], int]
+
+
+@dataclass
+class Outcome:
+    """What became of the layers of a refresh."""
+
+    failed: set[Layer] = field(default_factory=set)  # the older state stays
+    empty: set[Layer] = field(default_factory=set)  # none of their statistics was finite
+    rejected: set[Layer] = field(default_factory=set)  # some were not
+    error: Exception | None = None  # of this rank alone
+
+    def flags(self, layers: Sequence[Layer]) -> list[float]:
+        return [float(x in part) for part in self._parts() for x in layers]
+
+    @classmethod
+    def of_all(cls, layers: Sequence[Layer], flags: list[float]) -> Outcome:
+        """From the sum of all ranks' flags."""
+        outcome, numbers = cls(), iter(flags)
+        for part in outcome._parts():
+            part.update([x for x in layers if next(numbers)])
+        return outcome
+
+    def _parts(self) -> tuple[set[Layer], ...]:
+        return self.failed, self.empty, self.rejected
 
 
 class SecondOrder:
-    """Eigendecompositions or damped inverses of a layout's factors."""
+    """Eigendecompositions or damped inverses of the factors of some layers."""
 
     def __init__(
         self,
+        ranks: Ranks,
         *,
         method: str,
         split: str | None,
@@ -28,6 +68,8 @@ class SecondOrder:
         dtype: torch.dtype | None,
         max_failures: int,
     ) -> None:
+        self.ranks = ranks
+        self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
         self.split = split
         self.stored_product = stored_product
@@ -37,7 +79,7 @@ class SecondOrder:
         self.failures: dict[Layer, int] = {}  # in a row
 
     def allocate(self, layout: Layout) -> None:
-        for stack in layout.stacks:
+        for stack in layout.stacks.values():
             dtype = self.dtype or stack.key.dtype
             if self.method == "inverse":
                 stack.new("inverse", stack.shape, dtype)
@@ -51,93 +93,181 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def refresh(self, layout: Layout, due: list[Layer], damping_of: DampingOf) -> set[Layer]:
-        """Decompose the factors of the layers in ``due``; a failure keeps the older state.
+    def refresh(
+        self,
+        shelf: Shelf,
+        layout: Layout,
+        due: Sequence[Layer],
+        damping_of: DampingOf,
+        outcome: Outcome,
+    ) -> None:
+        """Decompose what this rank keeps of the layers in ``due``; notes in ``outcome`` what not.
 
-        Returned are layers that have no statistics after all: none of theirs was finite.
+        All ranks call it for the same layers, also those that keep none.
         """
-        rejections = _rejections(layout, set(due))
-        empty = {layer for layer, nothing in rejections.items() if nothing}
-        wanted = set(due) - empty
-        failed = set(empty)
         with algebra.full_precision():
-            damping = self._split_damping(layout, wanted, damping_of)
-            for stack in layout.stacks:
-                factors = [f for f in stack.factors if f.layer in wanted]
-                if factors:
-                    failed |= self._refresh_stack(stack, factors, damping.get(stack))
-        self.ready |= wanted - failed
-        if self.stored_product:
-            for layer in due:
-                # Also where one factor failed: its older state goes with the other's new one.
-                if layer in self.ready:
-                    a, g = layout.factors[layer]
-                    pair = layout.pair_of[layer]
-                    product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
-                    pair.tensors["scale"][pair.slots[layer]] = _stored(product, self._store(pair.g))
-        self._count(failed, wanted - failed)
-        if rejections:
-            names = ", ".join(repr(layer.name) for layer in due if layer in rejections)
+            shifts = self._split_damping(shelf, due, damping_of)
+            try:
+                self._decompose(shelf, layout, due, shifts, outcome)
+            except Exception as error:
+                if self.ranks.world == 1:
+                    raise
+                # The others wait for this rank at the next exchange: they learn of it there.
+                outcome.error = outcome.error or error
+
+    def _decompose(
+        self,
+        shelf: Shelf,
+        layout: Layout,
+        due: Sequence[Layer],
+        shifts: dict[Key, Tensor],
+        outcome: Outcome,
+    ) -> None:
+        rejections = _rejections(shelf, set(due))
+        outcome.rejected.update(rejections)
+        outcome.empty.update(layer for layer, nothing in rejections.items() if nothing)
+        wanted = set(due) - outcome.empty
+        for stack in shelf.stacks.values():
+            factors = [f for f in stack.factors if f.layer in wanted]
+            if factors:
+                outcome.failed |= self._refresh_stack(stack, factors, layout, shifts)
+
+    def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
+        """Count what has been decomposed and what has failed on any rank; the layers to apply."""
+        failed = outcome.failed | outcome.empty
+        done = [layer for layer in due if layer not in failed]
+        self.ready.update(done)
+        self._count([layer for layer in due if layer in failed], done)
+        if outcome.rejected and self.ranks.rank == 0:
+            names = ", ".join(repr(layer.name) for layer in due if layer in outcome.rejected)
             warnings.warn(
                 f"statistics that were not finite have been left out for {names}", stacklevel=2
             )
-        return empty
+        self.ready -= outcome.empty
+        # Also where one factor failed: its older state goes with the other's new one.
+        return [layer for layer in due if layer in self.ready]
 
-    def _store(self, stack: Stack) -> torch.dtype:
-        return self.dtype or stack.key.dtype
+    def share(self, layout: Layout, layers: Sequence[Layer], owner_of: OwnerOf) -> None:
+        """Bring new state from the owners to all gradient workers."""
+        if self.ranks.grid.workers == 1:
+            return
+        packed: list[tuple[Factor, Tensor]] = []
+        by_root: dict[tuple[int, torch.device], list[Factor]] = {}
+        for layer in layers:
+            if layer in layout.pair_of:
+                for side in "ag":
+                    factor = layout.factors[layer, side]
+                    place = owner_of(layer, side), factor.stack.key.device
+                    by_root.setdefault(place, []).append(factor)
+        cargo = []
+        for (root, _), factors in by_root.items():
+            for chunk in chunks(factors, self._bytes, self.ranks.bucket_bytes):
+                tensors = [
+                    t for f in chunk for t in self._state(f, root == self.ranks.rank, packed)
+                ]
+                cargo.append(Cargo(root, tensors))
+        self.ranks.among_workers(cargo, "second_order")
+        for factor, half in packed:
+            factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
+
+    def _state(
+        self, factor: Factor, own: bool, packed: list[tuple[Factor, Tensor]]
+    ) -> list[Tensor]:
+        """What there is to send of a factor; an inverse goes as half of it, noted in ``packed``."""
+        tensors = factor.stack.tensors
+        if self.method != "inverse" or factor.stack.key.diagonal:
+            return [factor[name] for name in ("values", "vectors", "inverse") if name in tensors]
+        matrices = factor["inverse"]
+        size = algebra.packed_size(factor.stack.key.size)
+        half = algebra.pack(matrices) if own else matrices.new_empty(len(matrices), size)
+        # Its root unpacks it, too, so that all have the same bits.
+        packed.append((factor, half))
+        return [half]
+
+    def _bytes(self, factor: Factor) -> int:
+        key, blocks = factor.stack.key, factor.layer.blocks
+        tensors = factor.stack.tensors
+        if self.method == "inverse" and not key.diagonal:
+            return blocks * algebra.packed_size(key.size) * tensors["inverse"].element_size()
+        names = [name for name in ("values", "vectors", "inverse") if name in tensors]
+        return sum(factor[name].nbytes for name in names)
+
+    def multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
+        """Form the eigenvalue products of layers with a new state, where they are stored."""
+        if not self.stored_product:
+            return
+        for layer in layers:
+            pair = layout.pair_of.get(layer)
+            if pair is not None:
+                a, g = layout.factors[layer, "a"], layout.factors[layer, "g"]
+                product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
+                scale = pair.tensors["scale"]
+                scale[pair.slots[layer]] = _stored(product, scale.dtype)
 
     def _split_damping(
-        self, layout: Layout, due: set[Layer], damping_of: DampingOf
-    ) -> dict[Stack, Tensor]:
-        """What to add to each slot's diagonal, for every stack; nothing for eigen."""
+        self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
+    ) -> dict[Key, Tensor]:
+        """What to add to the diagonals of each factor, ``[blocks]``; nothing for eigen."""
         if self.method != "inverse":
             return {}
-        result = {
-            s: torch.ones(s.count, dtype=s.key.dtype, device=s.key.device) for s in layout.stacks
-        }
-        for pair in layout.pairs:
-            layers = [layer for layer in pair.layers if layer in due]
-            if not layers:
-                continue
-            damping = per_block(pair.layers, damping_of, pair.g.key)
+        shifts: dict[Key, Tensor] = {}
+        for layers in _by_place(due):
+            key = stack_key(layers[0], "g")
+            damping = per_block(layers, damping_of, key)
             if self.split == "full":
-                on_a = on_g = damping
+                both = damping, damping
             else:
-                means = [
-                    algebra.mean_eigenvalue(
-                        stack.tensors["average"][slots].to(stack.key.dtype),
-                        diagonal=stack.key.diagonal,
+                both = algebra.split_damping(damping, *self._means(shelf, layers, key))
+            sizes = [layer.blocks for layer in layers]
+            for side, values in zip("ag", both, strict=True):
+                parts = zip(layers, values.split(sizes), strict=True)
+                shifts.update(((layer, side), part) for layer, part in parts)
+        return shifts
+
+    def _means(self, shelf: Shelf, layers: Sequence[Layer], key: StackKey) -> Tensor:
+        """Mean eigenvalues of all their A and all their G, ``[2, blocks]``."""
+        none = torch.zeros(sum(x.blocks for x in layers), dtype=key.dtype, device=key.device)
+        sides = []
+        for side in "ag":
+            means, at = none.clone(), 0
+            for layer in layers:
+                factor = shelf.factors.get((layer, side))
+                if factor is not None:
+                    means[at : at + layer.blocks] = algebra.mean_eigenvalue(
+                        factor["average"].to(key.dtype), diagonal=factor.stack.key.diagonal
                     )
-                    for stack, slots in ((pair.a, pair.a_slots), (pair.g, pair.g_slots))
-                ]
-                on_a, on_g = algebra.split_damping(damping, *means)
-            result[pair.a][pair.a_slots] = on_a
-            result[pair.g][pair.g_slots] = on_g
-        return result
+                at += layer.blocks
+            sides.append(means)
+        both = torch.stack(sides)
+        # Where A and G of a layer lie on two ranks, each needs to know the other's.
+        return self.ranks.add_up_there(both, "second_order") if self.parted else both
 
     def _refresh_stack(
-        self, stack: Stack, factors: list[Factor], damping: Tensor | None
+        self, stack: Stack, factors: list[Factor], layout: Layout, shifts: dict[Key, Tensor]
     ) -> set[Layer]:
         """Refresh these factors; the layers of those that failed every attempt."""
-        slots = slots_of(factors, stack)
-        average = stack.tensors["average"][slots].to(stack.key.dtype)
+        average = stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
+        state = layout.stacks[stack.key].tensors
+        # The owner is one of the workers: the results go where it applies them.
+        applied = [layout.factors[f.layer, f.side] for f in factors]
+        slots = slots_of(applied, applied[0].stack)
+        shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
         if stack.key.diagonal:
-            if damping is None:
-                stack.tensors["values"][slots] = average.clamp(min=0)
+            if shift is None:
+                state["values"][slots] = average.clamp(min=0)
             else:
-                inverse = 1 / (average + damping[slots][:, None])
-                stack.tensors["inverse"][slots] = _stored(inverse, self._store(stack))
+                inverse = 1 / (average + shift[:, None])
+                state["inverse"][slots] = _stored(inverse, state["inverse"].dtype)
             return set()
-        names = ("values", "vectors") if damping is None else ("inverse",)
-        current = tuple(stack.tensors[name][slots] for name in names)
-        shift = None if damping is None else damping[slots]
+        names = ("values", "vectors") if shift is None else ("inverse",)
+        current = tuple(state[name][slots] for name in names)
         results, good = _robustly(average, shift, current)
         for name, result in zip(names, results, strict=True):
-            stack.tensors[name][slots] = _stored(result, stack.tensors[name].dtype)
+            state[name][slots] = _stored(result, state[name].dtype)
         parts = good.split([f.layer.blocks for f in factors])
         return {f.layer for f, part in zip(factors, parts, strict=True) if not part.all()}
 
-    def _count(self, failed: set[Layer], succeeded: set[Layer]) -> None:
+    def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:
         for layer in succeeded:
             self.failures.pop(layer, None)
         for layer in failed:
@@ -150,7 +280,8 @@ class SecondOrder:
                     "factors in float32 or skip the layer with skip_layers"
                 )
             kept = "its older state" if layer in self.ready else "its raw gradient"
-            warnings.warn(f"{what}; {kept} stays in use", stacklevel=2)
+            if self.ranks.rank == 0:
+                warnings.warn(f"{what}; {kept} stays in use", stacklevel=2)
 
     # ---- application ----
 
@@ -244,10 +375,21 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
             continue
 
 
-def _rejections(layout: Layout, due: set[Layer]) -> dict[Layer, bool]:
+def _by_place(layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Layers of one device and dtype together."""
+    places: dict[tuple[torch.device, torch.dtype], list[Layer]] = {}
+    for layer in layers:
+        key = stack_key(layer, "g")
+        places.setdefault((key.device, key.dtype), []).append(layer)
+    return list(places.values())
+
+
+def _rejections(shelf: Shelf, due: set[Layer]) -> dict[Layer, bool]:
     """Layers with sums that were not finite since their last refresh; True: they have no others."""
-    stacks = [s for s in layout.stacks if any(f.layer in due for f in s.factors)]
+    stacks = [s for s in shelf.stacks.values() if any(f.layer in due for f in s.factors)]
     counts = [stack.tensors["rejected"] for stack in stacks]
+    if not counts:
+        return {}
     if not torch.stack([count.any().to(counts[0].device) for count in counts]).any():
         return {}  # one look from the host, for all that is well
     found: dict[Layer, bool] = {}

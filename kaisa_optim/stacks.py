@@ -1,8 +1,8 @@
 """The data layout: factors of equal shape are one stacked tensor, for all layers together.
 
-A :class:`Stack` holds what belongs to all factors of one shape, a :class:`Pair` what belongs to all
-layers of one shape of gradient. A layer's factors lie side by side in their stacks, layers of one
-pair too, so that every pair sees its factors as one slice, without a copy.
+A :class:`Stack` holds what belongs to all factors of one shape, a :class:`Shelf` the stacks of the
+factors that a rank has, a :class:`Pair` what belongs to all layers of one shape of gradient. On the
+shelf of a :class:`Layout`, every pair sees its factors as one slice of a stack, without a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from .layers import Layer
 
 
-class _StackKey(NamedTuple):
+class StackKey(NamedTuple):
     size: int
     diagonal: bool
     device: torch.device
@@ -44,7 +44,7 @@ class Factor:
 class Stack:
     """Factors of one shape; every tensor has one entry a slot: ``[count, ...]``."""
 
-    key: _StackKey
+    key: StackKey
     count: int = 0
     factors: list[Factor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:
 
 
 def per_block(
-    layers: Sequence[Layer], value_of: Callable[[Layer], float], like: _StackKey
+    layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor:
     """A number of each layer, repeated for each of its blocks."""
     values, blocks = [value_of(x) for x in layers], [x.blocks for x in layers]
@@ -106,27 +106,66 @@ def per_block(
     return numbers.repeat_interleave(repeats).to(like.device, non_blocking=True)
 
 
-@dataclass
-class Layout:
-    stacks: list[Stack]
-    pairs: list[Pair]
-    factors: dict[Layer, tuple[Factor, Factor]]  # A, G
-    pair_of: dict[Layer, Pair]
+class Shelf:
+    """The stacks of some factors: those that this rank keeps, or those that it applies."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[StackKey, Stack] = {}
+        self.factors: dict[tuple[Layer, str], Factor] = {}  # by layer and side
+
+    def put(self, layer: Layer, side: str) -> Factor:
+        key = stack_key(layer, side)
+        factor = Factor(layer, side, self.stacks.setdefault(key, Stack(key)))
+        self.factors[layer, side] = factor
+        return factor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for stack in self.stacks:
+        for stack in self.stacks.values():
             yield from stack.tensors.items()
+
+    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        """Everything that belongs to one layer, as views with stable names."""
+        for side in "ag":
+            factor = self.factors.get((layer, side))
+            if factor is not None:
+                for name, tensor in factor.stack.tensors.items():
+                    yield f"{side}_{name}", tensor[factor.slots]
+
+
+class Layout(Shelf):
+    """A shelf with both factors of each of its layers, side by side for the layers of a pair."""
+
+    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+        super().__init__()
+        self.pairs: list[Pair] = []
+        self.pair_of: dict[Layer, Pair] = {}
+        for members in alike(layers):
+            self._put_pair(members)
+
+    def _put_pair(self, layers: list[Layer]) -> None:
+        # First all A, then all G: each pair's stay one slice where both are of one shape.
+        a_factors = [self.put(layer, "a") for layer in layers]
+        g_factors = [self.put(layer, "g") for layer in layers]
+        pair = Pair(g_factors[0].stack, a_factors[0].stack, layers)
+        for layer in layers:
+            self.pair_of[layer] = pair
+            pair.slots[layer] = slice(pair.count, pair.count + layer.blocks)
+            pair.count += layer.blocks
+        pair.a_slots = slice(a_factors[0].slots.start, a_factors[-1].slots.stop)
+        pair.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
+        self.pairs.append(pair)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
         for pair in self.pairs:
             yield from pair.tensors.items()
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        """Everything that belongs to one layer, as views with stable names."""
-        for factor in self.factors[layer]:
-            for name, tensor in factor.stack.tensors.items():
-                yield f"{factor.side}_{name}", tensor[factor.slots]
-        pair = self.pair_of[layer]
-        for name, tensor in pair.tensors.items():
-            yield name, tensor[pair.slots[layer]]
+        yield from super().views(layer)
+        pair = self.pair_of.get(layer)
+        if pair is not None:
+            for name, tensor in pair.tensors.items():
+                yield name, tensor[pair.slots[layer]]
 
 
 def arithmetic_dtype(layer: Layer) -> torch.dtype:
@@ -134,31 +173,16 @@ def arithmetic_dtype(layer: Layer) -> torch.dtype:
     return torch.promote_types(layer.parameters[0].dtype, torch.float32)
 
 
-def lay_out(layers: Iterable[Layer]) -> Layout:
-    stacks: dict[_StackKey, Stack] = {}
-    grouped: dict[tuple[_StackKey, _StackKey], list[Layer]] = {}
+def stack_key(layer: Layer, side: str) -> StackKey:
+    size, diagonal = (
+        (layer.a_dim, layer.diagonal_a) if side == "a" else (layer.g_dim, layer.diagonal_g)
+    )
+    return StackKey(size, diagonal, layer.parameters[0].device, arithmetic_dtype(layer))
+
+
+def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
+    """Layers by the shape of both their factors, in the order of their first."""
+    grouped: dict[tuple[StackKey, StackKey], list[Layer]] = {}
     for layer in layers:
-        device, dtype = layer.parameters[0].device, arithmetic_dtype(layer)
-        g_key = _StackKey(layer.g_dim, layer.diagonal_g, device, dtype)
-        a_key = _StackKey(layer.a_dim, layer.diagonal_a, device, dtype)
-        grouped.setdefault((g_key, a_key), []).append(layer)
-    layout = Layout([], [], {}, {})
-    for (g_key, a_key), members in grouped.items():
-        g = stacks.setdefault(g_key, Stack(g_key))
-        a = stacks.setdefault(a_key, Stack(a_key))
-        pair = Pair(g, a, members)
-        pair.count = sum(layer.blocks for layer in members)
-        # First all A, then all G: each pair's stay one slice where both are of one shape.
-        pair.a_slots = slice(a.count, a.count + pair.count)
-        a_factors = [Factor(layer, "a", a) for layer in members]
-        pair.g_slots = slice(g.count, g.count + pair.count)
-        g_factors = [Factor(layer, "g", g) for layer in members]
-        at = 0
-        for layer, factor_a, factor_g in zip(members, a_factors, g_factors, strict=True):
-            layout.factors[layer] = (factor_a, factor_g)
-            layout.pair_of[layer] = pair
-            pair.slots[layer] = slice(at, at + layer.blocks)
-            at += layer.blocks
-        layout.pairs.append(pair)
-    layout.stacks = list(stacks.values())
-    return layout
+        grouped.setdefault((stack_key(layer, "g"), stack_key(layer, "a")), []).append(layer)
+    return list(grouped.values())

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .algebra import full_precision
+from .algebra import full_precision, pack, packed_size, unpack
 from .capture import Run
+from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Layout, Stack, slots_of
+from .stacks import Factor, Shelf, Stack, slots_of, stack_key
+
+Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
 
 class Gathered:
     """One layer's sums since the last step."""
 
-    def __init__(self, covers: tuple[bool, bool], blocks: int) -> None:
+    def __init__(self, covers: tuple[bool, bool], layer: Layer) -> None:
         self.covers = covers
+        self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
-        # Of rows, for each block; of passes under the papers' normalization.
-        self.count = torch.zeros(blocks, dtype=torch.float64, device="cpu")
+        # Of rows, for each section; of passes under the papers' normalization.
+        self.count = torch.zeros(layer.sections, dtype=torch.float64, device="cpu")
         self.runs: set[Run] = set()
 
     def add(self, moments: Moments, count: float) -> None:
         whole = moments.blocks == slice(None)
-        self.a = _add(self.a, moments.a, len(self.count), moments.blocks, whole)
-        self.g = _add(self.g, moments.g, len(self.count), moments.blocks, whole)
+        self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
+        self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
         self.count[moments.blocks] += count
 
     def bytes(self) -> int:
@@ -46,10 +51,28 @@ def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool
     return total
 
 
+@dataclass
+class Tally:
+    """What all ranks together have gathered since the last step, layer by layer."""
+
+    own_terms: float  # K of this rank
+    terms: float  # Σ K over the ranks
+    counts: dict[Layer, Tensor]  # of rows, [sections]; only layers that have any
+    givers: dict[Layer, Tensor]  # how many ranks have any, [sections]
+
+
 class Statistics:
     """Sums of the passes since the last step, and the running averages that they feed."""
 
-    def __init__(self, *, papers: bool, loss_reduction: str, factor_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        papers: bool,
+        loss_reduction: str,
+        factor_dtype: torch.dtype | None,
+    ) -> None:
+        self.ranks = ranks
         self.papers = papers
         self.loss_reduction = loss_reduction
         self.factor_dtype = factor_dtype
@@ -62,7 +85,7 @@ class Statistics:
     def add(self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments) -> None:
         gathered = self.gathered.get(layer)
         if gathered is None or gathered.covers != covers:
-            gathered = self.gathered[layer] = Gathered(covers, layer.blocks)
+            gathered = self.gathered[layer] = Gathered(covers, layer)
         if moments.rows == 0:
             return  # an empty batch says nothing
         if self.loss_scale is not None:
@@ -89,64 +112,140 @@ class Statistics:
     def pending_bytes(self) -> int:
         return sum(gathered.bytes() for gathered in self.gathered.values())
 
+    def counts(self, layers: Sequence[Layer]) -> Tensor:
+        """How many rows this rank has of each, section after section."""
+        none = {n: torch.zeros(n, dtype=torch.float64, device="cpu") for n in _sections(layers)}
+        found = [self.gathered.get(layer) for layer in layers]
+        pairs = zip(layers, found, strict=True)
+        return torch.cat([none[x.sections] if g is None else g.count for x, g in pairs])
+
     def terms(self) -> float:
-        """K: how many terms the loss of this step averages, for all layers alike."""
+        """K: how many terms this rank's loss averages in this step, for all layers alike."""
         if self.loss_reduction == "sum":
             return 1.0
         if not isinstance(self.loss_terms, str):
-            return self.loss_terms
+            return self.loss_terms if self.gathered else 0.0
         runs: set[Run] = set().union(*(gathered.runs for gathered in self.gathered.values()))
         return float(sum(getattr(run, self.loss_terms) for run in runs))
 
     # ---- at a step ----
 
-    def allocate(self, stack: Stack) -> None:
-        average = stack.new("average", stack.shape, self.factor_dtype or stack.key.dtype)
-        weight = stack.new("weight", (stack.count,), stack.key.dtype)
-        stack.new("rejected", (stack.count,), torch.int32)
-        if self.papers:
-            # No bias correction there: averages start at the identity, at full weight.
-            weight.fill_(1.0)
-            (average if stack.key.diagonal else average.diagonal(dim1=-2, dim2=-1)).fill_(1.0)
+    def allocate(self, shelf: Shelf) -> None:
+        for stack in shelf.stacks.values():
+            average = stack.new("average", stack.shape, self.factor_dtype or stack.key.dtype)
+            weight = stack.new("weight", (stack.count,), stack.key.dtype)
+            stack.new("rejected", (stack.count,), torch.int32)
+            if self.papers:
+                # No bias correction there: averages start at the identity, at full weight.
+                weight.fill_(1.0)
+                diagonal = average if stack.key.diagonal else average.diagonal(dim1=-2, dim2=-1)
+                diagonal.fill_(1.0)
 
-    def update(self, layout: Layout, decay_of: Callable[[Layer], float]) -> list[Layer]:
-        """Take the gathered sums into the running averages; the layers that had any."""
-        fed = [layer for layer, gathered in self.gathered.items() if gathered.a is not None]
-        if fed:
-            terms = self.terms()
+    def update(
+        self,
+        shelf: Shelf,
+        tally: Tally,
+        first: Sequence[Layer],
+        owner_of: Callable[[Layer, str], int],
+        decay_of: Callable[[Layer], float],
+    ) -> Iterator[list[Layer]]:
+        """Take the gathered sums into the running averages of the ranks that keep them.
+
+        Yielded are, bucket by bucket, the layers of which no sum is on its way any more; those in
+        ``first`` come first. All ranks must go through to the end.
+        """
+        layers = sorted(tally.counts, key=lambda layer: layer not in set(first))
+        waiting = dict.fromkeys(layers, 2)
+        for keys, sums in self._delivered(layers, tally, owner_of):
             with full_precision():
-                for stack in layout.stacks:
-                    factors = [f for f in stack.factors if f.layer in self.gathered]
-                    factors = [f for f in factors if self.gathered[f.layer].a is not None]
+                for stack in shelf.stacks.values():
+                    factors = [f for f in stack.factors if (f.layer, f.side) in sums]
                     if factors:
-                        self._update_stack(stack, factors, decay_of, terms)
+                        self._update_stack(stack, factors, sums, tally, decay_of)
+            for layer, _ in keys:
+                waiting[layer] -= 1
+            yield [layer for layer in dict.fromkeys(x for x, _ in keys) if not waiting[layer]]
         self.clear()
-        return fed
+
+    def _delivered(
+        self, layers: list[Layer], tally: Tally, owner_of: Callable[[Layer, str], int]
+    ) -> Iterator[tuple[list[Key], dict[Key, Tensor]]]:
+        """The new values of factors, as they arrive where they are kept."""
+        keys = [(layer, side) for layer in layers for side in "ag"]
+        if self.ranks.world == 1:
+            yield keys, dict(zip(keys, self._contributions(keys, tally), strict=True))
+            return
+        parcels = []
+        for layer, side in keys:
+            key = stack_key(layer, side)
+            size = layer.blocks * (key.size if key.diagonal else packed_size(key.size))
+            parcels.append(
+                Parcel((layer, side), owner_of(layer, side), size, key.device, key.dtype)
+            )
+
+        def flat(bucket: list[Parcel]) -> list[Tensor]:
+            values = self._contributions([p.key for p in bucket], tally)
+            return [(pack(v) if v.dim() == 3 else v).flatten() for v in values]
+
+        for bucket, arrived in self.ranks.reduce(parcels, flat, "factors"):
+            sums = {}
+            for (layer, side), total in arrived.items():
+                key = stack_key(layer, side)
+                total = total.unflatten(0, (layer.blocks, -1))
+                sums[layer, side] = total if key.diagonal else unpack(total, key.size)
+            yield [p.key for p in bucket], sums
+
+    def _contributions(self, keys: list[Key], tally: Tally) -> list[Tensor]:
+        """This rank's share of new factors: their sum over the ranks is the value."""
+        values: list[Tensor] = []
+        parts: list[Tensor] = []
+        scales: list[float] = []
+        for layer, side in keys:
+            gathered, key = self.gathered.get(layer), stack_key(layer, side)
+            total = None if gathered is None else gathered.a if side == "a" else gathered.g
+            shape = (layer.blocks, *(key.size,) * (1 if key.diagonal else 2))
+            if gathered is None or total is None:
+                values.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
+                continue
+            # Here the sum ends; what remains of it is a share of the new factor.
+            setattr(gathered, side, None)
+            if total.shape[0] < layer.blocks:
+                total = total.expand(shape).clone()
+            values.append(total)
+            parts += total.chunk(layer.sections)
+            scales += self._scales(layer, side, gathered, tally)
+        if parts:
+            torch._foreach_mul_(parts, scales)
+        return values
+
+    def _scales(self, layer: Layer, side: str, gathered: Gathered, tally: Tally) -> list[float]:
+        """What to multiply each section of a sum with, on the host."""
+        if self.papers:
+            # Each rank's passes are averaged, then the ranks.
+            return (1 / (gathered.count.clamp(min=1) * tally.givers[layer].clamp(min=1))).tolist()
+        if side == "a":
+            return (1 / tally.counts[layer].clamp(min=1)).tolist()
+        return [tally.own_terms**2 / tally.terms if tally.terms else 0.0] * layer.sections
 
     def _update_stack(
         self,
         stack: Stack,
         factors: list[Factor],
+        sums: dict[Key, Tensor],
+        tally: Tally,
         decay_of: Callable[[Layer], float],
-        terms: float,
     ) -> None:
-        sums, scales, decays, present = [], [], [], []
-        for factor in factors:
-            gathered, blocks = self.gathered[factor.layer], factor.layer.blocks
-            total = gathered.a if factor.side == "a" else gathered.g
-            assert total is not None
-            sums.append(total.expand(blocks, *total.shape[1:]))
-            by_count = self.papers or factor.side == "a"
-            count = gathered.count
-            scales.append(1 / count.clamp(min=1) if by_count else torch.full_like(count, terms))
-            decays.append(torch.full_like(count, decay_of(factor.layer)))
-            present.append((count > 0).to(count.dtype))
-        new = torch.cat(sums) if len(sums) > 1 else sums[0].contiguous()
+        values = [sums[f.layer, f.side] for f in factors]
+        new = torch.cat(values) if len(values) > 1 else values[0].contiguous()
         device, dtype = stack.key.device, stack.key.dtype
-        numbers = torch.stack([torch.cat(column) for column in (scales, decays, present)])
-        scale, decay, given = numbers.to(device, dtype, non_blocking=True)
+        decays, present = [], []
+        for factor in factors:
+            layer, per_section = factor.layer, factor.layer.blocks // factor.layer.sections
+            decays += [decay_of(layer)] * layer.blocks
+            given = tally.counts[layer] > 0
+            present += given.repeat_interleave(per_section).tolist()
+        decay, given = (_on_device(column, dtype, device) for column in (decays, present))
         matrix = (slice(None), *(None,) * (new.dim() - 1))
-        new.mul_(scale[matrix])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         trace = (new if stack.key.diagonal else new.diagonal(dim1=-2, dim2=-1)).sum(-1)
         finite = trace.isfinite()
@@ -166,3 +265,13 @@ class Statistics:
             average[slots] = average[slots].to(dtype).lerp(new, step).to(average.dtype)
         weight[slots] = grown
         rejected[slots] += (~finite).int()
+
+
+def _sections(layers: Sequence[Layer]) -> set[int]:
+    return {layer.sections for layer in layers}
+
+
+def _on_device(values: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if len(set(values)) == 1:  # then nothing has to be copied to the device
+        return torch.full((len(values),), values[0], dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)

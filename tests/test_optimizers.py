@@ -361,13 +361,6 @@ def test_a_skip_pattern_that_matches_nothing_warns():
         KFACSGD(network(), skip_layers="haed")
 
 
-def test_more_than_one_process_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="2 ranks"):
-        KFACSGD(network())
-
-
 def test_cuda_graph_capture_is_refused(monkeypatch):
     model = network()
     opt = KFACSGD(model)

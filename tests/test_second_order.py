@@ -406,7 +406,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
 def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
     kfac = opt.preconditioner
-    pair = kfac.layout.factors[kfac.layers[name]]
+    pair = [kfac.layout.factors[kfac.layers[name], side] for side in "ag"]
     kinds = ("values", "vectors", "inverse")
     return [f[k] for f in pair for k in kinds if k in f.stack.tensors]
 
@@ -483,7 +483,7 @@ def test_an_inverse_of_an_indefinite_average_is_told():
     opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
-    a = opt.preconditioner.layout.factors[opt.preconditioner.layers["0"]][0]
+    a = opt.preconditioner.shelf.factors[opt.preconditioner.layers["0"], "a"]
     a["average"].sub_(10 * torch.eye(5).double())
     with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
         train(model, opt, [1])

@@ -682,7 +682,8 @@ def test_tied_weights_are_counted_once():
 
 
 def state_dtypes(opt) -> set[torch.dtype]:
-    tensors = [t for _, t in opt.preconditioner.layout.tensors()]
+    kfac = opt.preconditioner
+    tensors = [t for shelf in (kfac.shelf, kfac.layout) for _, t in shelf.tensors()]
     return {t.dtype for t in tensors if t.is_floating_point()}
 
 

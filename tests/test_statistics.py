@@ -59,7 +59,7 @@ def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
     with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
         opt.step()
     kfac = opt.preconditioner
-    a, g = kfac.layout.factors[kfac.layers["0"]]
+    a, g = (kfac.layout.factors[kfac.layers["0"], side] for side in "ag")
     expected = 1 / (g["values"][:, :, None] * a["values"][:, None, :] + 0.1)
     torch.testing.assert_close(kfac.layout.pairs[0].tensors["scale"], expected)
 

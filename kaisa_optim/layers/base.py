@@ -49,6 +49,7 @@ class Layer:
 
     name: str
     module: nn.Module
+    number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
     blocks: int = 1
     in_shape: tuple[int, ...]  # of one row of one block, as the weight stores it
@@ -81,6 +82,11 @@ class Layer:
         ``layers`` and goes on with the tensor that ``tap`` returns.
         """
         return None
+
+    @property
+    def sections(self) -> int:
+        """Equal parts of its blocks that a call may see alone; most kinds see all in each call."""
+        return 1 if _function(type(self)) is _function(Layer) else self.blocks
 
     @property
     def inputs(self) -> int:
@@ -226,6 +232,10 @@ class Layer:
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", {self.blocks} blocks" if self.blocks > 1 else ""
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
+
+
+def _function(kind: type[Layer]) -> Any:
+    return getattr(kind.interceptor, "__func__", None)
 
 
 _KINDS: dict[type[nn.Module], type[Layer]] = {}

@@ -1,0 +1,584 @@
+"""Who works for which layer: gradient workers, and the ranks that keep and decompose the factors.
+
+All of it follows from shapes, in plain Python and without a random choice, so that every rank finds
+the same answer alone, and a plan for 4,096 ranks needs none of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Task(NamedTuple):
+    """One layer's work, as its shapes tell."""
+
+    name: str
+    a: int  # size of its A
+    g: int
+    diagonal_a: bool = False
+    diagonal_g: bool = False
+    blocks: int = 1  # Kronecker pairs that the layer consists of
+
+
+class Grid(NamedTuple):
+    """The ranks of one K-FAC world: ``workers`` rows, one column for each share of the layers.
+
+    The ranks of a column precondition its layers together; each of them then hands the gradients
+    to the ranks of its row. Rows are neighbouring ranks: gradients travel most often, so they stay
+    on one node.
+    """
+
+    world: int
+    workers: int  # gradient workers of a layer; divides world
+
+    @property
+    def columns(self) -> int:
+        return self.world // self.workers
+
+    def workers_of(self, rank: int) -> range:
+        """The column of a rank: the ranks that precondition a layer together."""
+        return range(rank % self.columns, self.world, self.columns)
+
+    def receivers_of(self, rank: int) -> range:
+        """The row of a rank: the ranks to which one worker hands its gradients, itself included."""
+        start = rank // self.columns * self.columns
+        return range(start, start + self.columns)
+
+
+class Placement(NamedTuple):
+    """The ranks that keep and decompose a layer's factors."""
+
+    a: int
+    g: int
+
+
+class WorkAssignment(ABC):
+    """How the work of the layers is spread over the ranks; subclass it for another way.
+
+    ``gradient_workers`` is all that a subclass must say. ``cost`` is what the balance weighs, and
+    ``place`` is the balance itself.
+    """
+
+    colocate: bool = True  # A and G of a layer on one rank, where the user does not say
+
+    @abstractmethod
+    def gradient_workers(self, world: int) -> int:
+        """How many of ``world`` ranks precondition a layer: a divisor of ``world``."""
+
+    def cost(self, size: int, diagonal: bool) -> float:
+        """What one factor weighs: here the time of its decomposition."""
+        return float(size) if diagonal else float(size) ** 3
+
+    def place(
+        self, tasks: Sequence[Task], grid: Grid, *, colocate: bool, load: Sequence[float]
+    ) -> list[Placement]:
+        """Where the factors of each task go, in the order of ``tasks``.
+
+        ``load`` is the cost that earlier layers have put on each rank. A and G of a layer belong in
+        one column of the grid, and on one rank if ``colocate``.
+        """
+        costs = [_factor_costs(self, task) for task in tasks]
+        if colocate:
+            owners = balance([a + g for a, g in costs], load)
+            return [Placement(rank, rank) for rank in owners]
+        return _balance_parted(costs, grid, load)
+
+
+@dataclass(frozen=True)
+class LayerWise(WorkAssignment):
+    """One gradient worker a layer: the least memory; memory is what it balances."""
+
+    def gradient_workers(self, world: int) -> int:
+        return 1
+
+    def cost(self, size: int, diagonal: bool) -> float:
+        return float(size) if diagonal else float(size) ** 2
+
+
+@dataclass(frozen=True)
+class Hybrid(WorkAssignment):
+    """A share of the ranks are a layer's gradient workers."""
+
+    grad_worker_fraction: float = 0.5
+
+    def __post_init__(self) -> None:
+        fraction = check_fraction(self.grad_worker_fraction)
+        object.__setattr__(self, "grad_worker_fraction", fraction)  # frozen for everyone else
+
+    def gradient_workers(self, world: int) -> int:
+        return _workers(self.grad_worker_fraction, world)
+
+
+@dataclass(frozen=True)
+class Opt(WorkAssignment):
+    """All ranks are gradient workers: no gradients travel, A and G are decomposed side by side."""
+
+    colocate = False
+
+    def gradient_workers(self, world: int) -> int:
+        return world
+
+
+def check_fraction(value: Any) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError(
+            f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1, the share of "
+            "the ranks that are gradient workers of a layer, such as 0.5 (0 means one rank)"
+        )
+    return float(value)
+
+
+def choose(
+    assignment: str | WorkAssignment | None, grad_worker_fraction: float | None = None
+) -> WorkAssignment:
+    """The strategy that the user's two arguments name; whether they agree, `make_grid` checks."""
+    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
+    if isinstance(assignment, WorkAssignment):
+        return assignment
+    if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
+        raise ValueError(
+            f"Invalid assignment: {assignment.__name__} is a class; it must be an instance: "
+            f"{assignment.__name__}()"
+        )
+    if assignment is None:
+        return Opt() if fraction is None else Hybrid(fraction)
+    if assignment == "hybrid":
+        return Hybrid() if fraction is None else Hybrid(fraction)
+    if assignment == "layer-wise":
+        return LayerWise()
+    if assignment == "opt":
+        return Opt()
+    raise ValueError(
+        f'Invalid assignment: {assignment!r}; choose from "layer-wise", "hybrid", "opt", or pass a '
+        "WorkAssignment"
+    )
+
+
+def make_grid(
+    strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
+) -> Grid:
+    """The grid that a strategy asks for, which a fraction given beside it must mean, too."""
+    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
+    if not _is_count(world) or world < 1:
+        raise ValueError(f"Invalid world: {world!r}; it must be a number of ranks, at least 1")
+    if world == 1:
+        return Grid(1, 1)  # what runs on many ranks runs on one
+    workers = strategy.gradient_workers(world)
+    if not _is_count(workers) or not 1 <= workers <= world or world % workers:
+        raise _no_grid(strategy, workers, world)
+    if fraction is not None and _workers(fraction, world) != workers:
+        raise ValueError(
+            f"Invalid grad_worker_fraction: {grad_worker_fraction!r} means "
+            f"{_workers(fraction, world)} gradient workers of {world} ranks, but assignment "
+            f"{strategy!r} means {workers}; leave out one of the two"
+        )
+    return Grid(world, int(workers))
+
+
+def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
+    near = []
+    if _is_count(workers) and 1 <= workers <= world:
+        below = next(n for n in range(workers, 0, -1) if world % n == 0)
+        above = next(n for n in range(workers, world + 1) if world % n == 0)
+        near = [below, above]
+    if isinstance(strategy, Hybrid) and near:
+        fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
+        return ValueError(
+            f"Invalid grad_worker_fraction: {strategy.grad_worker_fraction} makes {workers} of "
+            f"{world} ranks gradient workers, and {workers} does not divide {world}; use "
+            f"{fractions}"
+        )
+    such_as = f", such as {near[0]} or {near[1]}" if near else ""
+    return ValueError(
+        f"Invalid assignment: {type(strategy).__name__}.gradient_workers({world}) returned "
+        f"{workers!r}; it must be a whole number from 1 to {world} that divides {world}{such_as}"
+    )
+
+
+def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
+    """Whether A and G of a layer stay on one rank: what the user says, or what the strategy does.
+
+    In a world of one rank they do, whatever the user says.
+    """
+    if colocate is not None and not isinstance(colocate, bool):
+        raise ValueError(
+            f"Invalid colocate_factors: {colocate!r}; it must be True, False, or None for what "
+            "the assignment prefers"
+        )
+    if grid.workers > 1:
+        return bool(strategy.colocate if colocate is None else colocate)
+    if colocate is False and grid.world > 1:
+        raise ValueError(
+            f"Invalid colocate_factors: False needs two gradient workers or more, and {strategy!r} "
+            f"means one of {grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
+        )
+    return True
+
+
+def assign(
+    strategy: WorkAssignment,
+    tasks: Sequence[Task],
+    grid: Grid,
+    colocate: bool | None = None,
+    load: Sequence[float] | None = None,
+) -> dict[str, Placement]:
+    """Where the factors of each task go, by the task's name, as the strategy says; checked.
+
+    ``load`` is what earlier tasks have put on each rank (see `loads`); they stay where they are.
+    """
+    together = colocated(strategy, grid, colocate)
+    names: set[str] = set()
+    for task in tasks:
+        if task.name in names:
+            raise ValueError(f"Invalid tasks: two are named {task.name!r}; names must differ")
+        names.add(task.name)
+    load = [0.0] * grid.world if load is None else list(load)
+    if len(load) != grid.world:
+        raise ValueError(f"Invalid load: {len(load)} numbers; it must be one of each {grid.world}")
+    answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
+    author = f"Invalid assignment: {type(strategy).__name__}.place"
+    if not isinstance(answer, Sequence) or len(answer) != len(tasks):
+        count = f"{len(answer)} placements" if isinstance(answer, Sequence) else repr(answer)
+        raise ValueError(
+            f"{author} returned {count} for {len(tasks)} layers; return a list with one "
+            "Placement(a, g) of each, in their order"
+        )
+    return {
+        task.name: _checked(placement, grid, together, f"{author} put {task.name!r}")
+        for task, placement in zip(tasks, answer, strict=True)
+    }
+
+
+def loads(
+    strategy: WorkAssignment,
+    tasks: Iterable[Task],
+    placements: Mapping[str, Placement],
+    world: int,
+) -> list[float]:
+    """The cost on each rank."""
+    total = [0.0] * world
+    for task in tasks:
+        placement = placements[task.name]
+        a, g = _factor_costs(strategy, task)
+        total[placement.a] += a
+        total[placement.g] += g
+    return total
+
+
+def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
+    """The rank of each cost, such that the fullest rank has little; ``load`` is there already.
+
+    Longest processing time first, then a bounded search around the fullest rank. From an empty load
+    no rank gets more than 4/3 of what the best balance puts on its fullest (Graham 1969), and where
+    the search can finish, as with ten costs on four ranks, no more than 1.001 of it. It depends on
+    the costs and their order alone.
+    """
+    owners = _longest_first(costs, load)
+    _Search().improve(owners, costs, load)
+    return owners
+
+
+def _balance_parted(
+    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
+) -> list[Placement]:
+    """Layers to columns, then the factors of each column to its ranks.
+
+    With one column this is `balance` of the factors, and keeps its promise. With more, the better
+    of two ways to choose the columns is improved by exchanges of layers; nothing is proven then.
+    """
+    choices = [[0] * len(costs)]
+    if grid.columns > 1:
+        choices = [_columns_by_total(costs, grid, load), _columns_by_rank(costs, grid, load)]
+    plans = []
+    for chosen in choices:
+        layers: list[list[int]] = [[] for _ in range(grid.columns)]
+        for layer, column in enumerate(chosen):
+            layers[column].append(layer)
+        plans.append([_Column(grid.workers_of(c), load, x, costs) for c, x in enumerate(layers)])
+    columns = min(plans, key=lambda plan: max(one.peak for one in plan))
+    _exchange_layers(columns, costs, load)
+    _improve_fullest(columns)
+    ranks = {}
+    for one in columns:
+        for factor, owner in zip(one.factors, one.owners, strict=True):
+            ranks[factor] = one.ranks[owner]
+    return [Placement(ranks[layer, 0], ranks[layer, 1]) for layer in range(len(costs))]
+
+
+class _Column:
+    """The ranks of one column, and the factors of its layers on them."""
+
+    def __init__(
+        self,
+        ranks: range,
+        load: Sequence[float],
+        layers: list[int],
+        costs: Sequence[tuple[float, float]],
+    ) -> None:
+        self.ranks = ranks
+        self.layers = layers
+        self.load = [load[rank] for rank in ranks]
+        self.factors = [(layer, side) for layer in layers for side in (0, 1)]  # 0: A, 1: G
+        self.costs = [costs[layer][side] for layer, side in self.factors]
+        self.owners = _longest_first(self.costs, self.load)  # counted in ranks
+
+    @property
+    def peak(self) -> float:
+        return max(_sums(self.owners, self.costs, self.load))
+
+
+def _columns_by_total(
+    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
+) -> list[int]:
+    totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
+    return balance([a + g for a, g in costs], totals)
+
+
+def _columns_by_rank(
+    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
+) -> list[int]:
+    """Each layer, that with the largest factor first, to the column of the emptiest rank.
+
+    A few large factors next to many small ones need ranks of their own, more than equal totals.
+    """
+    ranks = [sorted(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
+    queue = [(column[0], math.fsum(column), c) for c, column in enumerate(ranks)]
+    heapq.heapify(queue)
+    chosen = [0] * len(costs)
+    for layer in sorted(range(len(costs)), key=lambda i: (-max(costs[i]), -min(costs[i]))):
+        _, total, c = queue[0]
+        chosen[layer] = c
+        for cost in sorted(costs[layer], reverse=True):
+            heapq.heapreplace(ranks[c], ranks[c][0] + cost)
+        heapq.heapreplace(queue, (ranks[c][0], total + sum(costs[layer]), c))
+    return chosen
+
+
+def _exchange_layers(
+    columns: list[_Column], costs: Sequence[tuple[float, float]], load: Sequence[float]
+) -> None:
+    """Hand layers of the column of the fullest rank to others, or swap them, while it helps."""
+    floor = lower_bound([*itertools.chain(*costs)], load)
+    peaks = [one.peak for one in columns]
+    tries = _TRIES
+
+    def exchange() -> bool:
+        nonlocal tries
+        c, *others = sorted(range(len(columns)), key=lambda i: (-peaks[i], i))
+        for other in reversed(others):
+            full, free = columns[c], columns[other]
+            for gives, takes in itertools.product(full.layers, [None, *free.layers]):
+                tries -= len(full.owners) + len(free.owners) + 2 * len(full.ranks)
+                if tries < 0:
+                    return False
+                ours = [x for x in [*full.layers, takes] if x not in (gives, None)]
+                theirs = [x for x in [*free.layers, gives] if x != takes]
+                pair = [
+                    _Column(full.ranks, load, sorted(ours), costs),
+                    _Column(free.ranks, load, sorted(theirs), costs),
+                ]
+                if max(one.peak for one in pair) <= peaks[c] * (1 - _STEP):
+                    columns[c], columns[other] = pair
+                    peaks[c], peaks[other] = (one.peak for one in pair)
+                    return True
+        return False
+
+    while max(peaks) * (1 - _STEP) > floor and exchange():
+        pass
+
+
+def _improve_fullest(columns: Sequence[_Column]) -> None:
+    """Search in the column of the fullest rank, as long as that gets better and another is next."""
+    search = _Search()
+    queue = [(-one.peak, c) for c, one in enumerate(columns)]
+    heapq.heapify(queue)
+    searched: set[int] = set()
+    while queue[0][1] not in searched:
+        _, c = queue[0]
+        searched.add(c)
+        search.improve(columns[c].owners, columns[c].costs, columns[c].load)
+        heapq.heapreplace(queue, (-columns[c].peak, c))
+
+
+def _longest_first(costs: Sequence[float], load: Sequence[float]) -> list[int]:
+    """The largest cost first, each to the emptiest rank; of equals the first."""
+    queue = [(there, rank) for rank, there in enumerate(load)]
+    heapq.heapify(queue)
+    owners = [0] * len(costs)
+    for i in _descending(costs):
+        there, rank = queue[0]
+        owners[i] = rank
+        heapq.heapreplace(queue, (there + costs[i], rank))
+    return owners
+
+
+class _Search:
+    """Looks for a lower peak, a few ranks at a time. It counts tries and reads no clock."""
+
+    def __init__(self) -> None:
+        self.tries = _TRIES
+
+    def improve(self, owners: list[int], costs: Sequence[float], load: Sequence[float]) -> None:
+        """Spread the costs of the fullest and a few other ranks anew, until that helps no more."""
+        floor = lower_bound(costs, load)
+        held = _sums(owners, costs, load)
+        items: list[list[int]] = [[] for _ in load]
+        for i in _descending(costs):
+            items[owners[i]].append(i)
+        others: list[int] = []
+        fullest, start = -1, 0
+        while self.tries > 0:
+            if fullest < 0:  # something has changed
+                fullest = max(range(len(load)), key=held.__getitem__)
+                others = sorted(range(len(load)), key=held.__getitem__)
+                others.remove(fullest)
+                start = 0
+                self.tries -= 1 + len(load) // 8
+            if held[fullest] * (1 - _STEP) <= floor or start >= len(others):
+                return
+            ranks = [fullest, *others[start : start + _AT_ONCE - 1]]
+            start += _AT_ONCE - 1
+            free = sorted(itertools.chain(*(items[r] for r in ranks)), key=lambda i: (-costs[i], i))
+            free = free[-_FREE:]
+            loose = set(free)
+            kept = {r: [i for i in items[r] if i not in loose] for r in ranks}
+            fixed = [load[r] + math.fsum(costs[i] for i in kept[r]) for r in ranks]
+            found = self._spread([costs[i] for i in free], fixed, held[fullest], floor)
+            if found is None:
+                continue
+            for rank in ranks:
+                items[rank] = kept[rank]
+            for i, place in zip(free, found, strict=True):
+                owners[i] = ranks[place]
+                items[owners[i]].append(i)
+            for rank in ranks:
+                held[rank] = load[rank] + math.fsum(costs[i] for i in items[rank])
+            fullest = -1
+
+    def _spread(
+        self, costs: Sequence[float], load: Sequence[float], peak: float, floor: float
+    ) -> list[int] | None:
+        """The best place of each cost, descending, depth first; None if no peak is lower."""
+        rest = [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
+        held, path = list(load), [0] * len(costs)
+        found: list[int] | None = None
+        goal = peak * (1 - _STEP)
+        stop = max(0, self.tries - _DEPTH)
+
+        def go(i: int) -> bool:  # whether to end the search
+            nonlocal found, goal
+            if i == len(costs):
+                found = path.copy()
+                goal = max(held) * (1 - _STEP)
+                return goal <= floor
+            self.tries -= 1
+            if self.tries <= stop:
+                return True
+            cost, before = costs[i], -1.0
+            if rest[i] > sum(goal - x for x in held if x < goal):
+                return False
+            for place in sorted(range(len(held)), key=held.__getitem__):
+                there = held[place]
+                if there + cost > goal:
+                    break
+                if there == before:  # ranks of equal load are one choice
+                    continue
+                before = there
+                path[i], held[place] = place, there + cost
+                done = go(i + 1)
+                held[place] = there
+                if done:
+                    return True
+            return False
+
+        go(0)
+        return found
+
+
+_TRIES = 40_000  # of all searches of one kind: some hundredths of a second
+_AT_ONCE = 4  # ranks whose costs are spread anew together
+_FREE = 24  # costs that move then: the smallest
+_DEPTH = 20_000  # tries of one such search
+_STEP = 1e-3  # a smaller gain is not worth the search
+
+
+def lower_bound(costs: Sequence[float], load: Sequence[float]) -> float:
+    """No balance has a lower peak than this: the mean, the largest cost, the largest sum of k + 1.
+
+    One of m ranks gets k + 1 of the largest k·m + 1 costs, so no less than the k + 1 last of them.
+    """
+    if not costs:
+        return max(load)
+    ranks, ordered = len(load), sorted(costs, reverse=True)
+    bound = max(*load, (math.fsum(costs) + math.fsum(load)) / ranks)
+    sums = [*itertools.accumulate(ordered, initial=0.0)]
+    for k in range((len(costs) - 1) // ranks + 1):
+        last = k * ranks + 1
+        bound = max(bound, sums[last] - sums[last - k - 1] + min(load))
+    return bound
+
+
+def _descending(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: -costs[i])  # stable: of equals the first first
+
+
+def _sums(owners: Sequence[int], costs: Sequence[float], load: Sequence[float]) -> list[float]:
+    sums = list(load)
+    for owner, cost in zip(owners, costs, strict=True):
+        sums[owner] += cost
+    return sums
+
+
+def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
+    """What A and G of a task weigh, all blocks together."""
+
+    def cost(size: int, diagonal: bool) -> float:
+        value = strategy.cost(size, diagonal)
+        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+            raise ValueError(
+                f"Invalid assignment: {type(strategy).__name__}.cost({size}, {diagonal}) returned "
+                f"{value!r} for {task.name!r}; it must be a finite number, 0 or more"
+            )
+        return task.blocks * float(value)
+
+    return cost(task.a, task.diagonal_a), cost(task.g, task.diagonal_g)
+
+
+def _checked(placement: Any, grid: Grid, together: bool, what: str) -> Placement:
+    """The placement, if it is one; ``what`` opens the error."""
+    if not isinstance(placement, tuple) or len(placement) != 2:
+        raise ValueError(f"{what} at {placement!r}; return Placement(a, g), its two ranks")
+    a, g = placement
+    for side, rank in zip("AG", placement, strict=True):
+        if not _is_count(rank) or not 0 <= rank < grid.world:
+            raise ValueError(
+                f"{what}, its {side}, on rank {rank!r}; it must be a rank from 0 to "
+                f"{grid.world - 1}"
+            )
+    if together and a != g:
+        raise ValueError(
+            f"{what} on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
+            "colocate_factors=False"
+        )
+    if a % grid.columns != g % grid.columns:
+        column = list(grid.workers_of(a))
+        raise ValueError(
+            f"{what} on ranks {a} and {g}, which share no layer; G must be with A among "
+            f"grid.workers_of({a}), the ranks {column[:4]}{' and so on' if column[4:] else ''}"
+        )
+    return Placement(int(a), int(g))
+
+
+def _workers(fraction: float, world: int) -> int:
+    return max(1, round(fraction * world))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

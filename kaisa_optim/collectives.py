@@ -1,0 +1,446 @@
+"""How bytes move among the ranks: sums to their owners, copies from one rank to a group.
+
+Nothing here knows what the bytes mean. All ranks call the same methods in the same order; which
+order that is follows from what all of them know.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .assignment import Grid
+
+# Elements to which every parcel is padded. Sums of a few elements would be added up in another
+# order than long ones, and their bits would depend on who adds them.
+_ALIGN = 16
+_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
+
+
+class Parcel(NamedTuple):
+    """A flat tensor of which the owner wants the sum over all ranks."""
+
+    key: Any  # what the sum is known by
+    owner: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype  # of the sum
+
+
+class Cargo(NamedTuple):
+    """Tensors that ``root`` has and the other ranks of a group want; shaped alike on all."""
+
+    root: int
+    tensors: list[Tensor]
+
+
+class _Piece(NamedTuple):
+    start: int
+    stop: int
+    adder: int  # the rank that adds up this piece
+    owner: int
+
+
+@functools.lru_cache(maxsize=1024)
+def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[_Piece, ...]:
+    """Who adds up which part of a bucket of ``(owner, size)`` segments.
+
+    Owners add up their own, except where one would receive more than twice the mean from every
+    rank: others then add up the rest and pass it on. So no rank is flooded, whoever owns what.
+    """
+    fair = -(-sum(size for _, size in segments) // (world * _ALIGN)) * _ALIGN
+    load = [0] * world
+    pieces = []
+    start = helper = 0
+    for owner, size in segments:
+        stop, own = start + size, min(size, max(0, 2 * fair - load[owner]))
+        if own:
+            pieces.append(_Piece(start, start + own, owner, owner))
+            load[owner] += own
+        start += own
+        while start < stop:
+            while load[helper] >= fair:
+                helper = (helper + 1) % world
+            step = min(stop - start, fair - load[helper])
+            pieces.append(_Piece(start, start + step, helper, owner))
+            load[helper] += step
+            start += step
+    return tuple(pieces)
+
+
+class _Bucket:
+    """Parcels that travel together, and the way of every piece of them."""
+
+    def __init__(self, parcels: list[Parcel], world: int) -> None:
+        self.parcels = parcels
+        # By owner: what owners add up themselves then needs no reordering.
+        order = sorted(range(len(parcels)), key=lambda i: parcels[i].owner)
+        self.start: dict[int, int] = {}
+        segments, at = [], 0
+        for i in order:
+            size = _padded(parcels[i].size)
+            self.start[i] = at
+            segments.append((parcels[i].owner, size))
+            at += size
+        self.size = at
+        self.pieces = cut(tuple(segments), world)
+        self.to_add = _by(self.pieces, lambda piece: piece.adder, world)
+
+    def added_for(self, owner: int, adder: int) -> list[_Piece]:
+        return [piece for piece in self.to_add[adder] if piece.owner == owner]
+
+    def moved(self, rank: int) -> int:
+        """Elements that reach a rank when pieces have been added up elsewhere."""
+        return sum(p.stop - p.start for p in self.pieces if p.owner == rank and p.adder != rank)
+
+
+class _Flight(NamedTuple):
+    bucket: _Bucket
+    sent: Tensor  # alive until it has arrived
+    received: Tensor
+    scales: Tensor | None
+    work: Any
+
+
+class Ranks:
+    """The ranks of one K-FAC world and their few process groups; of one process, nothing moves."""
+
+    def __init__(self, group: Any, *, bucket_cap_mb: float, comm_dtype: torch.dtype | None) -> None:
+        self.bucket_bytes = int(bucket_cap_mb * 2**20)
+        self.comm_dtype = comm_dtype
+        self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
+        self.group = group
+        self.rank, self.world = 0, 1
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self.group = group if group is not None else dist.group.WORLD
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                "Invalid process_group: this rank is not in it; build the optimizer on its "
+                "members only"
+            )
+        self.grid = Grid(1, 1)
+        if self.world > 1:
+            self._control = self._group(range(self.world), on_cpu=True)
+
+    def arrange(self, grid: Grid) -> None:
+        """Make the two groups of this rank: its fellow workers, and those that one worker serves."""
+        self.grid = grid
+        if self.world > 1:
+            self._workers = self._group(grid.workers_of(self.rank))
+            self._receivers = self._group(grid.receivers_of(self.rank))
+
+    def _group(self, members: Iterable[int], on_cpu: bool = False) -> Any:
+        members = list(members)
+        types = [device.type for device in self.group._device_types]
+        if len(members) == self.world and (not on_cpu or "cpu" in types):
+            return self.group
+        if len(members) == 1:
+            return None
+        return _new_group(self.group, tuple(members), on_cpu)
+
+    # ---- on the host ----
+
+    def add_up(self, numbers: Tensor, during: str) -> Tensor:
+        """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        if self.world == 1:
+            return numbers
+        total = numbers.clone()
+        with _named(during):
+            dist.all_reduce(total, group=self._control)
+        self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
+        return total
+
+    def add_up_there(self, numbers: Tensor, kind: str) -> Tensor:
+        """Sums over all ranks of a few numbers where they are, without a look from the host."""
+        with _named(f"exchanging {kind}"):
+            dist.all_reduce(numbers, group=self.group)
+        self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
+        return numbers
+
+    def all_of(self, thing: Any, during: str) -> list[Any]:
+        """What every rank says, in the order of ranks; for the rare cases."""
+        if self.world == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        with _named(during):
+            dist.all_gather_object(things, thing, group=self._control)
+        return things
+
+    # ---- sums ----
+
+    def reduce(
+        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+    ) -> Iterator[tuple[list[Parcel], dict[Any, Tensor]]]:
+        """Bring every parcel's sum to its owner, in buckets; yields each with what is mine of it.
+
+        ``fill`` gives this rank's terms. Every element is added up in the order of the ranks, by
+        whomever, so that the sums' bits depend neither on the owners nor on the buckets.
+        """
+        on_the_way: deque[_Flight] = deque()
+        for bucket in self.buckets(parcels):
+            on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
+            if len(on_the_way) == _IN_FLIGHT:
+                flight = on_the_way.popleft()
+                yield flight.bucket.parcels, self._arrive(flight, kind)
+        while on_the_way:
+            flight = on_the_way.popleft()
+            yield flight.bucket.parcels, self._arrive(flight, kind)
+
+    def buckets(self, parcels: list[Parcel]) -> Iterator[_Bucket]:
+        """Parcels of one device and dtype, up to the size that the user has set."""
+        for same in _by_place(parcels):
+            limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
+            for chunk in chunks(same, lambda parcel: parcel.size, limit):
+                yield _Bucket(chunk, self.world)
+
+    def _send(self, bucket: _Bucket, terms: list[Tensor], kind: str) -> _Flight:
+        place = bucket.parcels[0]
+        wire = self.comm_dtype or place.dtype
+        scales = None
+        if wire == torch.float16:
+            scales = self._common_scales(terms, kind)
+            terms = list(torch._foreach_div(terms, list(scales.unbind())))
+        flat = torch.zeros(bucket.size, dtype=wire, device=place.device)
+        targets = [flat[s : s + p.size] for s, p in zip(*self._starts(bucket), strict=True)]
+        torch._foreach_copy_(targets, terms)
+        ordered = [piece for pieces in bucket.to_add for piece in pieces]
+        if any(a.stop != b.start for a, b in itertools.pairwise(ordered)):
+            flat = torch.cat([flat[p.start : p.stop] for p in ordered])
+        sizes = [_length(pieces) for pieces in bucket.to_add]
+        mine = sizes[self.rank]
+        received = torch.empty(self.world * mine, dtype=wire, device=place.device)
+        work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
+        return _Flight(bucket, flat, received, scales, work)
+
+    def _starts(self, bucket: _Bucket) -> tuple[list[int], list[Parcel]]:
+        return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
+
+    def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
+        """The largest magnitude of each parcel on any rank: float16 has few exponents."""
+        peaks = torch.stack(torch._foreach_norm(terms, math.inf))
+        peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
+        with _named(f"sending {kind}"):
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
+        self.received[kind] += 2 * peaks.nbytes * (self.world - 1) // self.world
+        return peaks
+
+    def _arrive(self, flight: _Flight, kind: str) -> dict[Any, Tensor]:
+        """Add up what has come, pass on what belongs to others, and take apart what is mine."""
+        bucket, place = flight.bucket, flight.bucket.parcels[0]
+        with _named(f"receiving {kind}"):
+            flight.work.wait()
+        added = flight.received.view(self.world, -1).to(place.dtype).sum(0)
+        own = [p for p in bucket.pieces if p.owner == self.rank]
+        sums = torch.empty(bucket.size if own else 0, dtype=place.dtype, device=place.device)
+        offsets, at = {}, 0
+        for piece in bucket.to_add[self.rank]:
+            offsets[piece] = at
+            at += piece.stop - piece.start
+            if piece.owner == self.rank:
+                sums[piece.start : piece.stop] = added[offsets[piece] : at]
+        if any(p.adder != p.owner for p in bucket.pieces):
+            self._pass_on(bucket, added, offsets, sums, kind)
+        mine = {}
+        for i, parcel in enumerate(bucket.parcels):
+            if parcel.owner == self.rank:
+                start = bucket.start[i]
+                mine[parcel.key] = sums[start : start + parcel.size]
+                if flight.scales is not None:
+                    mine[parcel.key] *= flight.scales[i]
+        return mine
+
+    def _pass_on(
+        self,
+        bucket: _Bucket,
+        added: Tensor,
+        offsets: dict[_Piece, int],
+        sums: Tensor,
+        kind: str,
+    ) -> None:
+        """Bring the pieces that others have added up to their owners."""
+        outgoing, incoming = [], []
+        for rank in range(self.world):
+            other = rank != self.rank
+            outgoing.append(bucket.added_for(rank, self.rank) if other else [])
+            incoming.append(bucket.added_for(self.rank, rank) if other else [])
+        parts = [
+            added[offsets[p] : offsets[p] + p.stop - p.start] for pieces in outgoing for p in pieces
+        ]
+        flat = torch.cat(parts) if parts else added.new_empty(0)
+        sizes = [_length(pieces) for pieces in incoming]
+        received = added.new_empty(sum(sizes))
+        work = self._exchange(received, sizes, flat, [_length(x) for x in outgoing], kind)
+        with _named(f"receiving {kind}"):
+            work.wait()
+        at = 0
+        for pieces in incoming:
+            for piece in pieces:
+                size = piece.stop - piece.start
+                sums[piece.start : piece.stop] = received[at : at + size]
+                at += size
+
+    def _exchange(
+        self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
+    ) -> Any:
+        """Bytes, since not every backend takes every dtype."""
+        item = sent.dtype.itemsize
+        self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
+        with _named(f"sending {kind}"):
+            return dist.all_to_all_single(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [n * item for n in sizes_in],
+                [n * item for n in sizes_out],
+                group=self.group,
+                async_op=True,
+            )
+
+    # ---- copies ----
+
+    def among_workers(self, cargo: Iterable[Cargo], kind: str) -> None:
+        """Give each cargo to all gradient workers of its root's column."""
+        self._spread(cargo, self._workers, self.grid.workers_of(self.rank), kind)
+
+    def to_receivers(self, cargo: Iterable[Cargo], kind: str) -> None:
+        """Give each cargo to the ranks that its root serves with gradients."""
+        self._spread(cargo, self._receivers, self.grid.receivers_of(self.rank), kind)
+
+    def _spread(
+        self, cargo: Iterable[Cargo], group: Any, members: Sequence[int], kind: str
+    ) -> None:
+        """One broadcast a cargo, all under way together.
+
+        A root makes its cargo when its turn comes, while earlier ones are still on their way.
+        """
+        arriving = []
+        for root, tensors in cargo:
+            buffer, views = _carve(tensors)
+            if root == self.rank:
+                torch._foreach_copy_(views, tensors)
+            else:
+                self.received[kind] += buffer.nbytes
+            with _named(f"broadcasting {kind}"):
+                work = dist.broadcast(
+                    buffer, group_src=list(members).index(root), group=group, async_op=True
+                )
+            arriving.append((root, tensors, views, work, buffer))
+        for root, tensors, views, work, _ in arriving:
+            with _named(f"receiving {kind}"):
+                work.wait()
+            if root != self.rank:
+                torch._foreach_copy_(tensors, views)
+
+
+def _carve(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One buffer of bytes for all, and views of it shaped like them."""
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    views = [
+        buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+        for start, t in zip(starts, tensors, strict=True)
+    ]
+    return buffer, views
+
+
+def cargo_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of these sizes in bytes take on the wire together."""
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+
+
+def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
+    """Neighbours together until ``limit`` is passed; every thing stays whole."""
+    chunk: list[Any] = []
+    size = 0
+    for thing in things:
+        if chunk and size + size_of(thing) > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(thing)
+        size += size_of(thing)
+    if chunk:
+        yield chunk
+
+
+def checksum(thing: Any) -> int:
+    """Twenty bits, so that sums of squares over thousands of ranks stay exact in float64."""
+    return zlib.crc32(repr(thing).encode()) & 0xFFFFF
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _length(pieces: Iterable[_Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def _by(
+    pieces: Iterable[_Piece], rank_of: Callable[[_Piece], int], world: int
+) -> list[list[_Piece]]:
+    result: list[list[_Piece]] = [[] for _ in range(world)]
+    for piece in pieces:
+        result[rank_of(piece)].append(piece)
+    return result
+
+
+def _by_place(parcels: list[Parcel]) -> list[list[Parcel]]:
+    places: dict[tuple[torch.device, torch.dtype], list[Parcel]] = {}
+    for parcel in parcels:
+        places.setdefault((parcel.device, parcel.dtype), []).append(parcel)
+    return list(places.values())
+
+
+# Groups are made once for a parent and its members, whatever optimizers come and go: a backend
+# keeps sockets and buffers for each.
+_GROUPS: dict[tuple[str, tuple[int, ...], bool], tuple[Any, Any]] = {}
+
+
+def _new_group(parent: Any, members: tuple[int, ...], on_cpu: bool) -> Any:
+    key = parent.group_name, members, on_cpu
+    known = _GROUPS.get(key)
+    if known is not None and known[0] is parent:
+        return known[1]
+    backend = "gloo" if on_cpu else dist.get_backend_config(parent)
+    group = dist.new_group(
+        [dist.get_global_rank(parent, rank) for rank in members],
+        timeout=_timeout(parent),
+        backend=backend,
+        use_local_synchronization=True,  # only members call
+    )
+    _GROUPS[key] = parent, group
+    return group
+
+
+def _timeout(group: Any) -> Any:
+    """The time-out that the user chose for the group, for those that are made from it."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return None
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say what K-FAC was doing when the other ranks did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"K-FAC lost other ranks while {what}: one of them has failed, left or timed out; "
+            "its own log says why"
+        ) from error
