@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .collectives import Thing
 from .layers import Layer
 from .preconditioner import Preconditioner
+from .stacks import Specs, stack_key
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
@@ -90,6 +92,52 @@ def _convention(kfac: Preconditioner) -> int:
     return 4 * o.papers + 2 * (o.weight_sharing == "reduce") + (o.loss_reduction == "sum")
 
 
+def absent(kfac: Preconditioner) -> list[str]:
+    """The running averages that other ranks keep and this one does not."""
+    return [
+        f"{side.upper()} of {layer.name!r}"
+        for layer in kfac.active
+        if layer in kfac.fed
+        for side in "ag"
+        if (layer, side) not in kfac.shelf.factors
+    ]
+
+
+def consolidate(kfac: Preconditioner, to: int) -> Entries:
+    """Bring what other ranks keep to rank ``to``; every rank must call."""
+    things = [
+        thing
+        for layer in kfac.active
+        if layer in kfac.fed
+        for thing in _everywhere(kfac, layer)
+        if thing.source != to
+    ]
+    gathered = kfac.ranks.collect(things, to, "checkpoint")
+    entries: Entries = {}
+    for (home, name), tensor in gathered.items():
+        entries.setdefault(home, {})[name] = tensor
+    return entries
+
+
+def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
+    """A layer's tensors on all ranks, with the rank that sends each."""
+    here = dict(_named(kfac, layer))
+    keys = {side: stack_key(layer, side) for side in "ag"}
+    specs: list[tuple[str, int, Specs]] = []
+    for side, key in keys.items():
+        owner = kfac.owner(layer, side)
+        second = kfac.second_order.specs(key, layer.blocks)
+        both = kfac.statistics.specs(key, layer.blocks) | second
+        specs.append((f"{side}_", owner, both))
+    g, a = keys["g"], keys["a"]
+    products = kfac.second_order.pair_specs(layer.blocks, g.size, a.size, g.dtype)
+    specs.append(("", kfac.owner(layer, "g"), products))
+    for prefix, source, tensors in specs:
+        for kind, (shape, dtype) in tensors.items():
+            name = f"{PREFIX}{layer.tag}{prefix}{kind}"
+            yield Thing((_home(layer), name), source, shape, dtype, g.device, here.get(name))
+
+
 def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]) -> Entries:
     """Separate K-FAC's tensors from a loaded ``state_dict``, which keeps only the base's.
 
@@ -164,8 +212,8 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
     kfac.resume(max(steps, default=0))
     if missing and not fresh:
         warnings.warn(
-            f"the checkpoint holds no K-FAC factors of this kind for {_listed(missing)}; they are "
-            "estimated anew, from the next backward pass on",
+            f"the checkpoint holds no K-FAC factors of this kind for {_listed(missing)}"
+            f"{_on(kfac)}; they are estimated anew, from the next backward pass on",
             stacklevel=3,
         )
 
@@ -192,6 +240,11 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     if failures:
         kfac.second_order.failures[layer] = failures
     return True
+
+
+def _on(kfac: Preconditioner) -> str:
+    """Other ranks look for other factors."""
+    return f" (rank {kfac.ranks.rank}'s share)" if kfac.ranks.world > 1 else ""
 
 
 def _listed(names: Iterable[str]) -> str:

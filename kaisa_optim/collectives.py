@@ -44,6 +44,23 @@ class Cargo(NamedTuple):
     tensors: list[Tensor]
 
 
+class Thing(NamedTuple):
+    """A tensor that one rank has, as all ranks know it."""
+
+    key: Any
+    source: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tensor: Tensor | None  # on its source
+
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def like(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
 class _Piece(NamedTuple):
     start: int
     stop: int
@@ -134,7 +151,7 @@ class Ranks:
             self._control = self._group(range(self.world), on_cpu=True)
 
     def arrange(self, grid: Grid) -> None:
-        """Make the two groups of this rank: its fellow workers, and those that one worker serves."""
+        """Make this rank's two groups: its fellow workers, and those that one worker serves."""
         self.grid = grid
         if self.world > 1:
             self._workers = self._group(grid.workers_of(self.rank))
@@ -308,6 +325,33 @@ class Ranks:
 
     # ---- copies ----
 
+    def collect(self, things: list[Thing], to: int, kind: str) -> dict[Any, Tensor]:
+        """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
+        found: dict[Any, Tensor] = {}
+        for same in _by_device(things):
+            for chunk in chunks(same, Thing.bytes, self.bucket_bytes):
+                mine = [x for x in chunk if x.source == self.rank]
+                sizes_in = [
+                    cargo_bytes(x.bytes() for x in chunk if x.source == rank and to == self.rank)
+                    for rank in range(self.world)
+                ]
+                sizes_out = [0] * self.world
+                sent = torch.empty(0, dtype=torch.uint8, device=chunk[0].device)
+                if mine:
+                    sent, views = _carve([x.like() for x in mine], sent.device)
+                    torch._foreach_copy_(views, [x.tensor for x in mine if x.tensor is not None])
+                    sizes_out[to] = sent.numel()
+                received = sent.new_empty(sum(sizes_in))
+                work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+                with _named(f"collecting {kind}"):
+                    work.wait()
+                if to == self.rank:
+                    received = received.cpu()
+                    came = sorted(chunk, key=lambda x: x.source)
+                    views = _views(received, [x.like() for x in came])
+                    found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
+        return found
+
     def among_workers(self, cargo: Iterable[Cargo], kind: str) -> None:
         """Give each cargo to all gradient workers of its root's column."""
         self._spread(cargo, self._workers, self.grid.workers_of(self.rank), kind)
@@ -325,7 +369,7 @@ class Ranks:
         """
         arriving = []
         for root, tensors in cargo:
-            buffer, views = _carve(tensors)
+            buffer, views = _carve(tensors, tensors[0].device)
             if root == self.rank:
                 torch._foreach_copy_(views, tensors)
             else:
@@ -342,18 +386,20 @@ class Ranks:
                 torch._foreach_copy_(tensors, views)
 
 
-def _carve(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """One buffer of bytes for all, and views of it shaped like them."""
-    starts, size = [], 0
+    size = cargo_bytes(tensor.nbytes for tensor in tensors)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffer, _views(buffer, tensors)
+
+
+def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    views, start = [], 0
     for tensor in tensors:
-        starts.append(size)
-        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    views = [
-        buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
-        for start, t in zip(starts, tensors, strict=True)
-    ]
-    return buffer, views
+        view = buffer[start : start + tensor.nbytes]
+        views.append(view.view(tensor.dtype).view(tensor.shape))
+        start += cargo_bytes([tensor.nbytes])
+    return views
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
@@ -395,6 +441,13 @@ def _by(
     for piece in pieces:
         result[rank_of(piece)].append(piece)
     return result
+
+
+def _by_device(things: list[Thing]) -> list[list[Thing]]:
+    devices: dict[torch.device, list[Thing]] = {}
+    for thing in things:
+        devices.setdefault(thing.device, []).append(thing)
+    return list(devices.values())
 
 
 def _by_place(parcels: list[Parcel]) -> list[list[Parcel]]:

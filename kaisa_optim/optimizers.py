@@ -104,6 +104,8 @@ class KFACMixin(Optimizer):
             comm_dtype=comm_dtype,
         )
         self._kfac_process_group = process_group
+        self._consolidated: checkpoint.Entries | None = None
+        self._warned_of_share = False
         self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
@@ -145,6 +147,7 @@ class KFACMixin(Optimizer):
         with _gradients(self.preconditioner.step(self.param_groups)):
             self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
+        self._consolidated = None
         return loss
 
     def _base_step(self) -> None:
@@ -204,6 +207,49 @@ class KFACMixin(Optimizer):
 
     # ---- state ----
 
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's state and K-FAC's, without any communication.
+
+        On several ranks, K-FAC's is this rank's share, unless :meth:`consolidate_state_dict` has
+        brought all of it here since the last step. ``torch.distributed.checkpoint`` saves the
+        shares of all ranks and needs no consolidation.
+        """
+        if self.preconditioner.ranks.world == 1:
+            return super().state_dict()
+        if self._consolidated is None and not self._warned_of_share:
+            absent = checkpoint.absent(self.preconditioner)
+            if absent:
+                self._warned_of_share = True
+                warnings.warn(
+                    f"state_dict() holds rank {self.preconditioner.ranks.rank}'s share of K-FAC's "
+                    "state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
+                    f"ranks' shares, as torch.distributed.checkpoint does. Absent are "
+                    f"{_abridged(absent)} and what follows from them",
+                    stacklevel=2,
+                )
+        # Before the user's own hooks, which see the state whole.
+        handle = self.register_state_dict_post_hook(_merge_consolidated, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring K-FAC's state of all ranks to rank ``to`` of the process group; all ranks call.
+
+        Until the next step, ``state_dict()`` on that rank is whole: it loads at any number of ranks
+        and with any assignment.
+        """
+        ranks = self.preconditioner.ranks
+        if not isinstance(to, int) or not 0 <= to < ranks.world:
+            raise ValueError(
+                f"Invalid to: {to!r}; it must be a rank of the process group, 0 to "
+                f"{ranks.world - 1}"
+            )
+        if ranks.world > 1:
+            entries = checkpoint.consolidate(self.preconditioner, to)
+            self._consolidated = entries if ranks.rank == to else None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone."""
 
@@ -261,6 +307,8 @@ class KFACMixin(Optimizer):
                 del state["state"][p]
         super().__setstate__(state)
         self._kfac_process_group = None
+        self._consolidated = None
+        self._warned_of_share = False
         self._start(known=[p for group in self.param_groups for p in group["params"]])
         self._resume(entries, fresh=not any(entries.values()))
 
@@ -268,6 +316,22 @@ class KFACMixin(Optimizer):
         checkpoint.restore(self.preconditioner, entries, fresh=fresh)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
+
+
+def _merge_consolidated(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Add what came from other ranks; the optimizer's own entries stay as they are."""
+    assert isinstance(optimizer, KFACMixin)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, p in enumerate(parameters):
+        gathered = (optimizer._consolidated or {}).get(p)
+        if gathered:
+            entry = state_dict["state"].get(index, {})
+            state_dict["state"][index] = {**entry, **gathered}
+
+
+def _abridged(names: list[str], limit: int = 10) -> str:
+    rest = len(names) - limit
+    return "; ".join(names[:limit]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 @contextmanager

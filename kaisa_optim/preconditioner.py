@@ -213,12 +213,12 @@ class Preconditioner:
         outcome = Outcome()
         ready = [layer for layer in due if layer not in tally.counts]
         self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        for layers in self.statistics.update(self.shelf, tally, due, self._owner, decay_of):
+        for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
             ready = [layer for layer in layers if layer in due]
             self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
         if due:
             renewed = self._settle(due, outcome)
-            self.second_order.share(self.layout, renewed, self._owner)
+            self.second_order.share(self.layout, renewed, self.owner)
             self.second_order.multiply(self.layout, renewed, damping_of)
         if self.ranks.grid.columns == 1:
             stacks = self._preconditioned(damping_of)
@@ -393,12 +393,13 @@ class Preconditioner:
 
     # ---- parts of the step ----
 
-    def _owner(self, layer: Layer, side: str) -> int:
+    def owner(self, layer: Layer, side: str) -> int:
+        """The rank that keeps and decomposes a factor."""
         placement = self.placements[layer.name]
         return placement.a if side == "a" else placement.g
 
     def _column(self, layer: Layer) -> int:
-        return self._owner(layer, "g") % self.ranks.grid.columns
+        return self.owner(layer, "g") % self.ranks.grid.columns
 
     def _due(self) -> list[Layer]:
         """Layers to refresh in this step: all at once, or each in its turn."""
@@ -619,7 +620,7 @@ class Preconditioner:
         for members in alike(self.active):
             for side in "ag":
                 for layer in members:
-                    if self._owner(layer, side) == self.ranks.rank:
+                    if self.owner(layer, side) == self.ranks.rank:
                         self.shelf.put(layer, side)
         column = self.ranks.rank % self.ranks.grid.columns
         self.layout = Layout(layer for layer in self.active if self._column(layer) == column)
@@ -670,7 +671,7 @@ class Preconditioner:
             raise KeyError(f"layer {name!r} has no statistics yet")
         keys = [(layer, side) for side in "ag"]
         away = [
-            f"{s.upper()} on rank {self._owner(x, s)}"
+            f"{s.upper()} on rank {self.owner(x, s)}"
             for x, s in keys
             if (x, s) not in self.shelf.factors
         ]

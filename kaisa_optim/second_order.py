@@ -17,6 +17,7 @@ from .stacks import (
     Layout,
     Pair,
     Shelf,
+    Specs,
     Stack,
     StackKey,
     joined,
@@ -80,16 +81,24 @@ class SecondOrder:
 
     def allocate(self, layout: Layout) -> None:
         for stack in layout.stacks.values():
-            dtype = self.dtype or stack.key.dtype
-            if self.method == "inverse":
-                stack.new("inverse", stack.shape, dtype)
-                continue
-            stack.new("values", stack.shape[:2], stack.key.dtype)
-            if not stack.key.diagonal:
-                stack.new("vectors", stack.shape, dtype)
-        if self.stored_product:
-            for pair in layout.pairs:
-                pair.new("scale", pair.shape, self.dtype or pair.g.key.dtype)
+            stack.new(self.specs(stack.key, stack.count))
+        for pair in layout.pairs:
+            for name, (shape, dtype) in self.pair_specs(*pair.shape, pair.g.key.dtype).items():
+                pair.tensors[name] = torch.zeros(shape, dtype=dtype, device=pair.g.key.device)
+
+    def specs(self, key: StackKey, count: int) -> Specs:
+        """What is kept of ``count`` factors of one shape."""
+        dtype = self.dtype or key.dtype
+        if self.method == "inverse":
+            return {"inverse": (key.shape(count), dtype)}
+        specs: Specs = {"values": ((count, key.size), key.dtype)}
+        if not key.diagonal:
+            specs["vectors"] = (key.shape(count), dtype)
+        return specs
+
+    def pair_specs(self, count: int, g: int, a: int, arithmetic: torch.dtype) -> Specs:
+        """The same of ``count`` pairs of factors."""
+        return {"scale": ((count, g, a), self.dtype or arithmetic)} if self.stored_product else {}
 
     # ---- refresh ----
 

@@ -24,6 +24,13 @@ class StackKey(NamedTuple):
     device: torch.device
     dtype: torch.dtype  # of the arithmetic
 
+    def shape(self, count: int) -> tuple[int, ...]:
+        return (count, self.size) if self.diagonal else (count, self.size, self.size)
+
+
+# The tensors of a stack, or of a part of one: shape and dtype by name.
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
 
 class Factor:
     """One side of one layer: its place in a stack."""
@@ -49,14 +56,9 @@ class Stack:
     factors: list[Factor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        n = self.key.size
-        return (self.count, n) if self.key.diagonal else (self.count, n, n)
-
-    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.key.device)
-        return tensor
+    def new(self, specs: Specs) -> None:
+        for name, (shape, dtype) in specs.items():
+            self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.key.device)
 
 
 @dataclass(eq=False)
@@ -71,10 +73,6 @@ class Pair:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     g_slots: slice = field(default_factory=lambda: slice(0))
     a_slots: slice = field(default_factory=lambda: slice(0))
-
-    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.g.key.device)
-        return tensor
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from .algebra import full_precision, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Shelf, Stack, slots_of, stack_key
+from .stacks import Factor, Shelf, Specs, Stack, StackKey, slots_of, stack_key
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
@@ -130,14 +130,21 @@ class Statistics:
 
     # ---- at a step ----
 
+    def specs(self, key: StackKey, count: int) -> Specs:
+        """What is kept of ``count`` factors of one shape."""
+        return {
+            "average": (key.shape(count), self.factor_dtype or key.dtype),
+            "weight": ((count,), key.dtype),
+            "rejected": ((count,), torch.int32),
+        }
+
     def allocate(self, shelf: Shelf) -> None:
         for stack in shelf.stacks.values():
-            average = stack.new("average", stack.shape, self.factor_dtype or stack.key.dtype)
-            weight = stack.new("weight", (stack.count,), stack.key.dtype)
-            stack.new("rejected", (stack.count,), torch.int32)
+            stack.new(self.specs(stack.key, stack.count))
             if self.papers:
                 # No bias correction there: averages start at the identity, at full weight.
-                weight.fill_(1.0)
+                stack.tensors["weight"].fill_(1.0)
+                average = stack.tensors["average"]
                 diagonal = average if stack.key.diagonal else average.diagonal(dim1=-2, dim2=-1)
                 diagonal.fill_(1.0)
 
