@@ -127,7 +127,7 @@ class Opt(WorkAssignment):
 
 
 def check_fraction(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= 1:
+    if not _is_real(value) or not 0 <= value <= 1:
         raise ValueError(
             f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1, the share of "
             "the ranks that are gradient workers of a layer, such as 0.5 (0 means one rank)"
@@ -541,7 +541,7 @@ def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
 
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)
-        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+        if not _is_real(value) or not 0 <= value < math.inf:
             raise ValueError(
                 f"Invalid assignment: {type(strategy).__name__}.cost({size}, {diagonal}) returned "
                 f"{value!r} for {task.name!r}; it must be a finite number, 0 or more"
@@ -578,6 +578,10 @@ def _checked(placement: Any, grid: Grid, together: bool, what: str) -> Placement
 
 def _workers(fraction: float, world: int) -> int:
     return max(1, round(fraction * world))
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
 from .layers import Layer, Moments
+from .sharding import gathered_in, is_sharded, waiting_gradients
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -155,6 +156,8 @@ class Capture:
         self._recent: deque[Run] = deque(maxlen=1024)
         self._loose: Run | None = None
         self._recomputed: tuple[int, Run] | None = None
+        sharded = any(is_sharded(layer.weight) for layer in layers)
+        self._waiting = waiting_gradients(model) if sharded else {}
         self._handles = self._attach(model, layers)
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
@@ -288,14 +291,14 @@ class Capture:
             return output
         record = None
         if wanted:
-            run, mode = self._current_run(layer, x), layer.mode()
+            run, mode, anchor = self._current_run(layer, x), layer.mode(), _anchor(layer, covers)
             outer = _graph_task()
 
             def record(x: Tensor | None, grad: Tensor) -> None:
                 # A reentrant checkpoint's own backward is part of the one that it runs in.
                 task = _graph_task() if outer is None else outer
                 try:
-                    self._record(layer, run, covers, blocks, mode, x, grad, task)
+                    self._record(layer, anchor, run, covers, blocks, mode, x, grad, task)
                 except Exception as error:
                     if not self.keep_errors:
                         raise
@@ -308,6 +311,7 @@ class Capture:
     def _record(
         self,
         layer: Layer,
+        anchor: Tensor,
         run: Run,
         covers: _Covers,
         blocks: slice,
@@ -316,13 +320,13 @@ class Capture:
         grad: Tensor,
         task: int | None,
     ) -> None:
-        anchor = layer.weight if covers[0] else layer.bias
-        assert anchor is not None
         if not _accumulates_into(anchor):
             return
         self.backwards += 1
         device = grad.device.type
-        dtype = torch.promote_types(anchor.dtype, torch.float32)
+        own = layer.weight if covers[0] else layer.bias
+        assert own is not None
+        dtype = torch.promote_types(own.dtype, torch.float32)
         with (
             self._lock,
             torch.no_grad(),
@@ -331,13 +335,18 @@ class Capture:
         ):
             self._close_loose()
             # Every use of a layer in one pass meets the same missing gradient: the first drops.
-            if anchor.grad is None and self._begun.get(layer) != task:
+            if not self._has_gradient(own, anchor) and self._begun.get(layer) != task:
                 self._begun[layer] = task
                 self.drop(layer)
             moments = layer.moments(
                 x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
             )
             self.sink(layer, run, covers, moments)
+
+    def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
+        """Whether this backward adds to a gradient, also to one that fully_shard holds back."""
+        waiting = getattr(self._waiting.get(own), "unsharded_accumulated_grad", None)
+        return own.grad is not None or anchor.grad is not None or waiting is not None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -361,9 +370,23 @@ def _as_used(layer: Layer, x: Tensor) -> Tensor:
 
 def _substituted(module: nn.Module, layer: Layer) -> bool:
     """By torch.func.functional_call, or by a parametrization that came after the optimizer."""
+    if layer.weight is not None and is_sharded(layer.weight):
+        return gathered_in(module, "weight", layer.weight) is None
     if "weight" in module._parameters:
         return module._parameters["weight"] is not layer.weight
     return is_parametrized(module, "weight")
+
+
+def _anchor(layer: Layer, covers: _Covers) -> Tensor:
+    """The parameter into which this forward's backward will accumulate."""
+    own = layer.weight if covers[0] else layer.bias
+    assert own is not None
+    if not is_sharded(own):
+        return own
+    # While a layer runs, the whole parameter stands in the place of its sharded one.
+    whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
+    assert whole is not None
+    return whole
 
 
 def _transformed() -> bool:

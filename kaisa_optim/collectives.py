@@ -166,6 +166,10 @@ class Ranks:
             return None
         return _new_group(self.group, tuple(members), on_cpu)
 
+    def members(self) -> list[int]:
+        """The global ranks, in the order of this group's."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     # ---- on the host ----
 
     def add_up(self, numbers: Tensor, during: str) -> Tensor:
@@ -324,6 +328,29 @@ class Ranks:
             )
 
     # ---- copies ----
+
+    def from_one(self, root: int, tensors: list[Tensor], kind: str) -> None:
+        """Give ``root``'s tensors to all ranks."""
+        if tensors:
+            self._spread([Cargo(root, tensors)], self.group, range(self.world), kind)
+
+    def swap(self, outgoing: list[list[Tensor]], incoming: list[list[Tensor]], kind: str) -> None:
+        """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
+        if self.world == 1:
+            torch._foreach_copy_(incoming[0], outgoing[0])
+            return
+        device = next(t.device for tensors in (*outgoing, *incoming) for t in tensors)
+        sent, views = _carve([t for tensors in outgoing for t in tensors], device)
+        if views:
+            torch._foreach_copy_(views, [t for tensors in outgoing for t in tensors])
+        sizes = [[cargo_bytes(t.nbytes for t in x) for x in part] for part in (outgoing, incoming)]
+        received = sent.new_empty(sum(sizes[1]))
+        work = self._exchange(received, sizes[1], sent, sizes[0], kind)
+        with _named(f"exchanging {kind}"):
+            work.wait()
+        targets = [t for tensors in incoming for t in tensors]
+        if targets:
+            torch._foreach_copy_(targets, _views(received, targets))
 
     def collect(self, things: list[Thing], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""

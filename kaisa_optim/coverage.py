@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from .layers import Layer, kind_of
+from .sharding import is_sharded
 
 
 @dataclass
@@ -123,6 +124,8 @@ def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> 
         return f"no layer kind is registered for {title}, or it overrides a covered forward"
     if any(p is not None and not p.is_floating_point() for p in module._parameters.values()):
         return f"{title} is not real-valued"
+    if kind.intercepts() and any(is_sharded(p) for p in module._parameters.values()):
+        return f"{title}: its weights are sharded, and its projections can't be told apart then"
     why = kind.unsupported(module)
     return None if why is None else f"{title}: {why}"
 

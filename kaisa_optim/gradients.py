@@ -11,6 +11,8 @@ from torch import Tensor
 from .layers import Layer
 from .stacks import Pair, stack_key
 
+GradientOf = Callable[[Tensor], Tensor | None]
+
 
 class Preconditioned(NamedTuple):
     """New gradients of some layers of one shape, ``[count, g, a]``."""
@@ -18,6 +20,9 @@ class Preconditioned(NamedTuple):
     members: list[Layer]
     new: Tensor
     products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [members, 2]
+
+    def terms(self) -> dict[Layer, Tensor]:
+        return dict(zip(self.members, self.products.unbind(), strict=True))
 
     def by_layer(self) -> Iterator[tuple[Layer, Tensor]]:
         sizes = [layer.blocks for layer in self.members]
@@ -34,14 +39,15 @@ def products(members: list[Layer], raw: Tensor, new: Tensor) -> Tensor:
     return torch.stack([part.sum(0) for part in both.split(sizes)])
 
 
-def stack(pair: Pair, members: list[Layer]) -> Tensor:
+def stack(pair: Pair, members: list[Layer], gradient_of: GradientOf) -> Tensor:
     """The gradients of ``members`` as one tensor ``[count, g, a]``; a missing one is zero there."""
     sizes = [layer.blocks for layer in members]
     key = pair.g.key
     raw = torch.empty(sum(sizes), *pair.shape[1:], dtype=key.dtype, device=key.device)
     targets, sources = [], []
     for layer, matrix in zip(members, raw.split(sizes), strict=True):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters]
+        found = [(p, gradient_of(p)) for p in layer.parameters]
+        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
         targets += layer.matrix_parts(matrix)
         sources += layer.parameter_parts(gradients)
     torch._foreach_copy_(targets, sources)
@@ -95,7 +101,15 @@ def by_device(shapes: list[list[Layer]]) -> list[list[list[Layer]]]:
     return list(devices.values())
 
 
-def unstack(stacks: list[Preconditioned], in_parts: Container[Tensor]) -> dict[Tensor, Tensor]:
+def own_gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
+
+
+def unstack(
+    stacks: list[Preconditioned],
+    in_parts: Container[Tensor] = (),
+    gradient_of: GradientOf = own_gradient,
+) -> dict[Tensor, Tensor]:
     """New gradients, shaped like their parameters, for those that have a gradient.
 
     ``in_parts`` are parameters of which several layers cover a part each; a part whose layer is not
@@ -107,36 +121,38 @@ def unstack(stacks: list[Preconditioned], in_parts: Container[Tensor]) -> dict[T
         for layer, matrix in one.by_layer():
             for p in layer.parameters:
                 if p not in new:
-                    gradient = p if p.grad is None else p.grad
+                    old = gradient_of(p)
+                    gradient = p if old is None else old
                     new[p] = gradient.clone() if p in in_parts else torch.empty_like(gradient)
             targets += layer.parameter_parts([new[p] for p in layer.parameters])
             sources += layer.matrix_parts(matrix)
     if targets:
         torch._foreach_copy_(targets, sources)
-    return {p: gradient for p, gradient in new.items() if p.grad is not None}
+    return {p: gradient for p, gradient in new.items() if gradient_of(p) is not None}
 
 
-def clip(stacks: list[Preconditioned], kl_clip: float, alpha_of: Callable[[Tensor], Any]) -> None:
-    """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, without a look from the host.
+def clip(
+    terms: dict[Layer, Tensor],
+    new: list[Tensor],
+    kl_clip: float,
+    alpha_of: Callable[[Tensor], Any],
+) -> None:
+    """Scale ``new`` by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look from the host.
 
-    Terms are added up in the layers' order, wherever they come from, so that ν has the same bits on
-    all ranks.
+    ``terms`` are rows of :func:`products`. They are added up in the layers' order, wherever they
+    come from, so that ν has the same bits on all ranks.
     """
-    device = stacks[0].new.device
-    terms: dict[Layer, Tensor] = {}
-    for one in stacks:
-        terms.update(zip(one.members, one.products.to(device).unbind(), strict=True))
     layers = sorted(terms, key=lambda layer: layer.number)
-    parameters = [p for layer in layers for p in layer.parameters]
-    alphas = [alpha_of(p) for p in parameters]
-    rows = torch.stack([terms[layer] for layer in layers])
+    device = terms[layers[0]].device
+    alphas = [alpha_of(p) for layer in layers for p in layer.parameters]
+    rows = torch.stack([terms[layer].to(device) for layer in layers])
     if all(_same(alpha, alphas[0]) for alpha in alphas):
         total: Any = rows[:, 0].sum() * alphas[0] ** 2
     else:
         total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
     scale = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
-    for one in stacks:
-        one.new.mul_(scale.to(one.new.device, one.new.dtype))
+    for gradient in new:
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
 
 
 def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:

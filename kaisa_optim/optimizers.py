@@ -20,6 +20,11 @@ from .lamb import LAMB
 from .options import PER_GROUP, Interval, Number, Options
 from .preconditioner import Preconditioner
 
+if torch.distributed.is_available():
+    from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+else:
+    Joinable = JoinHook = object  # type: ignore[assignment, misc]
+
 # K-FAC needs one gradient a step, dense: these bases evaluate several, or take sparse ones.
 _REFUSED = {
     "LBFGS": "it evaluates the closure several times a step and approximates the curvature itself",
@@ -27,7 +32,7 @@ _REFUSED = {
 }
 
 
-class KFACMixin(Optimizer):
+class KFACMixin(Optimizer, Joinable):
     """K-FAC before the base class's step; :func:`with_kfac` and the family are made with it."""
 
     _base: type[Optimizer]
@@ -112,6 +117,8 @@ class KFACMixin(Optimizer):
         self._start()
 
     def _start(self, known: Iterable[Tensor] = ()) -> None:
+        Joinable.__init__(self)
+        self._has_joined = False
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise ValueError(
@@ -144,7 +151,11 @@ class KFACMixin(Optimizer):
                 loss = closure()
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
-        with _gradients(self.preconditioner.step(self.param_groups)):
+        # The second is worked out with the first's in place.
+        with (
+            _gradients(self._joined_gradients()),
+            _gradients(self.preconditioner.step(self.param_groups)),
+        ):
             self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
@@ -157,6 +168,41 @@ class KFACMixin(Optimizer):
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         step(self)
+
+    # ---- ranks that run out of data ----
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What a rank does that has joined: for torch.distributed.algorithms.Join."""
+        return _StepsOn(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.preconditioner.ranks.group
+
+    def _joined_gradients(self) -> dict[Tensor, Tensor]:
+        """Inside Join: what ranks that have no more data take from one that has."""
+        if not self._join_config.enable:
+            return {}
+        Join.notify_join_context(self)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        kfac = self.preconditioner
+        mine = _settings(self), [p.grad is not None for p in parameters]
+        told = kfac.ranks.all_of(None if self._has_joined else mine, "joining")
+        if all(told):
+            return {}
+        root = next(rank for rank, said in enumerate(told) if said)
+        settings, graded = told[root]
+        if self._has_joined:
+            _adopt(self, settings)
+        taken = [p for p, has in zip(parameters, graded, strict=True) if has]
+        new = {p: p.grad if kfac.ranks.rank == root else torch.empty_like(p) for p in taken}
+        kfac.ranks.from_one(root, list(new.values()), "gradients")
+        return new if self._has_joined else {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics gathered since the last step."""
@@ -350,6 +396,39 @@ def _gradients(new: dict[Tensor, Tensor]) -> Iterator[None]:
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     """The α of the KL clip: fixed at construction, so that a schedule of lr keeps its effect."""
     return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
+
+
+class _StepsOn(JoinHook):
+    """A rank without data still keeps factors, decomposes and preconditions: it takes every step.
+
+    Its gradients and settings come from a rank that goes on, so that its weights stay alike.
+    """
+
+    def __init__(self, optimizer: KFACMixin) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer._has_joined = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer._has_joined = False
+
+
+_SET = ("kl_clip", "factor_update_steps", "inv_update_steps")
+
+
+def _settings(optimizer: KFACMixin) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What schedulers may have changed on the ranks that go on."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return groups, {name: getattr(optimizer.preconditioner, name) for name in _SET}
+
+
+def _adopt(optimizer: KFACMixin, settings: tuple[list[dict[str, Any]], dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings[0], strict=True):
+        group.update(values)
+    for name, value in settings[1].items():
+        setattr(optimizer.preconditioner, name, value)
 
 
 def _refuse_late_process_group(kfac: Preconditioner) -> None:

@@ -186,7 +186,7 @@ class Options:
                 f"Invalid colocate_factors: {self.colocate_factors!r}; it must be True, False, or "
                 "None for what the assignment prefers"
             )
-        self._settle("assignment", choose(self.assignment, self.grad_worker_fraction))
+        choose(self.assignment, self.grad_worker_fraction)
         self._settle("skip_layers", _patterns(self.skip_layers))
         if self.kl_clip_lr is None:
             self._settle("kl_clip_lr", "current" if self.papers else "initial")
@@ -203,8 +203,7 @@ class Options:
 
     @property
     def strategy(self) -> WorkAssignment:
-        assert isinstance(self.assignment, WorkAssignment)
-        return self.assignment
+        return choose(self.assignment, self.grad_worker_fraction)
 
     def described(self) -> dict[str, Any]:
         """What all ranks must have alike; a callable is no more than that here."""

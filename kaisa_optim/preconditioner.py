@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import assignment as work
-from . import gradients
+from . import gradients, sharding
 from . import options as checks
 from .assignment import Placement, Task
 from .capture import Capture
@@ -24,7 +24,7 @@ from .gradients import Preconditioned
 from .layers import Layer
 from .options import Options
 from .second_order import Outcome, SecondOrder
-from .stacks import Layout, Pair, Shelf, alike
+from .stacks import Layout, Pair, Shelf, alike, stack_key
 from .statistics import Statistics, Tally
 
 Group = dict[str, Any]
@@ -58,10 +58,14 @@ class Preconditioner:
         self.ranks = Ranks(
             process_group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype
         )
+        self.strategy = options.strategy
+        if any(sharding.is_sharded(p) for p in model.parameters()):
+            self.strategy = _for_shards(options, self.ranks.world)
         self.ranks.arrange(
-            work.make_grid(options.strategy, self.ranks.world, options.grad_worker_fraction)
+            work.make_grid(self.strategy, self.ranks.world, options.grad_worker_fraction)
         )
         self.placements: dict[str, Placement] = {}
+        self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
@@ -224,10 +228,14 @@ class Preconditioner:
             stacks = self._preconditioned(damping_of)
         else:
             stacks = self._handed_out(damping_of)
-        if self.kl_clip is not None and stacks:
-            gradients.clip(stacks, self.kl_clip, lambda p: self._alpha(p, groups))
+        parts, terms = self._returned(damping_of)
+        if self.kl_clip is not None:
+            terms.update(item for one in stacks for item in one.terms().items())
+            if terms:
+                new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
+                gradients.clip(terms, new, self.kl_clip, lambda p: self._alpha(p, groups))
         self._advance()
-        return gradients.unstack(stacks, self._in_parts)
+        return gradients.unstack(stacks, self._in_parts) | parts
 
     def _follow_schedules(self, groups: list[Group]) -> None:
         if len(groups) != len(self._group_schedules):
@@ -417,15 +425,19 @@ class Preconditioner:
         """New gradients of all layers that have both a gradient and second-order state."""
         result = []
         for pair in self.layout.pairs:
-            members = [layer for layer in self._with_gradient(pair) if self._is_ready(layer)]
+            members = [layer for layer in self._with_gradient(pair) if self._is_whole(layer)]
             if members:
-                result.append(self._precondition(pair, members, damping_of))
+                result.append(self._precondition(members, damping_of))
         return result
 
     def _precondition(
-        self, pair: Pair, members: list[Layer], damping_of: Callable[[Layer], float]
+        self,
+        members: list[Layer],
+        damping_of: Callable[[Layer], float],
+        gradient_of: gradients.GradientOf = gradients.own_gradient,
     ) -> Preconditioned:
-        raw = gradients.stack(pair, members)
+        pair = self.layout.pair_of[members[0]]
+        raw = gradients.stack(pair, members, gradient_of)
         new = self.second_order.precondition(pair, raw, members, damping_of)
         return Preconditioned(members, new, gradients.products(members, raw, new))
 
@@ -444,7 +456,7 @@ class Preconditioner:
         self, wires: list[gradients.Wire], damping_of: Callable[[Layer], float]
     ) -> Iterator[Cargo]:
         grid = self.ranks.grid
-        shapes = alike(layer for layer in self.active if self._is_ready(layer))
+        shapes = alike(layer for layer in self.active if self._is_whole(layer))
         for root in grid.receivers_of(self.ranks.rank):
             own = [
                 [x for x in members if self._column(x) == root % grid.columns] for members in shapes
@@ -454,16 +466,89 @@ class Preconditioner:
                     tensors = []
                     for members in chunk:
                         if root == self.ranks.rank:
-                            pair = self.layout.pair_of[members[0]]
-                            one = self._precondition(pair, members, damping_of)
+                            one = self._precondition(members, damping_of)
                         else:
                             one = gradients.awaited(members)
                         wires.append(gradients.Wire(one, self.options.comm_dtype))
                         tensors += wires[-1].tensors
                     yield Cargo(root, tensors)
 
-    def _is_ready(self, layer: Layer) -> bool:
-        return layer in self.second_order.ready
+    def _returned(
+        self, damping_of: Callable[[Layer], float]
+    ) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:
+        """New gradients of sharded layers, each rank its shards, and what the clip needs of them.
+
+        A layer's owner gathers its gradient, preconditions it, and returns to every rank its part.
+        """
+        new: dict[Tensor, Tensor] = {}
+        terms: dict[Layer, Tensor] = {}
+        layers = [layer for layer in self.sharded if layer in self.second_order.ready]
+        for chunk in chunks(layers, lambda x: gradients.bytes_of([x]), self.ranks.bucket_bytes):
+            whole = self._gather(chunk)
+            preconditioned: dict[Tensor, Tensor] = {}
+            for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):
+                one = self._precondition(members, damping_of, whole.get)
+                preconditioned |= gradients.unstack([one], (), whole.get)
+                terms.update(one.terms())
+            self._return(chunk, preconditioned, new, terms)
+        return {p: gradient for p, gradient in new.items() if p.grad is not None}, terms
+
+    def _gather(self, layers: list[Layer]) -> dict[Tensor, Tensor]:
+        """The whole gradients of the layers that this rank owns; a missing one is zero."""
+        ranks = range(self.ranks.world)
+        me = self.ranks.rank
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        incoming: list[list[Tensor]] = [[] for _ in ranks]
+        whole: dict[Tensor, Tensor] = {}
+        for layer in layers:
+            owner = self.owner(layer, "g")
+            for p, shards in zip(layer.parameters, self._shards(layer), strict=True):
+                if shards.sends(me, owner):
+                    mine = sharding.local(p if p.grad is None else p.grad)
+                    outgoing[owner].append(torch.zeros_like(mine) if p.grad is None else mine)
+                if owner == me:
+                    whole[p] = torch.empty(shards.shape, dtype=p.dtype, device=p.device)
+                    for rank in ranks:
+                        if shards.sends(rank, me):
+                            incoming[rank].append(shards.part(whole[p], rank))
+        self.ranks.swap(outgoing, incoming, "gradients")
+        return whole
+
+    def _return(
+        self,
+        layers: list[Layer],
+        preconditioned: dict[Tensor, Tensor],
+        new: dict[Tensor, Tensor],
+        terms: dict[Layer, Tensor],
+    ) -> None:
+        """Give every rank its shards of the new gradients, and the layers' terms of the clip."""
+        ranks = range(self.ranks.world)
+        outgoing: list[list[Tensor]] = [[] for _ in ranks]
+        incoming: list[list[Tensor]] = [[] for _ in ranks]
+        for layer in layers:
+            owner = self.owner(layer, "g")
+            for p, shards in zip(layer.parameters, self._shards(layer), strict=True):
+                new[p] = torch.empty_like(p)
+                incoming[owner].append(sharding.local(new[p]))
+                if owner == self.ranks.rank:
+                    for rank in ranks:
+                        outgoing[rank].append(shards.part(preconditioned[p], rank))
+            if owner == self.ranks.rank:
+                for rank in ranks:
+                    outgoing[rank].append(terms[layer])
+            else:
+                dtype = stack_key(layer, "g").dtype
+                terms[layer] = torch.empty(2, dtype=dtype, device=layer.parameters[0].device)
+            incoming[owner].append(terms[layer])
+        self.ranks.swap(outgoing, incoming, "gradients")
+
+    def _shards(self, layer: Layer) -> list[sharding.Shards]:
+        both = zip(self.sharded[layer], layer.covers, strict=True)
+        return [shards for shards, covered in both if covered and shards is not None]
+
+    def _is_whole(self, layer: Layer) -> bool:
+        """Whether this layer is ready, and its gradient not spread over the ranks."""
+        return layer in self.second_order.ready and layer not in self.sharded
 
     def _with_gradient(self, pair: Pair) -> list[Layer]:
         """The layers of a pair that have a gradient; names those without statistics once."""
@@ -527,6 +612,8 @@ class Preconditioner:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
+            if layer in self.sharded:
+                self.sharded[self.layers[name]] = self.sharded.pop(layer)
         for layer in before.values():
             if self.layers.get(layer.name) is not layer:
                 self.forget(layer)
@@ -573,6 +660,7 @@ class Preconditioner:
                 for name in checks.PER_GROUP:
                     if layer.parameters:
                         self._shared(layer, groups, name)
+            self.sharded = self._find_shards(found.layers.values())
         except ValueError as problem:
             if self.ranks.world == 1:
                 raise
@@ -591,9 +679,24 @@ class Preconditioner:
                 self._raise_difference(described, "model or options")
         return found
 
+    def _find_shards(
+        self, layers: Iterable[Layer]
+    ) -> dict[Layer, tuple[sharding.Shards | None, ...]]:
+        result = {}
+        for layer in layers:
+            spread = [
+                sharding.shards_of(f"a parameter of {layer.name!r}", p, self.ranks.members())
+                if p is not None and sharding.is_sharded(p)
+                else None
+                for p in (layer.weight, layer.bias)
+            ]
+            if any(spread):
+                result[layer] = tuple(spread)
+        return result
+
     def _place_layers(self) -> None:
         """Give new layers to ranks; those that are there stay where their factors are."""
-        strategy, grid = self.options.strategy, self.ranks.grid
+        strategy, grid = self.strategy, self.ranks.grid
         tasks = [_task(layer) for layer in self.layers.values()]
         there = [task for task in tasks if task.name in self.placements]
         load = work.loads(strategy, there, self.placements, grid.world)
@@ -731,6 +834,18 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
         f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
         "callable"
     )
+
+
+def _for_shards(options: Options, world: int) -> work.WorkAssignment:
+    """Gradients that return to every rank as shards are worked on by one."""
+    chosen = options.assignment, options.grad_worker_fraction
+    if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
+        raise ValueError(
+            f"Invalid assignment: {options.strategy!r} for parameters sharded by fully_shard: one "
+            'rank preconditions each of their gradients; use assignment="layer-wise" or leave it '
+            "out"
+        )
+    return work.LayerWise()
 
 
 def _task(layer: Layer) -> Task:

@@ -86,7 +86,12 @@ class Layer:
     @property
     def sections(self) -> int:
         """Equal parts of its blocks that a call may see alone; most kinds see all in each call."""
-        return 1 if _function(type(self)) is _function(Layer) else self.blocks
+        return self.blocks if self.intercepts() else 1
+
+    @classmethod
+    def intercepts(cls) -> bool:
+        """Whether this kind looks into its module's forward."""
+        return _function(cls) is not _function(Layer)
 
     @property
     def inputs(self) -> int:

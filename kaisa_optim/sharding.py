@@ -1,0 +1,105 @@
+"""Parameters that are spread over the ranks, as ``fully_shard`` leaves them: who has which rows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def is_sharded(tensor: Tensor | None) -> bool:
+    return torch.distributed.is_available() and isinstance(tensor, DTensor)
+
+
+class Shards(NamedTuple):
+    """Where the parts of one parameter are; ranks are those of K-FAC's group."""
+
+    dim: int
+    extents: tuple[tuple[int, int], ...]  # of each rank: start and length along ``dim``
+    replicas: tuple[tuple[int, ...], ...]  # of each rank: which copy it holds a part of
+    shape: tuple[int, ...]  # of the whole
+
+    def sends(self, source: int, to: int) -> bool:
+        """Whether ``to`` takes a part from ``source``: one that holds some of the same copy."""
+        return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        return whole.narrow(self.dim, *self.extents[rank])
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
+
+
+def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
+    """How a sharded parameter lies over ``ranks``, global ones; each must be of its mesh."""
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
+        raise ValueError(
+            f"Invalid process_group: {name} is sharded over ranks {mesh.mesh.flatten().tolist()}, "
+            f"K-FAC's group has {ranks}; pass the group of all ranks of that mesh"
+        )
+    split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
+    if len(split) > 1 or any(type(p) not in (Shard, Replicate) for p in placements):
+        raise ValueError(
+            f"Invalid model: {name} is sharded as {placements}; K-FAC can follow fully_shard over "
+            "one mesh dimension, replicated or not over the others (FSDP2 and HSDP), without "
+            "tensor parallelism"
+        )
+    dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
+    size = parameter.shape[dim]
+    ways = mesh.shape[split[0]] if split else 1
+    chunk = -(-size // ways)  # as torch.chunk cuts
+    extents, replicas = {}, {}
+    for at in itertools.product(*map(range, mesh.shape)):
+        rank = int(mesh.mesh[at])
+        index = at[split[0]] if split else 0
+        start = min(size, index * chunk)
+        extents[rank] = start, min(size, start + chunk) - start
+        replicas[rank] = tuple(x for i, x in enumerate(at) if i not in split[:1])
+        if not split:  # every rank has all of it, itself included
+            replicas[rank] = at
+    return Shards(
+        dim,
+        tuple(extents[rank] for rank in ranks),
+        tuple(replicas[rank] for rank in ranks),
+        tuple(parameter.shape),
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
+    """The whole parameter while ``fully_shard`` has it in its module's place, else ``None``."""
+    current = module._parameters.get(name)
+    if current is None or is_sharded(current) or current.shape != parameter.shape:
+        return None
+    return current
+
+
+def waiting_gradients(model: nn.Module) -> dict[Tensor, Any]:
+    """``fully_shard``'s records of its parameters, where a gradient may wait for its reduction.
+
+    Torch has no public view of them; where it moves them, only accumulation with a reduce_dtype
+    and without gradient synchronization is affected.
+    """
+    records: dict[Tensor, Any] = {}
+    for module in model.modules():
+        get = getattr(module, "_get_fsdp_state", None)
+        state = get() if callable(get) else None
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.10
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for record in getattr(group, "fsdp_params", ()):
+                records[record.sharded_param] = record
+    return records
