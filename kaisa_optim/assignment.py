@@ -241,7 +241,9 @@ def assign(
         names.add(task.name)
     load = [0.0] * grid.world if load is None else list(load)
     if len(load) != grid.world:
-        raise ValueError(f"Invalid load: {len(load)} numbers; it must be one of each {grid.world}")
+        raise ValueError(
+            f"Invalid load: {len(load)} numbers; it must be one for each of {grid.world} ranks"
+        )
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
     author = f"Invalid assignment: {type(strategy).__name__}.place"
     if not isinstance(answer, Sequence) or len(answer) != len(tasks):
@@ -276,9 +278,9 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """The rank of each cost, such that the fullest rank has little; ``load`` is there already.
 
     Longest processing time first, then a bounded search around the fullest rank. From an empty load
-    no rank gets more than 4/3 of what the best balance puts on its fullest (Graham 1969), and where
-    the search can finish, as with ten costs on four ranks, no more than 1.001 of it. It depends on
-    the costs and their order alone.
+    no rank gets more than 4/3 of what the best balance puts on its fullest (Graham 1969). Where the
+    search ends by itself, as it mostly does with up to ten costs on four ranks, no more than 1.002.
+    The result depends on the costs and their order alone.
     """
     owners = _longest_first(costs, load)
     _Search().improve(owners, costs, load)

@@ -37,11 +37,19 @@ class Parcel(NamedTuple):
     dtype: torch.dtype  # of the sum
 
 
-class Cargo(NamedTuple):
-    """Tensors that ``root`` has and the other ranks of a group want; shaped alike on all."""
+class Shipment(NamedTuple):
+    """Tensors that ``root`` has and the other members of its group want; shaped alike on all."""
 
     root: int
-    tensors: list[Tensor]
+    size: int  # of all, as cargo_bytes tells
+    tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
+
+
+class Circle(NamedTuple):
+    """Ranks that share what one of them has."""
+
+    members: Sequence[int]
+    shipments: list[Shipment]
 
 
 class Thing(NamedTuple):
@@ -61,15 +69,20 @@ class Thing(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A part of a flat buffer on its way."""
+
     start: int
     stop: int
-    adder: int  # the rank that adds up this piece
-    owner: int
+    adder: int  # the rank that adds it up, or that passes it on
+    owner: int  # the rank that it ends at, or that it comes from
+
+
+Goes = Callable[[Piece, int], bool]  # whether a piece goes to, or comes from, a rank
 
 
 @functools.lru_cache(maxsize=1024)
-def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[_Piece, ...]:
+def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
     """Who adds up which part of a bucket of ``(owner, size)`` segments.
 
     Owners add up their own, except where one would receive more than twice the mean from every
@@ -82,14 +95,14 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[_Piece, ...]
     for owner, size in segments:
         stop, own = start + size, min(size, max(0, 2 * fair - load[owner]))
         if own:
-            pieces.append(_Piece(start, start + own, owner, owner))
+            pieces.append(Piece(start, start + own, owner, owner))
             load[owner] += own
         start += own
         while start < stop:
             while load[helper] >= fair:
                 helper = (helper + 1) % world
             step = min(stop - start, fair - load[helper])
-            pieces.append(_Piece(start, start + step, helper, owner))
+            pieces.append(Piece(start, start + step, helper, owner))
             load[helper] += step
             start += step
     return tuple(pieces)
@@ -113,13 +126,6 @@ class _Bucket:
         self.pieces = cut(tuple(segments), world)
         self.to_add = _by(self.pieces, lambda piece: piece.adder, world)
 
-    def added_for(self, owner: int, adder: int) -> list[_Piece]:
-        return [piece for piece in self.to_add[adder] if piece.owner == owner]
-
-    def moved(self, rank: int) -> int:
-        """Elements that reach a rank when pieces have been added up elsewhere."""
-        return sum(p.stop - p.start for p in self.pieces if p.owner == rank and p.adder != rank)
-
 
 class _Flight(NamedTuple):
     bucket: _Bucket
@@ -130,7 +136,11 @@ class _Flight(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one K-FAC world and their few process groups; of one process, nothing moves."""
+    """The ranks of one K-FAC world, over one process group; of one process, nothing moves.
+
+    Copies within a column or a row of the grid go over the whole group, too: groups of their own
+    would be many, and ranks that are not in ``group`` would have to take part in making them.
+    """
 
     def __init__(self, group: Any, *, bucket_cap_mb: float, comm_dtype: torch.dtype | None) -> None:
         self.bucket_bytes = int(bucket_cap_mb * 2**20)
@@ -147,24 +157,10 @@ class Ranks:
                 "members only"
             )
         self.grid = Grid(1, 1)
-        if self.world > 1:
-            self._control = self._group(range(self.world), on_cpu=True)
-
-    def arrange(self, grid: Grid) -> None:
-        """Make this rank's two groups: its fellow workers, and those that one worker serves."""
-        self.grid = grid
-        if self.world > 1:
-            self._workers = self._group(grid.workers_of(self.rank))
-            self._receivers = self._group(grid.receivers_of(self.rank))
-
-    def _group(self, members: Iterable[int], on_cpu: bool = False) -> Any:
-        members = list(members)
-        types = [device.type for device in self.group._device_types]
-        if len(members) == self.world and (not on_cpu or "cpu" in types):
-            return self.group
-        if len(members) == 1:
-            return None
-        return _new_group(self.group, tuple(members), on_cpu)
+        # Where the words that the host reads are exchanged: a device only if it must be.
+        self._host = torch.device("cpu")
+        if self.world > 1 and "cpu" not in [device.type for device in self.group._device_types]:
+            self._host = self.group._device_types[0]
 
     def members(self) -> list[int]:
         """The global ranks, in the order of this group's."""
@@ -176,9 +172,10 @@ class Ranks:
         """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
-        total = numbers.clone()
+        total = numbers.to(self._host, copy=True)
         with _named(during):
-            dist.all_reduce(total, group=self._control)
+            dist.all_reduce(total, group=self.group)
+            total = total.cpu()
         self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
         return total
 
@@ -195,7 +192,7 @@ class Ranks:
             return [thing]
         things: list[Any] = [None] * self.world
         with _named(during):
-            dist.all_gather_object(things, thing, group=self._control)
+            dist.all_gather_object(things, thing, group=self.group)
         return things
 
     # ---- sums ----
@@ -262,54 +259,47 @@ class Ranks:
         with _named(f"receiving {kind}"):
             flight.work.wait()
         added = flight.received.view(self.world, -1).to(place.dtype).sum(0)
-        own = [p for p in bucket.pieces if p.owner == self.rank]
-        sums = torch.empty(bucket.size if own else 0, dtype=place.dtype, device=place.device)
-        offsets, at = {}, 0
-        for piece in bucket.to_add[self.rank]:
-            offsets[piece] = at
-            at += piece.stop - piece.start
-            if piece.owner == self.rank:
-                sums[piece.start : piece.stop] = added[offsets[piece] : at]
-        if any(p.adder != p.owner for p in bucket.pieces):
-            self._pass_on(bucket, added, offsets, sums, kind)
+        flat = torch.empty(bucket.size, dtype=place.dtype, device=place.device)
+        _put(flat, bucket.to_add[self.rank], added)
+        if any(piece.adder != piece.owner for piece in bucket.pieces):
+            self._move(
+                flat,
+                lambda p, to: p.adder == self.rank and p.owner == to,
+                lambda p, source: p.owner == self.rank and p.adder == source,
+                bucket.pieces,
+                kind,
+            )()
         mine = {}
         for i, parcel in enumerate(bucket.parcels):
             if parcel.owner == self.rank:
                 start = bucket.start[i]
-                mine[parcel.key] = sums[start : start + parcel.size]
+                mine[parcel.key] = flat[start : start + parcel.size]
                 if flight.scales is not None:
                     mine[parcel.key] *= flight.scales[i]
         return mine
 
-    def _pass_on(
-        self,
-        bucket: _Bucket,
-        added: Tensor,
-        offsets: dict[_Piece, int],
-        sums: Tensor,
-        kind: str,
-    ) -> None:
-        """Bring the pieces that others have added up to their owners."""
-        outgoing, incoming = [], []
-        for rank in range(self.world):
-            other = rank != self.rank
-            outgoing.append(bucket.added_for(rank, self.rank) if other else [])
-            incoming.append(bucket.added_for(self.rank, rank) if other else [])
-        parts = [
-            added[offsets[p] : offsets[p] + p.stop - p.start] for pieces in outgoing for p in pieces
-        ]
-        flat = torch.cat(parts) if parts else added.new_empty(0)
-        sizes = [_length(pieces) for pieces in incoming]
-        received = added.new_empty(sum(sizes))
-        work = self._exchange(received, sizes, flat, [_length(x) for x in outgoing], kind)
-        with _named(f"receiving {kind}"):
-            work.wait()
-        at = 0
-        for pieces in incoming:
-            for piece in pieces:
-                size = piece.stop - piece.start
-                sums[piece.start : piece.stop] = received[at : at + size]
-                at += size
+    def _move(
+        self, flat: Tensor, goes: Goes, comes: Goes, pieces: Sequence[Piece], kind: str
+    ) -> Callable[[], None]:
+        """Send pieces of ``flat`` to other ranks and take others in; the result waits for them."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        outgoing = {rank: [p for p in pieces if goes(p, rank)] for rank in others}
+        incoming = {rank: [p for p in pieces if comes(p, rank)] for rank in others}
+        sizes_out, sizes_in = (
+            [_length(part.get(rank, ())) for rank in range(self.world)]
+            for part in (outgoing, incoming)
+        )
+        parts = [flat[p.start : p.stop] for rank in others for p in outgoing[rank]]
+        sent = torch.cat(parts) if parts else flat.new_empty(0)
+        received = flat.new_empty(sum(sizes_in))
+        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+
+        def finish(sent: Tensor = sent) -> None:  # which stays alive until then
+            with _named(f"receiving {kind}"):
+                work.wait()
+            _put(flat, [p for rank in others for p in incoming[rank]], received)
+
+        return finish
 
     def _exchange(
         self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
@@ -332,14 +322,21 @@ class Ranks:
     def from_one(self, root: int, tensors: list[Tensor], kind: str) -> None:
         """Give ``root``'s tensors to all ranks."""
         if tensors:
-            self._spread([Cargo(root, tensors)], self.group, range(self.world), kind)
+            size = cargo_bytes(tensor.nbytes for tensor in tensors)
+            shipment = Shipment(root, size, lambda: tensors)
+            self.spread([Circle(range(self.world), [shipment])], tensors[0].device, kind)
 
-    def swap(self, outgoing: list[list[Tensor]], incoming: list[list[Tensor]], kind: str) -> None:
+    def swap(
+        self,
+        outgoing: list[list[Tensor]],
+        incoming: list[list[Tensor]],
+        device: torch.device,
+        kind: str,
+    ) -> None:
         """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
         if self.world == 1:
             torch._foreach_copy_(incoming[0], outgoing[0])
             return
-        device = next(t.device for tensors in (*outgoing, *incoming) for t in tensors)
         sent, views = _carve([t for tensors in outgoing for t in tensors], device)
         if views:
             torch._foreach_copy_(views, [t for tensors in outgoing for t in tensors])
@@ -379,38 +376,96 @@ class Ranks:
                     found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
         return found
 
-    def among_workers(self, cargo: Iterable[Cargo], kind: str) -> None:
-        """Give each cargo to all gradient workers of its root's column."""
-        self._spread(cargo, self._workers, self.grid.workers_of(self.rank), kind)
+    def spread(self, groups: Sequence[Circle], device: torch.device, kind: str) -> None:
+        """Give each group's shipments from their roots to all its members.
 
-    def to_receivers(self, cargo: Iterable[Cargo], kind: str) -> None:
-        """Give each cargo to the ranks that its root serves with gradients."""
-        self._spread(cargo, self._receivers, self.grid.receivers_of(self.rank), kind)
-
-    def _spread(
-        self, cargo: Iterable[Cargo], group: Any, members: Sequence[int], kind: str
-    ) -> None:
-        """One broadcast a cargo, all under way together.
-
-        A root makes its cargo when its turn comes, while earlier ones are still on their way.
+        Groups have no rank in common. One may stand for all, if the others' shipments are of the
+        same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
+        on their way.
         """
-        arriving = []
-        for root, tensors in cargo:
-            buffer, views = _carve(tensors, tensors[0].device)
-            if root == self.rank:
-                torch._foreach_copy_(views, tensors)
+        rounds = [list(chunks(g.shipments, lambda x: x.size, self.bucket_bytes)) for g in groups]
+        on_the_way: deque[Callable[[], None]] = deque()
+        for i in range(max(map(len, rounds), default=0)):
+            pieces: tuple[Piece, ...] = ()
+            members: Sequence[int] = ()
+            shipments: list[Shipment] = []
+            relayed = False
+            for group, parts in zip(groups, rounds, strict=True):
+                if i < len(parts):
+                    route = _route(tuple(group.members), tuple((x.root, x.size) for x in parts[i]))
+                    relayed = relayed or any(p.adder != p.owner for p in route)
+                    if self.rank in group.members:
+                        members, shipments, pieces = group.members, parts[i], route
+            on_the_way.append(self._ship(members, shipments, pieces, relayed, device, kind))
+            if len(on_the_way) == _IN_FLIGHT:
+                on_the_way.popleft()()
+        while on_the_way:
+            on_the_way.popleft()()
+
+    def _ship(
+        self,
+        members: Sequence[int],
+        shipments: list[Shipment],
+        pieces: tuple[Piece, ...],
+        relayed: bool,
+        device: torch.device,
+        kind: str,
+    ) -> Callable[[], None]:
+        """Start one round; the result ends it."""
+        flat = torch.empty(sum(x.size for x in shipments), dtype=torch.uint8, device=device)
+        targets: list[Tensor] = []
+        views: list[Tensor] = []
+        at = 0
+        for shipment in shipments:
+            tensors = shipment.tensors()
+            parts = _views(flat[at : at + shipment.size], tensors)
+            at += shipment.size
+            if shipment.root == self.rank:
+                torch._foreach_copy_(parts, tensors)
             else:
-                self.received[kind] += buffer.nbytes
-            with _named(f"broadcasting {kind}"):
-                work = dist.broadcast(
-                    buffer, group_src=list(members).index(root), group=group, async_op=True
-                )
-            arriving.append((root, tensors, views, work, buffer))
-        for root, tensors, views, work, _ in arriving:
-            with _named(f"receiving {kind}"):
-                work.wait()
-            if root != self.rank:
-                torch._foreach_copy_(tensors, views)
+                targets += tensors
+                views += parts
+        me = self.rank
+        if relayed:
+            # What one root could not send to all in time goes by way of other members first.
+            self._move(
+                flat,
+                lambda p, to: p.owner == me and p.adder == to,
+                lambda p, source: p.adder == me and p.owner == source,
+                pieces,
+                kind,
+            )()
+        finish = self._move(
+            flat,
+            lambda p, to: p.adder == me and p.owner != to and to in members,
+            lambda p, source: p.adder == source and p.owner != me,
+            pieces,
+            kind,
+        )
+
+        def unpack() -> None:
+            finish()
+            if targets:
+                torch._foreach_copy_(targets, views)
+
+        return unpack
+
+
+def _put(flat: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:
+    """Write values that lie one piece after the other to where the pieces belong."""
+    at = 0
+    for piece in pieces:
+        size = piece.stop - piece.start
+        flat[piece.start : piece.stop] = values[at : at + size]
+        at += size
+
+
+@functools.lru_cache(maxsize=1024)
+def _route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """Which member passes on which part of what the roots have."""
+    place = {rank: i for i, rank in enumerate(members)}
+    pieces = cut(tuple((place[root], size) for root, size in segments), len(members))
+    return tuple(Piece(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
 
 
 def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -457,14 +512,12 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _length(pieces: Iterable[_Piece]) -> int:
+def _length(pieces: Iterable[Piece]) -> int:
     return sum(piece.stop - piece.start for piece in pieces)
 
 
-def _by(
-    pieces: Iterable[_Piece], rank_of: Callable[[_Piece], int], world: int
-) -> list[list[_Piece]]:
-    result: list[list[_Piece]] = [[] for _ in range(world)]
+def _by(pieces: Iterable[Piece], rank_of: Callable[[Piece], int], world: int) -> list[list[Piece]]:
+    result: list[list[Piece]] = [[] for _ in range(world)]
     for piece in pieces:
         result[rank_of(piece)].append(piece)
     return result
@@ -482,36 +535,6 @@ def _by_place(parcels: list[Parcel]) -> list[list[Parcel]]:
     for parcel in parcels:
         places.setdefault((parcel.device, parcel.dtype), []).append(parcel)
     return list(places.values())
-
-
-# Groups are made once for a parent and its members, whatever optimizers come and go: a backend
-# keeps sockets and buffers for each.
-_GROUPS: dict[tuple[str, tuple[int, ...], bool], tuple[Any, Any]] = {}
-
-
-def _new_group(parent: Any, members: tuple[int, ...], on_cpu: bool) -> Any:
-    key = parent.group_name, members, on_cpu
-    known = _GROUPS.get(key)
-    if known is not None and known[0] is parent:
-        return known[1]
-    backend = "gloo" if on_cpu else dist.get_backend_config(parent)
-    group = dist.new_group(
-        [dist.get_global_rank(parent, rank) for rank in members],
-        timeout=_timeout(parent),
-        backend=backend,
-        use_local_synchronization=True,  # only members call
-    )
-    _GROUPS[key] = parent, group
-    return group
-
-
-def _timeout(group: Any) -> Any:
-    """The time-out that the user chose for the group, for those that are made from it."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout
-    return None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .collectives import cargo_bytes
 from .layers import Layer
 from .stacks import Pair, stack_key
 
@@ -88,17 +89,18 @@ def awaited(members: list[Layer]) -> Preconditioned:
     return Preconditioned(members, new, new.new_empty(len(members), 2))
 
 
-def bytes_of(members: list[Layer]) -> int:
+def elements(members: list[Layer]) -> int:
     g, a = stack_key(members[0], "g"), stack_key(members[0], "a")
-    return sum(layer.blocks for layer in members) * g.size * a.size * g.dtype.itemsize
+    return sum(layer.blocks for layer in members) * g.size * a.size
 
 
-def by_device(shapes: list[list[Layer]]) -> list[list[list[Layer]]]:
-    """Layers of one shape, with those of other shapes on the same device."""
-    devices: dict[torch.device, list[list[Layer]]] = {}
-    for members in shapes:
-        devices.setdefault(stack_key(members[0], "g").device, []).append(members)
-    return list(devices.values())
+def wire_bytes(members: list[Layer], comm_dtype: torch.dtype | None) -> int:
+    """What a :class:`Wire` of these layers takes."""
+    own = stack_key(members[0], "g").dtype
+    sizes = [elements(members) * (comm_dtype or own).itemsize, 2 * len(members) * own.itemsize]
+    if comm_dtype == torch.float16:
+        sizes.append(sum(layer.blocks for layer in members) * own.itemsize)
+    return cargo_bytes(sizes)
 
 
 def own_gradient(parameter: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections import Counter
@@ -18,13 +19,13 @@ from . import gradients, sharding
 from . import options as checks
 from .assignment import Placement, Task
 from .capture import Capture
-from .collectives import Cargo, Ranks, checksum, chunks
+from .collectives import Circle, Ranks, Shipment, checksum, chunks
 from .coverage import Coverage, cover, unwrapped
 from .gradients import Preconditioned
 from .layers import Layer
 from .options import Options
 from .second_order import Outcome, SecondOrder
-from .stacks import Layout, Pair, Shelf, alike, stack_key
+from .stacks import Layout, Pair, Shelf, alike, by_device, stack_key
 from .statistics import Statistics, Tally
 
 Group = dict[str, Any]
@@ -61,8 +62,8 @@ class Preconditioner:
         self.strategy = options.strategy
         if any(sharding.is_sharded(p) for p in model.parameters()):
             self.strategy = _for_shards(options, self.ranks.world)
-        self.ranks.arrange(
-            work.make_grid(self.strategy, self.ranks.world, options.grad_worker_fraction)
+        self.ranks.grid = work.make_grid(
+            self.strategy, self.ranks.world, options.grad_worker_fraction
         )
         self.placements: dict[str, Placement] = {}
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
@@ -449,29 +450,40 @@ class Preconditioner:
         for pair in self.layout.pairs:
             self._with_gradient(pair)
         wires: list[gradients.Wire] = []
-        self.ranks.to_receivers(self._gradient_cargo(wires, damping_of), "gradients")
+        grid = self.ranks.grid
+        ready = [layer for layer in self.active if self._is_whole(layer)]
+        for same in by_device(ready):
+            members = grid.receivers_of(self.ranks.rank)
+            shipments = []
+            for root in members:
+                column = [x for x in same if self._column(x) == root % grid.columns]
+                for shapes in chunks(alike(column), self._wire_bytes, self.ranks.bucket_bytes):
+                    make = functools.partial(self._wires, root, shapes, wires, damping_of)
+                    shipments.append(Shipment(root, sum(map(self._wire_bytes, shapes)), make))
+            device = stack_key(same[0], "g").device
+            self.ranks.spread([Circle(members, shipments)], device, "gradients")
         return [wire.unpack() for wire in wires]
 
-    def _gradient_cargo(
-        self, wires: list[gradients.Wire], damping_of: Callable[[Layer], float]
-    ) -> Iterator[Cargo]:
-        grid = self.ranks.grid
-        shapes = alike(layer for layer in self.active if self._is_whole(layer))
-        for root in grid.receivers_of(self.ranks.rank):
-            own = [
-                [x for x in members if self._column(x) == root % grid.columns] for members in shapes
-            ]
-            for same in gradients.by_device([members for members in own if members]):
-                for chunk in chunks(same, gradients.bytes_of, self.ranks.bucket_bytes):
-                    tensors = []
-                    for members in chunk:
-                        if root == self.ranks.rank:
-                            one = self._precondition(members, damping_of)
-                        else:
-                            one = gradients.awaited(members)
-                        wires.append(gradients.Wire(one, self.options.comm_dtype))
-                        tensors += wires[-1].tensors
-                    yield Cargo(root, tensors)
+    def _wire_bytes(self, members: list[Layer]) -> int:
+        return gradients.wire_bytes(members, self.options.comm_dtype)
+
+    def _wires(
+        self,
+        root: int,
+        shapes: list[list[Layer]],
+        wires: list[gradients.Wire],
+        damping_of: Callable[[Layer], float],
+    ) -> list[Tensor]:
+        """What a root sends of the layers of its column, or room for it elsewhere."""
+        tensors = []
+        for members in shapes:
+            if root == self.ranks.rank:
+                one = self._precondition(members, damping_of)
+            else:
+                one = gradients.awaited(members)
+            wires.append(gradients.Wire(one, self.options.comm_dtype))
+            tensors += wires[-1].tensors
+        return tensors
 
     def _returned(
         self, damping_of: Callable[[Layer], float]
@@ -483,7 +495,7 @@ class Preconditioner:
         new: dict[Tensor, Tensor] = {}
         terms: dict[Layer, Tensor] = {}
         layers = [layer for layer in self.sharded if layer in self.second_order.ready]
-        for chunk in chunks(layers, lambda x: gradients.bytes_of([x]), self.ranks.bucket_bytes):
+        for chunk in chunks(layers, _gradient_bytes, self.ranks.bucket_bytes):
             whole = self._gather(chunk)
             preconditioned: dict[Tensor, Tensor] = {}
             for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):
@@ -511,7 +523,7 @@ class Preconditioner:
                     for rank in ranks:
                         if shards.sends(rank, me):
                             incoming[rank].append(shards.part(whole[p], rank))
-        self.ranks.swap(outgoing, incoming, "gradients")
+        self.ranks.swap(outgoing, incoming, layers[0].parameters[0].device, "gradients")
         return whole
 
     def _return(
@@ -540,7 +552,7 @@ class Preconditioner:
                 dtype = stack_key(layer, "g").dtype
                 terms[layer] = torch.empty(2, dtype=dtype, device=layer.parameters[0].device)
             incoming[owner].append(terms[layer])
-        self.ranks.swap(outgoing, incoming, "gradients")
+        self.ranks.swap(outgoing, incoming, layers[0].parameters[0].device, "gradients")
 
     def _shards(self, layer: Layer) -> list[sharding.Shards]:
         both = zip(self.sharded[layer], layer.covers, strict=True)
@@ -853,6 +865,10 @@ def _task(layer: Layer) -> Task:
     a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
     diagonal_a = layer.diagonal_input or a > layer.wide
     return Task(layer.name, a, g, diagonal_a, g > layer.wide, layer.blocks)
+
+
+def _gradient_bytes(layer: Layer) -> int:
+    return gradients.elements([layer]) * stack_key(layer, "g").dtype.itemsize
 
 
 def _described(found: Coverage) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import algebra
-from .collectives import Cargo, Ranks, chunks
+from .collectives import Circle, Ranks, Shipment, cargo_bytes, chunks
 from .layers import Layer
 from .stacks import (
     Factor,
@@ -20,6 +22,7 @@ from .stacks import (
     Specs,
     Stack,
     StackKey,
+    by_device,
     joined,
     per_block,
     slots_of,
@@ -158,48 +161,58 @@ class SecondOrder:
 
     def share(self, layout: Layout, layers: Sequence[Layer], owner_of: OwnerOf) -> None:
         """Bring new state from the owners to all gradient workers."""
-        if self.ranks.grid.workers == 1:
+        grid = self.ranks.grid
+        if grid.workers == 1:
             return
-        packed: list[tuple[Factor, Tensor]] = []
-        by_root: dict[tuple[int, torch.device], list[Factor]] = {}
-        for layer in layers:
-            if layer in layout.pair_of:
-                for side in "ag":
-                    factor = layout.factors[layer, side]
-                    place = owner_of(layer, side), factor.stack.key.device
-                    by_root.setdefault(place, []).append(factor)
-        cargo = []
-        for (root, _), factors in by_root.items():
-            for chunk in chunks(factors, self._bytes, self.ranks.bucket_bytes):
-                tensors = [
-                    t for f in chunk for t in self._state(f, root == self.ranks.rank, packed)
+        for same in by_device(layers):
+            device = stack_key(same[0], "g").device
+            packed: list[tuple[Factor, Tensor]] = []
+            groups = []
+            for column in range(grid.columns):
+                by_root: dict[int, list[Key]] = {}
+                for layer in same:
+                    for side in "ag":
+                        if owner_of(layer, side) % grid.columns == column:
+                            by_root.setdefault(owner_of(layer, side), []).append((layer, side))
+                shipments = [
+                    Shipment(root, size, functools.partial(self._states, layout, keys, packed))
+                    for root, all_keys in by_root.items()
+                    for keys, size in self._parts(all_keys)
                 ]
-                cargo.append(Cargo(root, tensors))
-        self.ranks.among_workers(cargo, "second_order")
-        for factor, half in packed:
-            factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
+                groups.append(Circle(grid.workers_of(column), shipments))
+            self.ranks.spread(groups, device, "second_order")
+            for factor, half in packed:
+                factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
 
-    def _state(
-        self, factor: Factor, own: bool, packed: list[tuple[Factor, Tensor]]
+    def _parts(self, keys: list[Key]) -> Iterator[tuple[list[Key], int]]:
+        """What goes together, with its size in bytes."""
+        for part in chunks(keys, self._bytes, self.ranks.bucket_bytes):
+            yield part, sum(map(self._bytes, part))
+
+    def _bytes(self, key: Key) -> int:
+        layer, side = key
+        shape = stack_key(layer, side)
+        specs = self.specs(shape, layer.blocks)
+        if self.method == "inverse" and not shape.diagonal:
+            dtype = specs["inverse"][1]
+            specs = {"half": ((layer.blocks, algebra.packed_size(shape.size)), dtype)}
+        return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
+
+    def _states(
+        self, layout: Layout, keys: list[Key], packed: list[tuple[Factor, Tensor]]
     ) -> list[Tensor]:
-        """What there is to send of a factor; an inverse goes as half of it, noted in ``packed``."""
-        tensors = factor.stack.tensors
-        if self.method != "inverse" or factor.stack.key.diagonal:
-            return [factor[name] for name in ("values", "vectors", "inverse") if name in tensors]
-        matrices = factor["inverse"]
-        size = algebra.packed_size(factor.stack.key.size)
-        half = algebra.pack(matrices) if own else matrices.new_empty(len(matrices), size)
-        # Its root unpacks it, too, so that all have the same bits.
-        packed.append((factor, half))
-        return [half]
-
-    def _bytes(self, factor: Factor) -> int:
-        key, blocks = factor.stack.key, factor.layer.blocks
-        tensors = factor.stack.tensors
-        if self.method == "inverse" and not key.diagonal:
-            return blocks * algebra.packed_size(key.size) * tensors["inverse"].element_size()
-        names = [name for name in ("values", "vectors", "inverse") if name in tensors]
-        return sum(factor[name].nbytes for name in names)
+        """What there is to send of factors; an inverse goes as half of it, noted in ``packed``."""
+        tensors = []
+        for key in keys:
+            factor = layout.factors[key]
+            shape = factor.stack.key
+            if self.method != "inverse" or shape.diagonal:
+                tensors += [factor[name] for name in self.specs(shape, 1)]
+            else:
+                # Its root unpacks it, too, so that all have the same bits.
+                tensors.append(algebra.pack(factor["inverse"]))
+                packed.append((factor, tensors[-1]))
+        return tensors
 
     def multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
         """Form the eigenvalue products of layers with a new state, where they are stored."""

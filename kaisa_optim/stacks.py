@@ -184,3 +184,10 @@ def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
     for layer in layers:
         grouped.setdefault((stack_key(layer, "g"), stack_key(layer, "a")), []).append(layer)
     return list(grouped.values())
+
+
+def by_device(layers: Iterable[Layer]) -> list[list[Layer]]:
+    devices: dict[torch.device, list[Layer]] = {}
+    for layer in layers:
+        devices.setdefault(stack_key(layer, "g").device, []).append(layer)
+    return list(devices.values())
