@@ -78,9 +78,6 @@ class Piece(NamedTuple):
     owner: int  # the rank that it ends at, or that it comes from
 
 
-Goes = Callable[[Piece, int], bool]  # whether a piece goes to, or comes from, a rank
-
-
 @functools.lru_cache(maxsize=1024)
 def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
     """Who adds up which part of a bucket of ``(owner, size)`` segments.
@@ -108,7 +105,7 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-class _Bucket:
+class Bucket:
     """Parcels that travel together, and the way of every piece of them."""
 
     def __init__(self, parcels: list[Parcel], world: int) -> None:
@@ -128,7 +125,7 @@ class _Bucket:
 
 
 class _Flight(NamedTuple):
-    bucket: _Bucket
+    bucket: Bucket
     sent: Tensor  # alive until it has arrived
     received: Tensor
     scales: Tensor | None
@@ -215,14 +212,14 @@ class Ranks:
             flight = on_the_way.popleft()
             yield flight.bucket.parcels, self._arrive(flight, kind)
 
-    def buckets(self, parcels: list[Parcel]) -> Iterator[_Bucket]:
+    def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket]:
         """Parcels of one device and dtype, up to the size that the user has set."""
         for same in _by_place(parcels):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
             for chunk in chunks(same, lambda parcel: parcel.size, limit):
-                yield _Bucket(chunk, self.world)
+                yield Bucket(chunk, self.world)
 
-    def _send(self, bucket: _Bucket, terms: list[Tensor], kind: str) -> _Flight:
+    def _send(self, bucket: Bucket, terms: list[Tensor], kind: str) -> _Flight:
         place = bucket.parcels[0]
         wire = self.comm_dtype or place.dtype
         scales = None
@@ -241,7 +238,7 @@ class Ranks:
         work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
         return _Flight(bucket, flat, received, scales, work)
 
-    def _starts(self, bucket: _Bucket) -> tuple[list[int], list[Parcel]]:
+    def _starts(self, bucket: Bucket) -> tuple[list[int], list[Parcel]]:
         return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
@@ -260,15 +257,9 @@ class Ranks:
             flight.work.wait()
         added = flight.received.view(self.world, -1).to(place.dtype).sum(0)
         flat = torch.empty(bucket.size, dtype=place.dtype, device=place.device)
-        _put(flat, bucket.to_add[self.rank], added)
+        _put(flat, [(p.start, p.stop) for p in bucket.to_add[self.rank]], added)
         if any(piece.adder != piece.owner for piece in bucket.pieces):
-            self._move(
-                flat,
-                lambda p, to: p.adder == self.rank and p.owner == to,
-                lambda p, source: p.owner == self.rank and p.adder == source,
-                bucket.pieces,
-                kind,
-            )()
+            self._move(flat, _adder_to_owner(bucket.pieces, self.rank, self.world), kind)()
         mine = {}
         for i, parcel in enumerate(bucket.parcels):
             if parcel.owner == self.rank:
@@ -278,26 +269,17 @@ class Ranks:
                     mine[parcel.key] *= flight.scales[i]
         return mine
 
-    def _move(
-        self, flat: Tensor, goes: Goes, comes: Goes, pieces: Sequence[Piece], kind: str
-    ) -> Callable[[], None]:
-        """Send pieces of ``flat`` to other ranks and take others in; the result waits for them."""
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        outgoing = {rank: [p for p in pieces if goes(p, rank)] for rank in others}
-        incoming = {rank: [p for p in pieces if comes(p, rank)] for rank in others}
-        sizes_out, sizes_in = (
-            [_length(part.get(rank, ())) for rank in range(self.world)]
-            for part in (outgoing, incoming)
-        )
-        parts = [flat[p.start : p.stop] for rank in others for p in outgoing[rank]]
+    def _move(self, flat: Tensor, moves: _Moves, kind: str) -> Callable[[], None]:
+        """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
+        parts = [flat[start:stop] for start, stop in moves.outgoing]
         sent = torch.cat(parts) if parts else flat.new_empty(0)
-        received = flat.new_empty(sum(sizes_in))
-        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+        received = flat.new_empty(sum(moves.sizes_in))
+        work = self._exchange(received, list(moves.sizes_in), sent, list(moves.sizes_out), kind)
 
         def finish(sent: Tensor = sent) -> None:  # which stays alive until then
             with _named(f"receiving {kind}"):
                 work.wait()
-            _put(flat, [p for rank in others for p in incoming[rank]], received)
+            _put(flat, moves.incoming, received)
 
         return finish
 
@@ -425,23 +407,11 @@ class Ranks:
             else:
                 targets += tensors
                 views += parts
-        me = self.rank
         if relayed:
             # What one root could not send to all in time goes by way of other members first.
-            self._move(
-                flat,
-                lambda p, to: p.owner == me and p.adder == to,
-                lambda p, source: p.adder == me and p.owner == source,
-                pieces,
-                kind,
-            )()
-        finish = self._move(
-            flat,
-            lambda p, to: p.adder == me and p.owner != to and to in members,
-            lambda p, source: p.adder == source and p.owner != me,
-            pieces,
-            kind,
-        )
+            self._move(flat, _owner_to_adder(pieces, self.rank, self.world), kind)()
+        moves = _adder_to_all(pieces, tuple(members), self.rank, self.world)
+        finish = self._move(flat, moves, kind)
 
         def unpack() -> None:
             finish()
@@ -451,13 +421,66 @@ class Ranks:
         return unpack
 
 
-def _put(flat: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:
-    """Write values that lie one piece after the other to where the pieces belong."""
+def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None:
+    """Write values that lie one part after the other to where the parts belong."""
     at = 0
-    for piece in pieces:
-        size = piece.stop - piece.start
-        flat[piece.start : piece.stop] = values[at : at + size]
-        at += size
+    for start, stop in parts:
+        flat[start:stop] = values[at : at + stop - start]
+        at += stop - start
+
+
+class _Moves(NamedTuple):
+    """Which parts of a flat buffer a rank sends and receives, in the order of the other ranks."""
+
+    outgoing: list[tuple[int, int]]
+    sizes_out: list[int]
+    incoming: list[tuple[int, int]]
+    sizes_in: list[int]
+
+
+def _moves(
+    outgoing: Iterable[tuple[int, Piece]], incoming: Iterable[tuple[int, Piece]], world: int
+) -> _Moves:
+    """From pieces with the rank that each goes to, or comes from."""
+    parts, sizes = [], []
+    for pairs in (outgoing, incoming):
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, piece in pairs:
+            own = by_rank.setdefault(rank, [])
+            if own and own[-1][1] == piece.start:  # neighbours travel as one
+                own[-1] = own[-1][0], piece.stop
+            else:
+                own.append((piece.start, piece.stop))
+        parts.append([part for rank in sorted(by_rank) for part in by_rank[rank]])
+        counts = [0] * world
+        for rank, own in by_rank.items():
+            counts[rank] = sum(stop - start for start, stop in own)
+        sizes.append(counts)
+    return _Moves(parts[0], sizes[0], parts[1], sizes[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _adder_to_owner(pieces: tuple[Piece, ...], me: int, world: int) -> _Moves:
+    away = [p for p in pieces if p.adder != p.owner]
+    outgoing = [(p.owner, p) for p in away if p.adder == me]
+    return _moves(outgoing, [(p.adder, p) for p in away if p.owner == me], world)
+
+
+@functools.lru_cache(maxsize=1024)
+def _owner_to_adder(pieces: tuple[Piece, ...], me: int, world: int) -> _Moves:
+    away = [p for p in pieces if p.adder != p.owner]
+    outgoing = [(p.adder, p) for p in away if p.owner == me]
+    return _moves(outgoing, [(p.owner, p) for p in away if p.adder == me], world)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adder_to_all(
+    pieces: tuple[Piece, ...], members: tuple[int, ...], me: int, world: int
+) -> _Moves:
+    mine = [p for p in pieces if p.adder == me]
+    outgoing = [(rank, p) for rank in members if rank != me for p in mine if p.owner != rank]
+    incoming = [(p.adder, p) for p in pieces if me not in (p.adder, p.owner)]
+    return _moves(outgoing, incoming, world)
 
 
 @functools.lru_cache(maxsize=1024)

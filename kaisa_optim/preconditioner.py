@@ -450,14 +450,17 @@ class Preconditioner:
         for pair in self.layout.pairs:
             self._with_gradient(pair)
         wires: list[gradients.Wire] = []
-        grid = self.ranks.grid
         ready = [layer for layer in self.active if self._is_whole(layer)]
         for same in by_device(ready):
-            members = grid.receivers_of(self.ranks.rank)
+            members = self.ranks.grid.receivers_of(self.ranks.rank)
+            columns: dict[int, list[Layer]] = {}
+            for layer in same:
+                columns.setdefault(self._column(layer), []).append(layer)
             shipments = []
-            for root in members:
-                column = [x for x in same if self._column(x) == root % grid.columns]
-                for shapes in chunks(alike(column), self._wire_bytes, self.ranks.bucket_bytes):
+            for column in sorted(columns):
+                root = members[column]
+                shapes_of_root = alike(columns[column])
+                for shapes in chunks(shapes_of_root, self._wire_bytes, self.ranks.bucket_bytes):
                     make = functools.partial(self._wires, root, shapes, wires, damping_of)
                     shipments.append(Shipment(root, sum(map(self._wire_bytes, shapes)), make))
             device = stack_key(same[0], "g").device

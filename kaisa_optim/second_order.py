@@ -167,20 +167,21 @@ class SecondOrder:
         for same in by_device(layers):
             device = stack_key(same[0], "g").device
             packed: list[tuple[Factor, Tensor]] = []
-            groups = []
-            for column in range(grid.columns):
-                by_root: dict[int, list[Key]] = {}
-                for layer in same:
-                    for side in "ag":
-                        if owner_of(layer, side) % grid.columns == column:
-                            by_root.setdefault(owner_of(layer, side), []).append((layer, side))
+            columns: dict[int, dict[int, list[Key]]] = {}
+            for layer in same:
+                for side in "ag":
+                    root = owner_of(layer, side)
+                    keys = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
+                    keys.append((layer, side))
+            circles = []
+            for column, by_root in columns.items():
                 shipments = [
                     Shipment(root, size, functools.partial(self._states, layout, keys, packed))
                     for root, all_keys in by_root.items()
                     for keys, size in self._parts(all_keys)
                 ]
-                groups.append(Circle(grid.workers_of(column), shipments))
-            self.ranks.spread(groups, device, "second_order")
+                circles.append(Circle(grid.workers_of(column), shipments))
+            self.ranks.spread(circles, device, "second_order")
             for factor, half in packed:
                 factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
 

@@ -1,0 +1,453 @@
+"""What a work assignment costs: the bytes that every rank keeps, and those that arrive there.
+
+Plain numbers from shapes: nothing here needs a tensor, or more than one process. Every byte that
+arrives at a rank has been sent by another, so the means over the ranks of what is received and of
+what is sent are the same; a single rank may send more than it receives, or less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .assignment import Grid, Placement, Task, WorkAssignment
+from .collectives import Bucket, cargo_bytes, chunks
+
+if TYPE_CHECKING:
+    from .sharding import Shards
+
+# By kind, "total" too, as the preconditioner's own answers.
+Usage = dict[str, int]
+Means = dict[str, float]
+
+KEPT = ("factors", "eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "counters")
+MOVED = ("factors", "second_order", "gradients", "status")
+
+_STATUS_HEAD = 6  # numbers of a step's first exchange that belong to no layer
+
+
+class Work(NamedTuple):
+    """One layer's task, and where it is done."""
+
+    task: Task
+    placement: Placement
+    itemsize: int = 4  # bytes of a number in its arithmetic
+    device: Hashable = None  # layers of one device travel together
+    sections: int = 1  # counts of rows that ranks compare
+    frozen: bool = False  # then it costs no more than a question after it
+    shards: tuple[tuple[Shards, int], ...] = ()  # of its parameters, each with its itemsize
+
+
+class _Factor(NamedTuple):
+    """One side of a layer; a parcel to :class:`Bucket`."""
+
+    work: Work
+    owner: int
+    n: int
+    diagonal: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers that say all of it."""
+        return self.work.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)
+
+    @property
+    def elements(self) -> int:
+        return self.work.task.blocks * self.n ** (1 if self.diagonal else 2)
+
+    @property
+    def values(self) -> int:
+        return self.work.task.blocks * self.n
+
+
+def _factors(work: Work) -> tuple[_Factor, _Factor]:
+    task, placement = work.task, work.placement
+    return (
+        _Factor(work, placement.a, task.a, task.diagonal_a),
+        _Factor(work, placement.g, task.g, task.diagonal_g),
+    )
+
+
+def _gradient(work: Work) -> int:
+    """Numbers in a layer's gradient."""
+    return work.task.blocks * work.task.g * work.task.a
+
+
+@dataclass(frozen=True)
+class Account:
+    """The bytes of K-FAC over a grid of ranks; answers are lists by rank.
+
+    ``layers`` are in the model's order, which the buckets and the turns of refreshes follow. Sizes
+    of stored and sent numbers that are ``None`` are those of the arithmetic.
+    """
+
+    layers: Sequence[Work]
+    grid: Grid
+    method: str = "eigen"
+    split: str | None = "pi"  # of the damping, for inverses
+    stored_product: bool = False
+    factor_bytes: int | None = None  # of a number in a running average
+    state_bytes: int | None = None  # of one in eigenvectors, inverses, products
+    wire_bytes: int | None = None  # of one in factors and gradients on their way
+    scaled: bool = False  # each of these travels with its scale, as float16 needs it
+    bucket_bytes: int = 25 * 2**20
+
+    @property
+    def names(self) -> list[str]:
+        """The layers that a refresh of everything means."""
+        return [work.task.name for work in self._active]
+
+    @property
+    def _active(self) -> list[Work]:
+        return [work for work in self.layers if not work.frozen]
+
+    # ---- memory ----
+
+    def memory(self) -> list[Usage]:
+        """What each rank keeps, by kind."""
+        usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
+        applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
+        for work in self._active:
+            column = applied[work.placement.g % self.grid.columns]
+            for factor in _factors(work):
+                own = usage[factor.owner]
+                own["factors"] += factor.elements * (self.factor_bytes or work.itemsize)
+                own["counters"] += work.task.blocks * (work.itemsize + 4)
+                for kind, size in self._state(factor).items():
+                    column[kind] += size
+            if self.stored_product:
+                stored = self.state_bytes or work.itemsize
+                column["eigenvalue_products"] += _gradient(work) * stored
+        for rank, own in enumerate(usage):
+            for kind, size in applied[rank % self.grid.columns].items():
+                own[kind] += size
+            own["total"] = sum(own.values())
+        return usage
+
+    def _state(self, factor: _Factor) -> Usage:
+        """What every gradient worker has of a factor."""
+        stored = self.state_bytes or factor.work.itemsize
+        if self.method == "inverse":
+            return {"inverses": factor.elements * stored}
+        values = {"eigenvalues": factor.values * factor.work.itemsize}
+        return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
+
+    # ---- communication ----
+
+    def step(self, *, factors: bool = False, refresh: Collection[str] = ()) -> list[Usage]:
+        """What arrives at each rank in one step, by kind.
+
+        A plain step has gradients alone. ``factors`` says that it updates the factors, ``refresh``
+        which layers it decomposes.
+        """
+        got = self._gradients()
+        if self.grid.world > 1:
+            chosen = set(refresh)
+            due = [work for work in self._active if work.task.name in chosen]
+            self._add(got["status"], self._words(factors, due))
+            if factors:
+                self._add(got["factors"], self._sums(due))
+            for numbers in self._refreshed_together(factors, due):
+                self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
+            self._add(got["second_order"], self._shared(due))
+        return [
+            {kind: got[kind][rank] for kind in MOVED} | {"total": sum(got[k][rank] for k in MOVED)}
+            for rank in range(self.grid.world)
+        ]
+
+    def per_step(
+        self, factor_update_steps: int, inv_update_steps: int, staggered: bool = True
+    ) -> list[Means]:
+        """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
+        together = math.lcm(factor_update_steps, inv_update_steps)
+        both = math.gcd(factor_update_steps, inv_update_steps)
+        turns = defaultdict(list)
+        for name, turn in self.turns(inv_update_steps, staggered).items():
+            turns[turn].append(name)
+        mean = [dict.fromkeys((*MOVED, "total"), 0.0) for _ in range(self.grid.world)]
+        rest = {True: 1 / factor_update_steps, False: 1 - 1 / factor_update_steps}
+        for turn, names in turns.items():
+            # A turn meets updates of factors in one of so many steps, or never.
+            meets = 1 / together if turn % both == 0 else 0.0
+            for factors, share in ((True, meets), (False, 1 / inv_update_steps - meets)):
+                rest[factors] -= share
+                if share > 0:
+                    _weigh(mean, self.step(factors=factors, refresh=names), share)
+        for factors, share in rest.items():
+            if share > 1e-12:
+                _weigh(mean, self.step(factors=factors), share)
+        return mean
+
+    def turns(self, inv_update_steps: int, staggered: bool = True) -> dict[str, int]:
+        """The step of the interval in which each layer is refreshed."""
+        return {
+            work.task.name: i * inv_update_steps // len(self.layers) if staggered else 0
+            for i, work in enumerate(self.layers)
+            if not work.frozen
+        }
+
+    def _words(self, factors: bool, due: list[Work]) -> list[int]:
+        """What the hosts ask each other."""
+        size = 0
+        # As long as some layer has no statistics, every step might bring them.
+        if factors or due or len(self._active) < len(self.layers):
+            sections = sum(work.sections for work in self.layers)
+            size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections))
+        if due:
+            size += self._ring(8 * (1 + 3 * len(due)))
+        return [size] * self.grid.world
+
+    def _sums(self, first: list[Work]) -> list[int]:
+        """Factors on their way to where they are kept."""
+        world = self.grid.world
+        got = [0] * world
+        for itemsize, bucket in self._buckets(first):
+            wire = self.wire_bytes or itemsize
+            scales = self._ring(len(bucket.parcels) * itemsize) if self.scaled else 0
+            for rank, pieces in enumerate(bucket.to_add):
+                # From every other rank its term of what this one adds up.
+                got[rank] += scales + (world - 1) * wire * sum(p.stop - p.start for p in pieces)
+            for piece in bucket.pieces:
+                if piece.adder != piece.owner:
+                    got[piece.owner] += (piece.stop - piece.start) * itemsize
+        return got
+
+    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, Bucket]]:
+        """Factors as they travel together, with the itemsize of their sums."""
+        names = {work.task.name for work in first}
+        ordered = sorted(self._active, key=lambda work: work.task.name not in names)
+        for (_, itemsize), works in _grouped(ordered, lambda work: (work.device, work.itemsize)):
+            parcels = [factor for work in works for factor in _factors(work)]
+            limit = self.bucket_bytes // (self.wire_bytes or itemsize)
+            for chunk in chunks(parcels, lambda factor: factor.size, limit):
+                yield itemsize, Bucket(chunk, self.grid.world)
+
+    def _refreshed_together(self, factors: bool, due: list[Work]) -> Iterator[int]:
+        """Bytes of mean eigenvalues that owners compare, for each time that they do."""
+        parted = any(work.placement.a != work.placement.g for work in self.layers)
+        if not (parted and self.method == "inverse" and self.split == "pi"):
+            return
+        parts = [due]
+        if factors:  # then layers are refreshed as their factors come
+            chosen = {work.task.name for work in due}
+            here: set[str] = set()
+            parts = []
+            for _, bucket in self._buckets(due):
+                part: dict[str, Work] = {}
+                for factor in bucket.parcels:
+                    work: Any = factor.work  # type: ignore[attr-defined]
+                    name = work.task.name
+                    if name in part or name in here:
+                        part[name] = work
+                    here.add(name)
+                parts.append([work for name, work in part.items() if name in chosen])
+        for part_due in parts:
+            for (_, itemsize), works in _grouped(part_due, lambda w: (w.device, w.itemsize)):
+                yield 2 * itemsize * sum(work.task.blocks for work in works)
+
+    def _shared(self, due: list[Work]) -> list[int]:
+        """New second-order state on its way from its owners to the gradient workers."""
+        got = [0] * self.grid.world
+        everywhere = [0] * self.grid.columns
+        for work in due:
+            for factor in _factors(work):
+                size = self._sent(factor)
+                everywhere[factor.owner % self.grid.columns] += size
+                got[factor.owner] -= size
+        self._add(got, [everywhere[rank % self.grid.columns] for rank in range(self.grid.world)])
+        return got
+
+    def _sent(self, factor: _Factor) -> int:
+        """A factor's state on the wire; of an inverse, half."""
+        if self.method == "inverse":
+            return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
+        return cargo_bytes(self._state(factor).values())
+
+    def _gradients(self) -> dict[str, list[int]]:
+        got = {kind: [0] * self.grid.world for kind in MOVED}
+        whole = [work for work in self._active if not work.shards]
+        sizes = [0] * self.grid.columns
+        columns = _grouped(whole, lambda work: work.placement.g % self.grid.columns)
+        for column, works in columns:
+            for _, alike in _grouped(works, lambda work: (*work.task[1:5], *work[2:4])):
+                sizes[column] += self._wire(alike)
+        total = sum(sizes)
+        received = [total - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
+        self._add(got["gradients"], received)
+        for work in self._active:
+            if work.shards and self.grid.world > 1:
+                self._add(got["gradients"], self._returned(work))
+        return got
+
+    def _wire(self, alike: list[Work]) -> int:
+        """New gradients of layers of one shape on the wire, with what the clip needs of them."""
+        own = alike[0].itemsize
+        sizes = [sum(map(_gradient, alike)) * (self.wire_bytes or own), 2 * len(alike) * own]
+        if self.scaled:
+            sizes.append(sum(work.task.blocks for work in alike) * own)
+        return cargo_bytes(sizes)
+
+    def _returned(self, work: Work) -> list[int]:
+        """A sharded gradient: its parts to the owner, and back as new ones."""
+        got, owner = [0] * self.grid.world, work.placement.g
+        for shards, itemsize in work.shards:
+            for rank in range(self.grid.world):
+                size = cargo_bytes([math.prod(shards.part_shape(rank)) * itemsize])
+                if rank != owner:
+                    got[rank] += size
+                    got[owner] += size * shards.sends(rank, owner)
+        for rank in range(self.grid.world):
+            if rank != owner:
+                got[rank] += cargo_bytes([2 * work.itemsize])  # terms of the clip
+        return got
+
+    def _ring(self, size: int) -> int:
+        """What an all-reduce brings to a rank."""
+        return 2 * size * (self.grid.world - 1) // self.grid.world
+
+    @staticmethod
+    def _add(to: list[int], sizes: list[int]) -> None:
+        to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Papers:
+    """The same layers under the papers' scheme, on the same ranks, for comparison.
+
+    All-reduce gives every factor to every rank, where its running average is kept; inverse workers
+    broadcast decompositions to the gradient workers, and these the gradients to their receivers.
+    Numbers are kept and sent in the arithmetic's precision. With ``packed``, factors and inverses
+    travel as triangles.
+    """
+
+    account: Account
+    packed: bool = False
+
+    def memory(self) -> list[Usage]:
+        grid, kept = self.account.grid, dict.fromkeys(KEPT, 0)
+        usage = [dict.fromkeys(KEPT, 0) for _ in range(grid.world)]
+        for work in self.account._active:
+            for factor in _factors(work):
+                kept["factors"] += factor.elements * work.itemsize
+            for rank in grid.workers_of(work.placement.g):
+                for kind, size in self._state(work, packed=False):
+                    usage[rank][kind] += size
+        for own in usage:
+            own["factors"] += kept["factors"]
+            own["total"] = sum(own.values())
+        return usage
+
+    def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
+        """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
+        grid = self.account.grid
+        got = {kind: [0.0] * grid.world for kind in MOVED}
+        for work in self.account._active:
+            sizes = [f.size if self.packed else f.elements for f in _factors(work)]
+            reduced = 2 * (grid.world - 1) / grid.world * sum(sizes) * work.itemsize
+            workers = grid.workers_of(work.placement.g)
+            for rank in range(grid.world):
+                got["factors"][rank] += reduced / factor_update_steps
+                if rank not in workers:
+                    got["gradients"][rank] += _gradient(work) * work.itemsize
+            for factor, (_, size) in self._roots(work):
+                for rank in workers:
+                    if rank != factor.owner:
+                        got["second_order"][rank] += size / inv_update_steps
+        return [
+            {kind: got[kind][rank] for kind in MOVED} | {"total": sum(got[k][rank] for k in MOVED)}
+            for rank in range(grid.world)
+        ]
+
+    def _state(self, work: Work, packed: bool) -> Iterator[tuple[str, int]]:
+        """Kinds and bytes of a decomposition."""
+        for _, entry in self._roots(work, packed):
+            yield entry
+
+    def _roots(
+        self, work: Work, packed: bool | None = None
+    ) -> Iterator[tuple[_Factor, tuple[str, int]]]:
+        """A decomposition's parts, each with the factor whose owner has it."""
+        packed = self.packed if packed is None else packed
+        for factor in _factors(work):
+            if self.account.method == "inverse":
+                size = factor.size if packed else factor.elements
+                yield factor, ("inverses", size * work.itemsize)
+                continue
+            if not factor.diagonal:
+                yield factor, ("eigenvectors", factor.elements * work.itemsize)
+            if not self.account.stored_product:
+                yield factor, ("eigenvalues", factor.values * work.itemsize)
+        if self.account.stored_product:  # in the eigenvalues' place
+            yield _factors(work)[1], ("eigenvalue_products", _gradient(work) * work.itemsize)
+
+
+class Assigned(Mapping[str, Placement]):
+    """Which rank keeps and decomposes the factors of which layer; its ``repr`` is a table."""
+
+    def __init__(
+        self,
+        strategy: WorkAssignment,
+        grid: Grid,
+        tasks: Sequence[Task],
+        placements: Mapping[str, Placement],
+    ) -> None:
+        self.strategy = strategy
+        self.grid = grid
+        self.tasks = tuple(tasks)
+        self._placements = {task.name: placements[task.name] for task in tasks}
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def workers(self, name: str) -> range:
+        """The ranks that precondition a layer's gradient."""
+        return self.grid.workers_of(self[name].g)
+
+    def __repr__(self) -> str:
+        rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
+        for task in self.tasks:
+            a = _size(task.a, task.diagonal_a, task.blocks)
+            g = _size(task.g, task.diagonal_g, task.blocks)
+            at = self[task.name]
+            rows.append((task.name, a, str(at.a), g, str(at.g), _ranks(self.workers(task.name))))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        count = f"{self.grid.workers} gradient worker{'s' * (self.grid.workers > 1)} a layer"
+        ranks = f"{self.grid.world} rank{'s' * (self.grid.world > 1)}"
+        return "\n".join([f"{self.strategy!r} over {ranks}: {count}", *lines])
+
+
+def _size(n: int, diagonal: bool, blocks: int) -> str:
+    return f"{f'{blocks} x ' if blocks > 1 else ''}{n}{' diagonal' if diagonal else ''}"
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) > 2 and ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", shown[-1]])
+
+
+def _grouped(works: Sequence[Work], key: Any) -> list[tuple[Any, list[Work]]]:
+    groups: dict[Any, list[Work]] = {}
+    for work in works:
+        groups.setdefault(key(work), []).append(work)
+    return list(groups.items())
+
+
+def _weigh(mean: list[Means], step: list[Usage], share: float) -> None:
+    for own, sizes in zip(mean, step, strict=True):
+        for kind, size in sizes.items():
+            own[kind] += share * size
