@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .assignment import Grid, Placement, Task, WorkAssignment
 from .collectives import Bucket, cargo_bytes, chunks
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
 Means = dict[str, float]
+
+N = TypeVar("N", int, float)
 
 KEPT = ("factors", "eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
@@ -98,10 +100,11 @@ class Account:
     @property
     def names(self) -> list[str]:
         """The layers that a refresh of everything means."""
-        return [work.task.name for work in self._active]
+        return [work.task.name for work in self.active]
 
     @property
-    def _active(self) -> list[Work]:
+    def active(self) -> list[Work]:
+        """The layers that are trained."""
         return [work for work in self.layers if not work.frozen]
 
     # ---- memory ----
@@ -110,7 +113,7 @@ class Account:
         """What each rank keeps, by kind."""
         usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
         applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
-        for work in self._active:
+        for work in self.active:
             column = applied[work.placement.g % self.grid.columns]
             for factor in _factors(work):
                 own = usage[factor.owner]
@@ -146,17 +149,14 @@ class Account:
         got = self._gradients()
         if self.grid.world > 1:
             chosen = set(refresh)
-            due = [work for work in self._active if work.task.name in chosen]
+            due = [work for work in self.active if work.task.name in chosen]
             self._add(got["status"], self._words(factors, due))
             if factors:
                 self._add(got["factors"], self._sums(due))
             for numbers in self._refreshed_together(factors, due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             self._add(got["second_order"], self._shared(due))
-        return [
-            {kind: got[kind][rank] for kind in MOVED} | {"total": sum(got[k][rank] for k in MOVED)}
-            for rank in range(self.grid.world)
-        ]
+        return _by_rank(got)
 
     def per_step(
         self, factor_update_steps: int, inv_update_steps: int, staggered: bool = True
@@ -193,7 +193,7 @@ class Account:
         """What the hosts ask each other."""
         size = 0
         # As long as some layer has no statistics, every step might bring them.
-        if factors or due or len(self._active) < len(self.layers):
+        if factors or due or len(self.active) < len(self.layers):
             sections = sum(work.sections for work in self.layers)
             size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections))
         if due:
@@ -204,9 +204,9 @@ class Account:
         """Factors on their way to where they are kept."""
         world = self.grid.world
         got = [0] * world
-        for itemsize, bucket in self._buckets(first):
+        for itemsize, parcels, bucket in self._buckets(first):
             wire = self.wire_bytes or itemsize
-            scales = self._ring(len(bucket.parcels) * itemsize) if self.scaled else 0
+            scales = self._ring(len(parcels) * itemsize) if self.scaled else 0
             for rank, pieces in enumerate(bucket.to_add):
                 # From every other rank its term of what this one adds up.
                 got[rank] += scales + (world - 1) * wire * sum(p.stop - p.start for p in pieces)
@@ -215,15 +215,15 @@ class Account:
                     got[piece.owner] += (piece.stop - piece.start) * itemsize
         return got
 
-    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, Bucket]]:
-        """Factors as they travel together, with the itemsize of their sums."""
+    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket]]:
+        """Factors that travel together: the itemsize of their sums, themselves, their ways."""
         names = {work.task.name for work in first}
-        ordered = sorted(self._active, key=lambda work: work.task.name not in names)
+        ordered = sorted(self.active, key=lambda work: work.task.name not in names)
         for (_, itemsize), works in _grouped(ordered, lambda work: (work.device, work.itemsize)):
             parcels = [factor for work in works for factor in _factors(work)]
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)
             for chunk in chunks(parcels, lambda factor: factor.size, limit):
-                yield itemsize, Bucket(chunk, self.grid.world)
+                yield itemsize, chunk, Bucket(chunk, self.grid.world)
 
     def _refreshed_together(self, factors: bool, due: list[Work]) -> Iterator[int]:
         """Bytes of mean eigenvalues that owners compare, for each time that they do."""
@@ -232,20 +232,17 @@ class Account:
             return
         parts = [due]
         if factors:  # then layers are refreshed as their factors come
-            chosen = {work.task.name for work in due}
-            here: set[str] = set()
+            names = {work.task.name for work in due}
+            seen: set[str] = set()
             parts = []
-            for _, bucket in self._buckets(due):
-                part: dict[str, Work] = {}
-                for factor in bucket.parcels:
-                    work: Any = factor.work  # type: ignore[attr-defined]
-                    name = work.task.name
-                    if name in part or name in here:
-                        part[name] = work
-                    here.add(name)
-                parts.append([work for name, work in part.items() if name in chosen])
-        for part_due in parts:
-            for (_, itemsize), works in _grouped(part_due, lambda w: (w.device, w.itemsize)):
+            for _, parcels, _ in self._buckets(due):
+                parts.append([])
+                for work in [factor.work for factor in parcels if factor.work.task.name in names]:
+                    if work.task.name in seen:  # the other one of its factors
+                        parts[-1].append(work)
+                    seen.add(work.task.name)
+        for part in parts:
+            for (_, itemsize), works in _grouped(part, lambda work: (work.device, work.itemsize)):
                 yield 2 * itemsize * sum(work.task.blocks for work in works)
 
     def _shared(self, due: list[Work]) -> list[int]:
@@ -268,7 +265,7 @@ class Account:
 
     def _gradients(self) -> dict[str, list[int]]:
         got = {kind: [0] * self.grid.world for kind in MOVED}
-        whole = [work for work in self._active if not work.shards]
+        whole = [work for work in self.active if not work.shards]
         sizes = [0] * self.grid.columns
         columns = _grouped(whole, lambda work: work.placement.g % self.grid.columns)
         for column, works in columns:
@@ -277,7 +274,7 @@ class Account:
         total = sum(sizes)
         received = [total - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
         self._add(got["gradients"], received)
-        for work in self._active:
+        for work in self.active:
             if work.shards and self.grid.world > 1:
                 self._add(got["gradients"], self._returned(work))
         return got
@@ -329,11 +326,10 @@ class Papers:
     def memory(self) -> list[Usage]:
         grid, kept = self.account.grid, dict.fromkeys(KEPT, 0)
         usage = [dict.fromkeys(KEPT, 0) for _ in range(grid.world)]
-        for work in self.account._active:
-            for factor in _factors(work):
-                kept["factors"] += factor.elements * work.itemsize
+        for work in self.account.active:
+            kept["factors"] += sum(factor.elements for factor in _factors(work)) * work.itemsize
             for rank in grid.workers_of(work.placement.g):
-                for kind, size in self._state(work, packed=False):
+                for _, kind, size in self._state(work, packed=False):
                     usage[rank][kind] += size
         for own in usage:
             own["factors"] += kept["factors"]
@@ -344,7 +340,7 @@ class Papers:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
         grid = self.account.grid
         got = {kind: [0.0] * grid.world for kind in MOVED}
-        for work in self.account._active:
+        for work in self.account.active:
             sizes = [f.size if self.packed else f.elements for f in _factors(work)]
             reduced = 2 * (grid.world - 1) / grid.world * sum(sizes) * work.itemsize
             workers = grid.workers_of(work.placement.g)
@@ -352,36 +348,25 @@ class Papers:
                 got["factors"][rank] += reduced / factor_update_steps
                 if rank not in workers:
                     got["gradients"][rank] += _gradient(work) * work.itemsize
-            for factor, (_, size) in self._roots(work):
+            for root, _, size in self._state(work, self.packed):
                 for rank in workers:
-                    if rank != factor.owner:
+                    if rank != root:
                         got["second_order"][rank] += size / inv_update_steps
-        return [
-            {kind: got[kind][rank] for kind in MOVED} | {"total": sum(got[k][rank] for k in MOVED)}
-            for rank in range(grid.world)
-        ]
+        return _by_rank(got)
 
-    def _state(self, work: Work, packed: bool) -> Iterator[tuple[str, int]]:
-        """Kinds and bytes of a decomposition."""
-        for _, entry in self._roots(work, packed):
-            yield entry
-
-    def _roots(
-        self, work: Work, packed: bool | None = None
-    ) -> Iterator[tuple[_Factor, tuple[str, int]]]:
-        """A decomposition's parts, each with the factor whose owner has it."""
-        packed = self.packed if packed is None else packed
+    def _state(self, work: Work, packed: bool) -> Iterator[tuple[int, str, int]]:
+        """A decomposition's parts: the rank that makes it, its kind, its bytes."""
         for factor in _factors(work):
             if self.account.method == "inverse":
-                size = factor.size if packed else factor.elements
-                yield factor, ("inverses", size * work.itemsize)
+                numbers = factor.size if packed else factor.elements
+                yield factor.owner, "inverses", numbers * work.itemsize
                 continue
             if not factor.diagonal:
-                yield factor, ("eigenvectors", factor.elements * work.itemsize)
+                yield factor.owner, "eigenvectors", factor.elements * work.itemsize
             if not self.account.stored_product:
-                yield factor, ("eigenvalues", factor.values * work.itemsize)
-        if self.account.stored_product:  # in the eigenvalues' place
-            yield _factors(work)[1], ("eigenvalue_products", _gradient(work) * work.itemsize)
+                yield factor.owner, "eigenvalues", factor.values * work.itemsize
+        if self.account.stored_product:  # it takes the eigenvalues' place
+            yield work.placement.g, "eigenvalue_products", _gradient(work) * work.itemsize
 
 
 class Assigned(Mapping[str, Placement]):
@@ -445,6 +430,12 @@ def _grouped(works: Sequence[Work], key: Any) -> list[tuple[Any, list[Work]]]:
     for work in works:
         groups.setdefault(key(work), []).append(work)
     return list(groups.items())
+
+
+def _by_rank(got: Mapping[str, Sequence[N]]) -> list[dict[str, N]]:
+    """Lists by rank of each kind, as one list, with totals."""
+    ranks = [dict(zip(got, sizes, strict=True)) for sizes in zip(*got.values(), strict=True)]
+    return [own | {"total": sum(own.values())} for own in ranks]
 
 
 def _weigh(mean: list[Means], step: list[Usage], share: float) -> None:

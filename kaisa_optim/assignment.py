@@ -90,6 +90,11 @@ class WorkAssignment(ABC):
             return [Placement(rank, rank) for rank in owners]
         return _balance_parted(costs, grid, load)
 
+    def __repr__(self) -> str:
+        # Ranks compare it, so it must not have an address in it.
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({values})"
+
 
 @dataclass(frozen=True)
 class LayerWise(WorkAssignment):

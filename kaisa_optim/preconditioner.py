@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import assignment as work
 from . import gradients, sharding
 from . import options as checks
+from .account import Account, Assigned, Work
 from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment, checksum, chunks
@@ -62,9 +63,6 @@ class Preconditioner:
         self.strategy = options.strategy
         if any(sharding.is_sharded(p) for p in model.parameters()):
             self.strategy = _for_shards(options, self.ranks.world)
-        self.ranks.grid = work.make_grid(
-            self.strategy, self.ranks.world, options.grad_worker_fraction
-        )
         self.placements: dict[str, Placement] = {}
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.steps = 0
@@ -253,12 +251,17 @@ class Preconditioner:
             setattr(self, name, schedule(self.steps))
 
     def _follow_layers(self) -> None:
-        """Make room for layers that were moved, frozen or unfrozen since the last step."""
+        """Make room for layers that were moved, frozen or unfrozen since the last step.
+
+        Ranks compare what is frozen whenever they exchange anything, and it takes effect then.
+        """
         changed = False
-        for layer, gathered in self.statistics.gathered.items():
-            if gathered.covers != layer.covers:
+        for layer in self.layers.values() if self._exchanges() else ():
+            gathered = self.statistics.gathered.get(layer)
+            covers = layer.covers_now() if gathered is None else gathered.covers
+            if any(covers) and covers != layer.covers:
                 logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
-                layer.covers = gathered.covers
+                layer.covers = covers
                 self.forget(layer)
                 changed = True
         if changed or self._placement != self._place():
@@ -270,6 +273,12 @@ class Preconditioner:
 
     # ---- what all ranks must know alike ----
 
+    def _exchanges(self) -> bool:
+        """Whether ranks have something to agree on in this step; one rank always has."""
+        capture = self._capture
+        assert capture is not None
+        return self.ranks.world == 1 or bool(capture.gathering or capture.missing or self._due())
+
     def _tally(self, groups: list[Group]) -> Tally | None:
         """Agree with the other ranks on what there is in this step; ``None`` for a step of nothing.
 
@@ -280,7 +289,7 @@ class Preconditioner:
         if self._unsettled:
             self._settle_load()
         layers = list(self.layers.values())
-        if self.ranks.world > 1 and not (capture.gathering or capture.missing or self._due()):
+        if not self._exchanges():
             return Tally(0.0, 0.0, {}, {})
         counts, own_terms = self.statistics.counts(layers), self.statistics.terms()
         with_gradient = [any(p.grad is not None for p in x.parameters) for x in layers]
@@ -299,7 +308,8 @@ class Preconditioner:
         )
         failed, captured, graded, once, squared, terms, *present = word[: len(numbers)].tolist()
         if failed:
-            self._raise_together(capture.error, "capturing")
+            error, capture.error = capture.error, None  # the next step may go well
+            self._raise_together(error, "capturing")
         if self.ranks.world * squared != once**2:
             self._raise_difference(self._common(groups), "hyperparameters")
         self._check_gradients(layers, with_gradient, present)
@@ -323,7 +333,9 @@ class Preconditioner:
             if name in group and not isinstance(group[name], Tensor)
         }
         names = ("steps", "kl_clip", "factor_update_steps", "inv_update_steps")
-        return values | {name: getattr(self, name) for name in names}
+        values |= {name: getattr(self, name) for name in names}
+        trained = {f"trained weight, bias of {x.name!r}": x.covers for x in self.layers.values()}
+        return values | trained
 
     def _raise_together(self, error: Exception | None, doing: str) -> None:
         """Raise on all ranks what has failed on some."""
@@ -711,7 +723,8 @@ class Preconditioner:
 
     def _place_layers(self) -> None:
         """Give new layers to ranks; those that are there stay where their factors are."""
-        strategy, grid = self.strategy, self.ranks.grid
+        strategy, fraction = self.strategy, self.options.grad_worker_fraction
+        grid = self.ranks.grid = work.make_grid(strategy, self.ranks.world, fraction)
         tasks = [_task(layer) for layer in self.layers.values()]
         there = [task for task in tasks if task.name in self.placements]
         load = work.loads(strategy, there, self.placements, grid.world)
@@ -814,6 +827,60 @@ class Preconditioner:
         usage["total"] = sum(usage.values())
         usage["pending"] = self.statistics.pending_bytes()
         return usage
+
+    def communication_volume(self) -> dict[str, float]:
+        """Bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
+
+        It is the mean over whole intervals (``factor_update_steps``, ``inv_update_steps``) as they
+        are now, with every layer in use: "factors" on their way to the ranks that keep them,
+        "second_order" results to the gradient workers, "gradients" to all others, and the "status"
+        that ranks exchange. It follows from shapes, without communication; on one process nothing
+        arrives. The gradients' own all-reduce, as DistributedDataParallel's, is not in it.
+        """
+        means = self.account.per_step(
+            self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)
+        )
+        return means[self.ranks.rank]
+
+    @property
+    def assignment(self) -> Assigned:
+        """Who works for which layer: a mapping from names to ranks that prints as a table."""
+        tasks = [_task(layer) for layer in self.layers.values()]
+        return Assigned(self.strategy, self.ranks.grid, tasks, self.placements)
+
+    @property
+    def account(self) -> Account:
+        """What every rank keeps and receives, as shapes and placements tell."""
+        options, second_order = self.options, self.second_order
+        sizes = {
+            name: None if dtype is None else dtype.itemsize
+            for name, dtype in (
+                ("factor_bytes", options.factor_dtype),
+                ("state_bytes", options.inv_dtype),
+                ("wire_bytes", options.comm_dtype),
+            )
+        }
+        return Account(
+            [self._work(layer) for layer in self.layers.values()],
+            self.ranks.grid,
+            method=second_order.method,
+            split=second_order.split,
+            stored_product=second_order.stored_product,
+            scaled=options.comm_dtype == torch.float16,
+            bucket_bytes=self.ranks.bucket_bytes,
+            **sizes,
+        )
+
+    def _work(self, layer: Layer) -> Work:
+        placement = self.placements[layer.name]
+        if not any(layer.covers):
+            return Work(_task(layer), placement, sections=layer.sections, frozen=True)
+        a, g = stack_key(layer, "a"), stack_key(layer, "g")
+        task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
+        sizes = [p.dtype.itemsize for p in layer.parameters]
+        sharded = layer in self.sharded
+        shards = tuple(zip(self._shards(layer), sizes, strict=True)) if sharded else ()
+        return Work(task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards)
 
     def __repr__(self) -> str:
         lines = [f"Preconditioner({self.options.compute_method}, {self.steps} steps taken)"]

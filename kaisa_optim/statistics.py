@@ -100,6 +100,8 @@ class Statistics:
             moments.a.div_(share)
             moments.g.div_(share)
             count = 1.0
+        if self.ranks.world > 1:  # what waits for its reduction waits as it will travel
+            moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         gathered.add(moments, count)
         gathered.runs.add(run)
 
@@ -185,14 +187,13 @@ class Statistics:
         parcels = []
         for layer, side in keys:
             key = stack_key(layer, side)
-            size = layer.blocks * (key.size if key.diagonal else packed_size(key.size))
+            size = layer.blocks * _width(key)
             parcels.append(
                 Parcel((layer, side), owner_of(layer, side), size, key.device, key.dtype)
             )
 
         def flat(bucket: list[Parcel]) -> list[Tensor]:
-            values = self._contributions([p.key for p in bucket], tally)
-            return [(pack(v) if v.dim() == 3 else v).flatten() for v in values]
+            return [v.flatten() for v in self._contributions([p.key for p in bucket], tally)]
 
         for bucket, arrived in self.ranks.reduce(parcels, flat, "factors"):
             sums = {}
@@ -210,7 +211,9 @@ class Statistics:
         for layer, side in keys:
             gathered, key = self.gathered.get(layer), stack_key(layer, side)
             total = None if gathered is None else gathered.a if side == "a" else gathered.g
-            shape = (layer.blocks, *(key.size,) * (1 if key.diagonal else 2))
+            shape = key.shape(layer.blocks)
+            if self.ranks.world > 1:
+                shape = (layer.blocks, _width(key))
             if gathered is None or total is None:
                 values.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
                 continue
@@ -272,6 +275,15 @@ class Statistics:
             average[slots] = average[slots].to(dtype).lerp(new, step).to(average.dtype)
         weight[slots] = grown
         rejected[slots] += (~finite).int()
+
+
+def _packed(moment: Tensor) -> Tensor:
+    return pack(moment) if moment.dim() == 3 else moment
+
+
+def _width(key: StackKey) -> int:
+    """Numbers of one block on the wire."""
+    return key.size if key.diagonal else packed_size(key.size)
 
 
 def _sections(layers: Sequence[Layer]) -> set[int]:

@@ -1,0 +1,237 @@
+"""What K-FAC keeps and sends: this package's account beside that of the papers' scheme.
+
+    python -m benchmarks.traffic [--write docs/traffic.md]
+
+Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
+the tables replace those between the markers of that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kaisa_optim.account import Account, Means, Papers, Usage, Work
+from kaisa_optim.assignment import Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+STRATEGIES: dict[str, WorkAssignment] = {
+    "layer-wise": LayerWise(),
+    "hybrid 1/4": Hybrid(0.25),
+    "hybrid 1/2": Hybrid(0.5),
+    "opt": Opt(),
+}
+INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
+MAX_FACTOR_SIZE = 16384
+MB = 1e6
+
+
+def linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Task:
+    a = inputs + bias
+    return Task(name, a, outputs, a > MAX_FACTOR_SIZE, outputs > MAX_FACTOR_SIZE)
+
+
+def conv(name: str, inputs: int, outputs: int, kernel: int, bias: bool = False) -> Task:
+    return linear(name, inputs * kernel**2, outputs, bias)
+
+
+def norm(name: str, features: int) -> Task:
+    return Task(name, 1, 2, blocks=features)  # scale and shift of each feature
+
+
+def embedding(name: str, entries: int, features: int) -> Task:
+    return Task(name, entries, features, diagonal_a=True)
+
+
+def resnet50() -> list[Task]:
+    tasks = [conv("conv1", 3, 64, 7), norm("bn1", 64)]
+    inputs = 64
+    for stage, (width, count) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
+        for block in range(count):
+            name, outputs = f"layer{stage}.{block}", 4 * width
+            shapes = [(inputs, width, 1), (width, width, 3), (width, outputs, 1)]
+            for i, shape in enumerate(shapes, 1):
+                tasks += [conv(f"{name}.conv{i}", *shape), norm(f"{name}.bn{i}", shape[1])]
+            if block == 0:
+                tasks.append(conv(f"{name}.downsample.0", inputs, outputs, 1))
+                tasks.append(norm(f"{name}.downsample.1", outputs))
+            inputs = outputs
+    return [*tasks, linear("fc", inputs, 1000)]
+
+
+def bert_large(width: int = 1024, vocabulary: int = 30522) -> list[Task]:
+    """For pre-training; with a decoder of its own, since tied weights are left to the base."""
+    sizes = {"word": vocabulary, "position": 512, "token_type": 2}
+    tasks = [embedding(f"{name}_embeddings", size, width) for name, size in sizes.items()]
+    tasks.append(norm("embeddings.norm", width))
+    for i in range(24):
+        tasks += [linear(f"{i}.{name}", width, width) for name in ("query", "key", "value", "out")]
+        tasks.append(norm(f"{i}.attention.norm", width))
+        tasks += [linear(f"{i}.wide", width, 4 * width), linear(f"{i}.narrow", 4 * width, width)]
+        tasks.append(norm(f"{i}.norm", width))
+    tasks += [linear("pooler", width, width), linear("next_sentence", width, 2)]
+    tasks += [linear("transform", width, width), norm("transform.norm", width)]
+    return [*tasks, linear("decoder", width, vocabulary)]
+
+
+def mask_rcnn_heads(classes: int = 91) -> list[Task]:
+    """All but the backbone."""
+    tasks = [conv(f"fpn.inner.{i}", 256 * 2**i, 256, 1, True) for i in range(4)]
+    tasks += [conv(f"fpn.layer.{i}", 256, 256, 3, True) for i in range(4)]
+    tasks.append(conv("rpn.conv", 256, 256, 3, True))
+    tasks += [conv("rpn.cls", 256, 3, 1, True), conv("rpn.bbox", 256, 12, 1, True)]
+    tasks += [linear("box.fc6", 256 * 7 * 7, 1024), linear("box.fc7", 1024, 1024)]
+    tasks += [linear("box.cls", 1024, classes), linear("box.bbox", 1024, 4 * classes)]
+    tasks += [conv(f"mask.{i}", 256, 256, 3, True) for i in range(4)]
+    return [
+        *tasks,
+        conv("mask.deconv", 256, 256, 2, True),
+        conv("mask.logits", 256, classes, 1, True),
+    ]
+
+
+MODELS: dict[str, Callable[[], list[Task]]] = {
+    "ResNet-50": resnet50,
+    "BERT-Large": bert_large,
+    "Mask R-CNN heads": mask_rcnn_heads,
+}
+
+
+def parameters(tasks: Sequence[Task]) -> int:
+    return sum(task.blocks * task.a * task.g for task in tasks)
+
+
+def account(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Account:
+    """With the package's defaults; float32."""
+    grid = make_grid(strategy, world)
+    placements = assign(strategy, tasks, grid)
+    return Account([Work(task, placements[task.name]) for task in tasks], grid)
+
+
+@functools.cache
+def plan(model: str, strategy: str, world: int) -> Account:
+    return account(MODELS[model](), STRATEGIES[strategy], world)
+
+
+def mean(ranks: Sequence[Means] | Sequence[Usage], kind: str = "total") -> float:
+    return statistics.fmean(one[kind] for one in ranks)
+
+
+def largest(ranks: Sequence[Means] | Sequence[Usage]) -> float:
+    return max(one["total"] for one in ranks)
+
+
+@functools.cache
+def schemes(
+    model: str, strategy: str, world: int, every: int, refreshed: int
+) -> dict[str, list[Means]]:
+    """What arrives at each rank in a step: ours, ours with bfloat16 on the wire, the papers'."""
+    ours = plan(model, strategy, world)
+    return {
+        "ours": ours.per_step(every, refreshed),
+        "bf16": replace(ours, wire_bytes=2).per_step(every, refreshed),
+        "papers": Papers(ours).per_step(every, refreshed),
+        "packed": Papers(ours, packed=True).per_step(every, refreshed),
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    align = [":--" if i == 0 else "--:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, align, *rows])
+
+
+def mb(size: float) -> str:
+    size /= MB
+    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}" if size else "0"
+
+
+def traffic_in_full(model: str, world: int, every: int, refreshed: int) -> str:
+    head = [
+        "assignment, MB", "factors", "second order", "gradients", "status", "**total**",
+        "busiest rank", "bf16", "KAISA: factors", "**total**", "busiest rank", "packed",
+        "ours / KAISA", "ours / packed",
+    ]  # fmt: skip
+    rows = []
+    for name in STRATEGIES:
+        found = schemes(model, name, world, every, refreshed)
+        ours, papers = found["ours"], found["papers"]
+        row = [mean(ours, kind) for kind in ("factors", "second_order", "gradients", "status")]
+        row += [mean(ours), largest(ours), mean(found["bf16"])]
+        row += [mean(papers, "factors"), mean(papers), largest(papers), mean(found["packed"])]
+        ratios = [f"{mean(ours) / mean(found[other]):.2f}" for other in ("papers", "packed")]
+        rows.append([name, *map(mb, row), *ratios])
+    return table(head, rows)
+
+
+def traffic_in_short(world: int) -> str:
+    head = ["model, intervals, assignment, MB", "ours", "bf16", "KAISA", "packed", "ours / KAISA"]
+    rows = []
+    for model in MODELS:
+        for every, refreshed in INTERVALS:
+            for name in STRATEGIES:
+                found = schemes(model, name, world, every, refreshed)
+                sizes = [mean(ranks) for ranks in found.values()]
+                title = f"{model}, {every}/{refreshed}, {name}"
+                rows.append([title, *map(mb, sizes), f"{sizes[0] / sizes[2]:.2f}"])
+    return table(head, rows)
+
+
+def memory(world: int) -> str:
+    head = ["model, assignment, MB", "fullest", "mean", "KAISA: fullest", "mean", "ours / KAISA"]
+    rows = []
+    for model in MODELS:
+        for name in STRATEGIES:
+            found = plan(model, name, world)
+            ours, papers = found.memory(), Papers(found).memory()
+            sizes = [largest(ours), mean(ours), largest(papers), mean(papers)]
+            ratio = f"{largest(ours) / largest(papers):.2f}"
+            rows.append([f"{model}, {name}", *map(mb, sizes), ratio])
+    return table(head, rows)
+
+
+def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
+    yield f"### Traffic on {world} ranks"
+    for model, make in MODELS.items():
+        count = parameters(make())
+        reduced = mb(2 * 4 * count * (world - 1) / world)
+        for every, refreshed in INTERVALS:
+            yield (
+                f"**{model}**, factors every {every}, refresh every {refreshed}; for reference, "
+                f"the all-reduce of its {count / MB:.1f} M gradients: {reduced} MB."
+            )
+            yield traffic_in_full(model, world, every, refreshed)
+    yield f"### Traffic on {fewer} ranks"
+    yield traffic_in_short(fewer)
+    for ranks in (world, fewer):
+        yield f"### Memory on {ranks} ranks"
+        yield memory(ranks)
+
+
+def rewritten(page: str, tables: str) -> str:
+    """The page with other tables between its markers."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.traffic",
+        description="Bytes that K-FAC keeps and sends, ours beside the papers' scheme.",
+    )
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
+    options = parser.parse_args(arguments)
+    tables = "\n\n".join(report())
+    if options.write is None:
+        print(tables)
+    else:
+        options.write.write_text(rewritten(options.write.read_text(), tables))
+        print(f"tables written into {options.write}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The account of bytes against real runs, against a spy on torch.distributed, and by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cluster import Scattered, average, batch, network
+from ranks import run
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.account import KEPT, MOVED, Account
+
+WINDOWS = 2  # whole intervals that are counted
+
+
+class Mixed(nn.Module):
+    """Layers of two precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.second = nn.Linear(9, 9).double()
+        self.third = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x.float()).tanh().double()).tanh()
+        return self.head(self.third(x.float()).double())
+
+
+class Case(NamedTuple):
+    network: str = "images"
+    options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes into it)
+    intervals: tuple[int, int] = (2, 3)
+    dtype: torch.dtype = torch.float32
+    frozen: str = ""
+    sharded: bool = False
+
+
+class Measured(NamedTuple):
+    """What one rank saw."""
+
+    account: Account
+    memory: dict[str, int]
+    first: Counter[str]  # received in the first step
+    counted: Counter[str]  # received in some intervals
+    spied: Counter[str]  # the same, as the arguments of torch.distributed tell
+    sent: int
+    volume: dict[str, float]
+
+
+def build(case: Case) -> tuple[nn.Module, KFACSGD]:
+    torch.manual_seed(0)
+    model = Mixed() if case.network == "mixed" else network(case.network, dtype=case.dtype)
+    if case.frozen:
+        model.get_submodule(case.frozen).requires_grad_(False)
+    if case.sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        every, refreshed = case.intervals
+        intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
+        return model, KFACSGD(model, lr=0.01, damping=0.1, **intervals, **case.options)
+
+
+@contextlib.contextmanager
+def spy() -> Iterator[Counter[str]]:
+    """Count what collectives are asked to move, by their names; each still does its work."""
+    counts: Counter[str] = Counter()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    real = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
+
+    def all_to_all_single(output, input, output_split_sizes, input_split_sizes, **options):
+        assert output.numel() == sum(output_split_sizes)
+        assert input.numel() == sum(input_split_sizes)
+        arriving = sum(output_split_sizes) - output_split_sizes[rank]
+        leaving = sum(input_split_sizes) - input_split_sizes[rank]
+        counts["all_to_all_single"] += arriving * output.element_size()
+        counts["sent"] += leaving * input.element_size()
+        sizes = output_split_sizes, input_split_sizes
+        return real["all_to_all_single"](output, input, *sizes, **options)
+
+    def all_reduce(tensor, **options):
+        counts["all_reduce"] += 2 * tensor.nbytes * (world - 1) // world
+        return real["all_reduce"](tensor, **options)
+
+    spies = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce}
+    others = "all_gather all_gather_into_tensor all_gather_object all_to_all broadcast gather"
+    others += " broadcast_object_list irecv isend recv reduce reduce_scatter_tensor scatter send"
+    for name in others.split():
+        spies[name] = lambda *_, name=name, **__: pytest.fail(f"{name} is not in the account")
+    try:
+        for name, function in spies.items():
+            setattr(dist, name, function)
+        yield counts
+    finally:
+        for name in spies:
+            setattr(dist, name, real[name])
+
+
+def train(case: Case, model: nn.Module, opt: KFACSGD, steps: range) -> tuple[Counter[str], ...]:
+    kfac = opt.preconditioner
+    before, spied = Counter(kfac.ranks.received), Counter[str]()
+    for step in steps:
+        assert kfac.steps == step
+        inputs = "chain" if case.network == "mixed" else case.network
+        x, y = batch(inputs, step, 4, torch.float64 if case.network == "mixed" else case.dtype)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if dist.is_initialized():
+            if not case.sharded:
+                average(model.parameters())
+            with spy() as counts:
+                opt.step()
+            spied += counts
+        else:
+            opt.step()
+    return Counter(kfac.ranks.received) - before, spied
+
+
+def measure(case: Case) -> Measured:
+    model, opt = build(case)
+    period = math.lcm(*case.intervals)
+    first, _ = train(case, model, opt, range(1))
+    train(case, model, opt, range(1, period))
+    counted, spied = train(case, model, opt, range(period, (1 + WINDOWS) * period))
+    kfac = opt.preconditioner
+    memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
+    sent = spied.pop("sent", 0)
+    volume = kfac.communication_volume()
+    return Measured(kfac.account, memory, first, counted, spied, sent, volume)
+
+
+def check(case: Case, ranks: list[Measured]) -> None:
+    account = ranks[0].account
+    assert all(one.account == account for one in ranks)
+    every, refreshed = case.intervals
+    staggered = case.options.get("staggered", "normalization" not in case.options)
+    period = math.lcm(every, refreshed)
+    turns = account.turns(refreshed, staggered)
+    steps = [
+        account.step(
+            factors=step % every == 0,
+            refresh=[name for name, turn in turns.items() if turn == step % refreshed],
+        )
+        for step in range(period)
+    ]
+    everything = account.step(factors=True, refresh=account.names)
+    for rank, one in enumerate(ranks):
+        kept = account.memory()[rank]
+        assert {kind: size for kind, size in kept.items() if size} == one.memory
+        assert list(kept) == [*KEPT, "total"]
+        assert one.first == pick(everything[rank])
+        expected = sum((pick(step[rank]) for step in steps), Counter[str]())
+        assert one.counted == Counter({kind: WINDOWS * n for kind, n in expected.items()})
+        assert one.counted.total() == one.spied.total()
+        assert one.counted["status"] <= one.spied["all_reduce"]
+        assert list(one.volume) == [*MOVED, "total"]
+        for kind in MOVED:
+            assert one.volume[kind] == pytest.approx(expected[kind] / period, rel=1e-9, abs=1e-9)
+        assert one.volume["total"] == pytest.approx(expected.total() / period)
+    assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
+
+
+def pick(step: dict[str, int]) -> Counter[str]:
+    """The kinds that move."""
+    assert step["total"] == sum(step[kind] for kind in MOVED)
+    return Counter({kind: step[kind] for kind in MOVED if step[kind]})
+
+
+half, brain = torch.float16, torch.bfloat16
+inverse = {"compute_method": "inverse"}
+CASES = {
+    "defaults": Case(),
+    "double": Case(dtype=torch.float64),
+    "layer-wise": Case(options={"assignment": "layer-wise"}),
+    "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
+    "tokens": Case("tokens"),
+    "all at once": Case(options={"staggered": False}, intervals=(2, 4)),
+    "intervals": Case("chain", {"bucket_cap_mb": 3e-4}, intervals=(3, 2)),
+    "parts": Case(options={"bucket_cap_mb": 1e-3}),
+    "colocated": Case(options={"colocate_factors": True, "bucket_cap_mb": 5e-4}),
+    "bfloat16": Case(options={"comm_dtype": brain}),
+    "float16": Case(options={"comm_dtype": half, "bucket_cap_mb": 5e-4}),
+    "float16 layer-wise": Case("tokens", {"comm_dtype": half, "assignment": "layer-wise"}),
+    "inverse": Case("tokens", inverse),
+    "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
+    "inverse, full split": Case(options=inverse | {"damping_split": "full"}),
+    "inverse, layer-wise": Case(options=inverse | {"assignment": "layer-wise"}),
+    "products": Case(options={"compute_eigenvalue_outer_product": True, "inv_dtype": brain}),
+    "stored": Case("tokens", {"factor_dtype": brain, "inv_dtype": half}),
+    "stored inverses": Case(options=inverse | {"factor_dtype": torch.float64, "inv_dtype": half}),
+    "diagonal": Case(options={"max_factor_size": 6}),
+    "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
+    "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
+    "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
+    "mixed inverses": Case("mixed", inverse),
+    "frozen": Case(frozen="again"),
+    "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
+}
+AT_FOUR = {
+    "half": Case(options={"grad_worker_fraction": 0.5}),
+    "half apart": Case("tokens", {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+    "half float16": Case("tokens", {"grad_worker_fraction": 0.5, "comm_dtype": half}),
+    "half inverse": Case(
+        options=inverse | {"grad_worker_fraction": 0.5, "colocate_factors": False}
+    ),
+    "a user's": Case("chain", {"assignment": Scattered(2), "colocate_factors": False}),
+    "half mixed": Case("mixed", {"grad_worker_fraction": 0.5, "bucket_cap_mb": 2e-4}),
+}
+SHARDED = {
+    "sharded": Case("chain", {"bucket_cap_mb": 2e-4}, sharded=True),
+    "sharded bfloat16": Case("images", {"inv_dtype": brain}, sharded=True),
+}
+
+
+def measure_all(cases: list[Case]) -> list[Measured]:
+    return [measure(case) for case in cases]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process(name):
+    one = measure(CASES[name])
+    check(CASES[name], [one])
+    assert not one.counted
+    assert one.volume == dict.fromkeys((*MOVED, "total"), 0.0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", [*CASES, *SHARDED])
+def test_ranks(name, world):
+    case = {**CASES, **SHARDED}[name]
+    check(case, run(world, measure, case))
+
+
+@pytest.mark.parametrize("name", AT_FOUR)
+def test_four_ranks(name):
+    check(AT_FOUR[name], run(4, measure, AT_FOUR[name]))

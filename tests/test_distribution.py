@@ -1,0 +1,634 @@
+"""Several ranks do what one process does with the joined batch, however the work is spread.
+
+The ranks are real: processes with gloo between them, from a pool that stays. Hypothesis draws in
+the process of the tests and sends what it has drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cluster import (
+    CLASSES,
+    INPUTS,
+    OPTIMIZERS,
+    Plan,
+    Scattered,
+    Trained,
+    assert_alike,
+    average,
+    batch,
+    build,
+    error,
+    even,
+    kept,
+    network,
+    train,
+    train_alone,
+    values,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra
+from kaisa_optim.collectives import Parcel, Ranks, cut
+
+pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+
+WORLDS = (2, 3, 4)
+CURVATURES: dict[str, dict[str, Any]] = {
+    "eigen": {},
+    "product": {"compute_eigenvalue_outer_product": True},
+    "inverse-pi": {"compute_method": "inverse"},
+    "inverse-full": {"compute_method": "inverse", "damping_split": "full"},
+}
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
+
+
+def property_test(examples: int) -> Any:
+    return settings(deadline=None, max_examples=examples, derandomize=True)
+
+
+def divisors(world: int) -> list[int]:
+    return [n for n in range(1, world + 1) if world % n == 0]
+
+
+def check(plan: Plan, tolerance: float = 1e-9) -> list[Trained]:
+    """The plan on its ranks, after its parameters were found to be those of one process."""
+    ranks = run(plan.world, train, plan)
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, train_alone(plan).parameters) < tolerance
+    return ranks
+
+
+# ---- the same update as one process ----
+
+
+@st.composite
+def spreads(draw, world: int) -> dict[str, Any]:
+    """Where the work goes: strategy, fraction, colocation, buckets."""
+    workers = draw(st.sampled_from(divisors(world)))
+    kind = draw(st.sampled_from(["default", "layer-wise", "opt", "fraction", "hybrid", "own"]))
+    chosen: dict[str, Any] = {}
+    if kind == "fraction":
+        chosen = {"grad_worker_fraction": workers / world}
+    elif kind == "hybrid":
+        chosen = {"assignment": "hybrid", "grad_worker_fraction": workers / world}
+    elif kind == "own":
+        chosen = {"assignment": Scattered(workers)}
+    elif kind == "layer-wise":
+        chosen, workers = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}, 1
+    else:
+        named = {"assignment": draw(st.sampled_from([kind, Opt()]))}
+        chosen, workers = named if kind == "opt" else {}, world
+    colocations = [None, True, False] if workers > 1 else [None, True]
+    return {
+        **chosen,
+        "colocate_factors": draw(st.sampled_from(colocations)),
+        "bucket_cap_mb": draw(st.sampled_from([1e-4, 1e-3, 5e-3, 25.0])),
+    }
+
+
+@st.composite
+def curvatures(draw) -> dict[str, Any]:
+    return {
+        **CURVATURES[draw(st.sampled_from(list(CURVATURES)))],
+        "damping": draw(st.sampled_from([0.01, 0.1, 1.0])),
+        "factor_decay": draw(st.sampled_from([0.5, 0.95, 1.0])),
+        "kl_clip": draw(st.sampled_from([None, 1e-5])),
+        "factor_update_steps": draw(st.integers(1, 3)),
+        "inv_update_steps": draw(st.integers(1, 4)),
+        "staggered": draw(st.sampled_from([None, True, False])),
+        "max_factor_size": draw(st.sampled_from([16384, 7])),
+    }
+
+
+@st.composite
+def plans(draw) -> Plan:
+    world = draw(st.sampled_from(WORLDS))
+    name = draw(st.sampled_from(["images", "tokens", "chain"]))
+    options, alone = draw(curvatures()), {}
+    weighed = draw(st.booleans())
+    if not weighed and draw(st.integers(0, 3)) == 0:
+        # The papers' code leaves K out: what each rank averages over its own examples is then
+        # larger by the number of ranks, as if the joined loss had been scaled down.
+        options["normalization"] = "kaisa"
+        alone = {"grad_scaler": 1 / world}
+    else:
+        options["weight_sharing"] = draw(st.sampled_from(["expand", "reduce"]))
+        if not weighed:
+            options["loss_terms"] = draw(st.sampled_from(["examples", "positions"]))
+    micro = draw(st.integers(1, 3))
+    if weighed:
+        part = st.tuples(*[st.integers(1, 3)] * micro)
+        sizes = draw(st.tuples(*[part] * world))
+    else:
+        sizes = even(world, draw(st.integers(1, 3)), micro)
+    return Plan(
+        sizes,
+        name,
+        draw(st.sampled_from(list(OPTIMIZERS))),
+        options=options,
+        alone=alone,
+        spread=draw(spreads(world)),
+        wrapper=draw(st.sampled_from([{}, {"gradient_as_bucket_view": True}, None])),
+        groups=draw(st.booleans()),
+        weighed=weighed,
+    )
+
+
+@given(plans())
+@property_test(70)
+def test_ranks_take_the_steps_of_one_process(plan):
+    check(plan)
+
+
+@pytest.mark.parametrize("curvature", list(CURVATURES))
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_fraction_takes_the_same_steps(world, curvature):
+    # Hypothesis may miss one of them.
+    options = {**CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
+    for workers in divisors(world):
+        for together in (True, False) if workers > 1 else (True,):
+            spread = {"grad_worker_fraction": workers / world, "colocate_factors": together}
+            check(Plan(even(world, 2), "images", options=options, spread=spread))
+
+
+def test_the_clip_is_active_where_it_is_drawn():
+    plan = Plan(even(2, 2), "tokens", options={"kl_clip": 1e-5}, steps=1)
+    free = dataclasses.replace(plan, options={"kl_clip": None})
+    ranks = [run(2, train, p)[0].parameters for p in (plan, free)]
+    assert error(*ranks) > 1e-3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_of_terms_are_one_term_a_rank(world):
+    sizes = even(world, 2)
+    rows = 2 * world
+    alone = {"loss_reduction": "mean", "loss_terms": world}
+    options = {"loss_reduction": "sum", "kl_clip": None}
+    scale = rows / world  # each rank's loss is then the sum over its own examples
+    check(Plan(sizes, "images", options=options, alone=alone, loss_scale=scale))
+
+
+@pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"assignment": "opt"}])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["images", "tokens"])
+def test_factors_of_ragged_batches_are_those_of_the_joined_batch(name, sharing, spread):
+    # The losses are not weighed: gradients differ from the joined batch's, factors do not.
+    sizes = ((1, 2), (4,), (2, 1, 1))
+    options = {"weight_sharing": sharing, "factor_update_steps": 1, "factor_decay": 0.7}
+    plan = Plan(sizes, name, base={"lr": 0.0}, options=options, spread=spread, steps=3)
+    with pytest.warns(UserWarning, match="lr 0 at construction"):
+        expected = train_alone(plan).factors
+    found: dict[Any, Tensor] = {}
+    for rank in run(plan.world, train_unweighed, plan):
+        assert not found.keys() & rank.keys()  # each is kept once
+        found |= rank
+    assert error(found, expected) < 1e-12
+
+
+def train_unweighed(plan: Plan) -> dict[tuple[str, str], Tensor]:
+    """Each rank's loss is the mean over its own examples; the factors that it keeps then."""
+    rank = dist.get_rank()
+    model = network(plan.network)
+    opt = build(plan, model, model, **plan.spread)
+    sizes = plan.sizes[rank]
+    before = sum(sum(own) for own in plan.sizes[:rank])
+    for step in range(plan.steps):
+        x, y = batch(plan.network, step, plan.rows)
+        opt.zero_grad()
+        start = before
+        for n in sizes:
+            part = slice(start, start + n)
+            (F.cross_entropy(model(x[part]), y[part]) * n / sum(sizes)).backward()
+            start += n
+        average(model.parameters())
+        opt.step()
+    return kept(opt)
+
+
+class Unnamed(WorkAssignment):
+    """As short as a user's may be: it has neither a repr nor an equality of its own."""
+
+    def gradient_workers(self, world: int) -> int:
+        return 1
+
+
+def train_unnamed(plan: Plan) -> Trained:
+    return train(dataclasses.replace(plan, spread={"assignment": Unnamed()}))
+
+
+def test_a_short_assignment_of_a_user():
+    plan = Plan(even(2, 2), steps=3)
+    ranks = run(2, train_unnamed, plan)
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, train_alone(plan).parameters) < 1e-9
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("curvature", list(CURVATURES))
+@pytest.mark.parametrize("name", ["images", "tokens"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_fractions_have_the_same_bits(world, name, curvature):
+    options = {**CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
+    found = []
+    for workers in divisors(world):
+        spread = {"grad_worker_fraction": workers / world, "colocate_factors": True}
+        found.append(run(world, train, Plan(even(world, 2), name, options=options, spread=spread)))
+    assert_alike([rank.parameters for ranks in found for rank in ranks])
+
+
+@given(st.data())
+@property_test(15)
+def test_all_ways_to_spread_have_the_same_bits(data):
+    # LAPACK's bits follow the alignment of each matrix of a batch, and the batch is what one rank
+    # decomposes at once: matrices of 32 bytes or a multiple are aligned in every batch.
+    world = data.draw(st.sampled_from(WORLDS))
+    options = data.draw(curvatures())
+    plan = Plan(even(world, 2), "chain", options={**options, "max_factor_size": 16384})
+    found = [
+        run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
+        for _ in range(2)
+    ]
+    assert_alike([rank.parameters for ranks in found for rank in ranks])
+
+
+@given(st.data())
+@property_test(12)
+def test_factors_have_the_same_bits_wherever_they_are_kept(data):
+    world = data.draw(st.sampled_from(WORLDS))
+    name = data.draw(st.sampled_from(["images", "tokens"]))
+    plan = Plan(even(world, 2), name, options={"max_factor_size": 7}, steps=1)
+    found = []
+    for _ in range(2):
+        ranks = run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
+        found.append({key: value for rank in ranks for key, value in rank.factors.items()})
+    assert_alike(found)
+
+
+# ---- less precision ----
+
+
+@pytest.mark.parametrize("curvature", list(CURVATURES))
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_first_update_in_float32(world, curvature):
+    # The full split has the damping on both sides, so that its square is in the result.
+    damping = 0.1 if curvature == "inverse-full" else 0.01
+    options = {**CURVATURES[curvature], "kl_clip": None, "damping": damping}
+    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    for name in ("images", "tokens"):
+        plan = Plan(even(world, 2), name, base=base, options=options, dtype=torch.float32, steps=1)
+        alone = train_alone(plan).parameters
+        for workers in divisors(world):
+            spread = {"grad_worker_fraction": workers / world}
+            ranks = run(world, train, dataclasses.replace(plan, spread=spread))
+            assert_alike([rank.parameters for rank in ranks])
+            expected, actual = (updates(plan, p) for p in (alone, ranks[0].parameters))
+            assert error(actual, expected) < 1e-4
+
+
+def updates(plan: Plan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    before = values(network(plan.network, dtype=plan.dtype))
+    return {name: before[name] - p for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+@pytest.mark.parametrize(
+    ("wire", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_half_precision_on_the_wire(world, wire, unit, scale):
+    """Rounded to ``unit``, A and G are off by no more than that times their trace, so F = G ⊗ A by
+    2 unit tr A tr G, and (F + γI)⁻¹∇ relatively by that over γ; and once more when it travels.
+
+    The loss × c with the damping × c² is the same in other units.
+    """
+    damping = 2.0
+    options = {"damping": damping * scale**2, "kl_clip": None}
+    # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
+    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    plan = Plan(even(world, 4), "chain", base=base, options=options, loss_scale=scale, steps=1)
+    alone = train_alone(plan)
+    expected = updates(plan, alone.parameters)
+    for workers in divisors(world):
+        spread = {"comm_dtype": wire, "grad_worker_fraction": workers / world}
+        ranks = run(world, train, dataclasses.replace(plan, spread=spread))
+        assert_alike([rank.parameters for rank in ranks])
+        actual = updates(plan, ranks[0].parameters)
+        assert error(actual, expected) > 0  # it did travel in half precision
+        for layer in {name for name, _ in alone.factors}:
+            traces = [float(alone.factors[layer, side].diagonal(0, 1, 2).sum()) for side in "ag"]
+            bound = unit * (1 + 2 * math.prod(traces) / options["damping"])
+            assert bound < 0.05
+            own = {name: p for name, p in expected.items() if name.startswith(f"{layer}.")}
+            assert error({name: actual[name] for name in own}, own) <= 1.1 * bound
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_ten_steps_with_half_precision_on_the_wire(optimizer, wire):
+    for world in WORLDS:
+        spread = {"comm_dtype": wire, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
+        options = {"damping": 1.0, **INTERVALS}
+        check(Plan(even(world, 2), "images", optimizer, options=options, spread=spread), 0.02)
+
+
+# ---- parts ----
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_packing_loses_nothing(n):
+    matrices = torch.randn(3, n, n, dtype=torch.float64)
+    matrices = matrices + matrices.mT
+    matrices[1, 0, n - 1] = matrices[1, n - 1, 0] = math.nan
+    matrices[2, n // 2, n // 2] = math.inf
+    packed = algebra.pack(matrices)
+    assert packed.shape == (3, algebra.packed_size(n)) == (3, n * (n + 1) // 2)
+    unpacked = algebra.unpack(packed, n)
+    assert torch.equal(unpacked.isnan(), matrices.isnan())
+    assert torch.equal(unpacked.nan_to_num(7.0), matrices.nan_to_num(7.0))
+
+
+@given(st.data())
+@property_test(200)
+def test_buckets_are_cut_into_fair_parts(data):
+    world = data.draw(st.integers(1, 64))
+    segment = st.tuples(st.integers(0, world - 1), st.integers(1, 400).map(lambda n: 16 * n))
+    segments = tuple(sorted(data.draw(st.lists(segment, min_size=1, max_size=40))))
+    pieces = cut(segments, world)
+    at = 0
+    load = [0] * world
+    for piece in pieces:
+        assert piece.start == at < piece.stop
+        at = piece.stop
+        load[piece.adder] += piece.stop - piece.start
+        assert piece.start % 16 == piece.stop % 16 == 0
+    total = sum(size for _, size in segments)
+    assert at == total
+    assert max(load) <= 2 * math.ceil(total / (16 * world)) * 16
+    # Every element has its owner.
+    ends = 0
+    for owner, size in segments:
+        ends += size
+        inside = [p for p in pieces if ends - size <= p.start < ends]
+        assert inside[-1].stop == ends
+        assert {p.owner for p in inside} == {owner}
+
+
+def terms(rank: int, parcels: list[tuple[int, int, torch.dtype]], seed: int) -> list[Tensor]:
+    """A rank's part of each sum: numbers of all magnitudes, so that their order tells."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    result = []
+    for _, size, dtype in parcels:
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        result.append((x * 10 ** torch.randint(-3, 4, (size,), generator=generator)).to(dtype))
+    return result
+
+
+Sums = tuple[dict[int, Tensor], list[tuple[int, int]]]
+
+
+def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) -> Sums:
+    """What this rank gets; elements and bytes' limit of every bucket."""
+    ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
+    mine = terms(ranks.rank, parcels, seed)
+    things = [
+        Parcel(i, owner, size, torch.device("cpu"), dtype)
+        for i, (owner, size, dtype) in enumerate(parcels)
+    ]
+    found: dict[int, Tensor] = {}
+    for _, sums in ranks.reduce(things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"):
+        found |= {key: value.clone() for key, value in sums.items()}
+    buckets = [
+        (len(b.parcels), sum(p.size * p.dtype.itemsize for p in b.parcels))
+        for b in ranks.buckets(things)
+    ]
+    return found, buckets
+
+
+@given(st.data())
+@property_test(60)
+def test_sums_are_those_in_the_order_of_the_ranks(data):
+    world = data.draw(st.sampled_from(WORLDS))
+    dtypes = st.sampled_from([torch.float32, torch.float64])
+    # One owner of all is the worst case: others then add up for it.
+    owners = data.draw(st.sampled_from([st.integers(0, world - 1), st.just(world - 1)]))
+    sizes = st.integers(1, 300) | st.sampled_from([1, 15, 16, 17, 5000])
+    parcels = data.draw(st.lists(st.tuples(owners, sizes, dtypes), min_size=1, max_size=12))
+    cap = data.draw(st.sampled_from([1e-4, 1e-3, 0.02, 25.0]))
+    seed = data.draw(st.integers(0, 2**16))
+    every = [terms(rank, parcels, seed) for rank in range(world)]
+    expected = [functools.reduce(torch.add, parts) for parts in zip(*every, strict=True)]
+    answers = run(world, reduced, parcels, cap, seed)
+    for rank, (sums, buckets) in enumerate(answers):
+        assert sums.keys() == {i for i, (owner, _, _) in enumerate(parcels) if owner == rank}
+        for i, value in sums.items():
+            assert value.dtype == expected[i].dtype and torch.equal(value, expected[i])
+        assert sum(count for count, _ in buckets) == len(parcels)
+        assert all(count == 1 or size <= cap * 2**20 for count, size in buckets)
+
+
+# ---- what DistributedDataParallel may be told ----
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("wrapper", [{"static_graph": True}, {"gradient_as_bucket_view": True}])
+def test_switches_of_ddp(wrapper, fraction):
+    for micro in (1, 2):
+        sizes = even(2, 2, micro)
+        spread = {"grad_worker_fraction": fraction}
+        check(Plan(sizes, "images", options=INTERVALS, spread=spread, wrapper=wrapper))
+
+
+# Which of three ranks use the branch, step by step.
+USES = {
+    "all": ["111", "111", "111", "111", "111", "111"],
+    "some": ["101", "110", "010", "111", "001", "111"],
+    "nobody": ["111", "000", "111", "000", "000", "101"],
+    "late": ["000", "000", "010", "000", "111", "100"],
+}
+STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "damping": 0.1}
+
+Result = tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]  # parameters and factors
+
+
+def branched(
+    uses: list[str],
+    options: dict[str, Any],
+    frozen: tuple[str, ...] = (),
+    with_ddp: bool = False,
+    world: int = 3,
+) -> Result:
+    """Two examples a rank, or those of all ranks; what is ``frozen`` is not from step 2 on."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = network("branched")
+    parameters = dict(model.named_parameters())
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True) if with_ddp else model
+    opt = KFACSGD(wrapped, **STEPS, **options)
+    for step, used in enumerate(uses):
+        if step == 2:
+            model.requires_grad_(True)
+        x, y = batch("branched", step, 2 * world)
+        through = torch.tensor([flag == "1" for flag in used]).repeat_interleave(2)
+        if rank is not None:
+            x, y, through = (t.chunk(world)[rank] for t in (x, y, through))
+        opt.zero_grad()
+        F.cross_entropy(wrapped(x, through), y).backward()
+        if rank is not None and not with_ddp:
+            average(p for n, p in parameters.items() if "1" in used or "branch" not in n)
+        opt.step()
+    return values(model), kept(opt)
+
+
+def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
+    options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": 1e-3, **options}
+    ranks = run(3, branched, USES[uses], options, *args)
+    assert_alike([parameters for parameters, _ in ranks])
+    parameters, factors = branched(USES[uses], options, *args[:1])
+    assert error(ranks[0][0], parameters) < 1e-9
+    assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < 1e-9
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+@pytest.mark.parametrize("with_ddp", [True, False], ids=["ddp", "averaged by hand"])
+@pytest.mark.parametrize("uses", list(USES))
+def test_a_branch_that_ranks_leave_out(uses, with_ddp, assignment):
+    for often in (1, 2):
+        options = {"assignment": assignment, "factor_update_steps": often}
+        check_branched(uses, options, (), with_ddp)
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+@pytest.mark.parametrize("uses", ["all", "some"])
+@pytest.mark.parametrize("frozen", [("branch.weight", "branch.bias"), ("branch.bias",)], ids=str)
+def test_a_branch_that_is_unfrozen(frozen, uses, assignment):
+    # In a step that updates no factors only ranks that see the new layer know how many terms their
+    # losses average.
+    for often in (1, 3) if uses == "all" else (1,):
+        options = {"assignment": assignment, "factor_update_steps": often}
+        check_branched(uses, options, frozen)
+
+
+# ---- other ways to build ----
+
+
+def parted(options: dict[str, Any], world: int) -> dict[str, Tensor]:
+    """Two optimizers, each on its part of the model."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = network("images")
+    wrapped = model if rank is None else DistributedDataParallel(model)
+    names = ("first", "norm", "grouped")
+    body = [p for n, p in model.named_parameters() if n.startswith(names)]
+    rest = [p for n, p in model.named_parameters() if not n.startswith(names)]
+    rest = [p for p in rest if p.requires_grad]
+    one = KFACSGD(body, **STEPS, model=wrapped, **options, **INTERVALS)
+    other = KFACSGD(rest, **STEPS, model=wrapped, compute_method="inverse", **options)
+    for step in range(6):
+        x, y = batch("images", step, 2 * world)
+        if rank is not None:
+            x, y = (t.chunk(world)[rank] for t in (x, y))
+        for opt in (one, other):
+            opt.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        for opt in (other, one):
+            opt.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+def test_two_optimizers_on_one_model(assignment):
+    options = {"assignment": assignment}
+    ranks = run(3, parted, options, 3)
+    assert_alike(ranks)
+    assert error(ranks[0], parted(options, 3)) < 1e-9
+
+
+def halves(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Two ranks train one model, two another, at the same time."""
+    groups = two_groups()
+    rank = dist.get_rank()
+    half, group = rank // 2, groups[rank // 2]
+    name = ("images", "tokens")[half]
+    model = network(name)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    opt = KFACSGD(wrapped, **STEPS, process_group=group, **options)
+    for step in range(6 - half):  # nor do they take as many steps
+        x, y = (t.chunk(2)[rank % 2] for t in batch(name, step, 4))
+        opt.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        opt.step()
+    return values(model)
+
+
+@functools.cache  # the ranks stay, and each group takes sockets
+def two_groups() -> list[Any]:
+    return [dist.new_group(members) for members in ([0, 1], [2, 3])]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_groups_that_train_different_models(fraction):
+    options = {**INTERVALS, "grad_worker_fraction": fraction}
+    ranks = run(4, halves, options)
+    for half, name in enumerate(("images", "tokens")):
+        both = ranks[2 * half : 2 * half + 2]
+        assert_alike(both)
+        plan = Plan(even(2, 2), name, base=STEPS_OF_SGD, options={"damping": 0.1, **INTERVALS})
+        alone = train_alone(dataclasses.replace(plan, steps=6 - half))
+        assert error(both[0], alone.parameters) < 1e-9
+
+
+STEPS_OF_SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+
+
+def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]:
+    """A model that gets another layer, or another head, while it is trained."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(INPUTS, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)
+    ).double()
+    opt = KFACSGD(model, **STEPS, **options, **INTERVALS)
+    for step in range(10):
+        if step == 4:
+            new = [nn.Linear(6, CLASSES).double()]
+            if change == "layer":
+                new = [nn.Linear(CLASSES, 6).double(), nn.Linear(6, CLASSES).double()]
+                model.extend([nn.Tanh(), *new])
+            else:
+                model[4] = new[0]
+            for layer in new:
+                opt.add_param_group({"params": layer.parameters(), "lr": 0.05})
+        x, y = batch("chain", step, 2 * world)
+        if rank is not None:
+            x, y = (t.chunk(world)[rank] for t in (x, y))
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if rank is not None:
+            average(model.parameters())
+        opt.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("change", ["layer", "head"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_layers_that_come_later(world, change):
+    for workers in divisors(world):
+        options = {"grad_worker_fraction": workers / world}
+        ranks = run(world, grown, options, change, world)
+        assert_alike(ranks)
+        assert error(ranks[0], grown(options, change, world)) < 1e-9
