@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WIDE = 512  # from here on half of a symmetric product is saved by parts
+_PARTS = 4
+
 
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors."""
+    with _precise_matmuls(), _precise_convolutions():
+        yield
+
+
+@contextmanager
+def _precise_matmuls() -> Iterator[None]:
     try:
         older: str | None = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -39,8 +48,37 @@ def full_precision() -> Iterator[None]:
     finally:
         if older is not None:
             torch.set_float32_matmul_precision(older)
-        for backend, value in saved:
-            # What a backend inherits it inherits again, else a later change would pass it by.
+        _restore(saved)
+
+
+@contextmanager
+def _precise_convolutions() -> Iterator[None]:
+    """cuDNN's convolutions use TF32 unless told otherwise."""
+    backends: list[Any] = [
+        getattr(part, "conv", None) for part in (torch.backends.cudnn, torch.backends.mkldnn)
+    ]
+    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    if not saved:  # before torch 2.9
+        allowed = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = allowed
+        return
+    for backend, value in saved:
+        if value not in ("none", "ieee"):
+            backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        _restore(saved)
+
+
+def _restore(saved: list[tuple[Any, str]]) -> None:
+    """What a backend inherits it inherits again, else a later change would pass it by."""
+    for backend, value in saved:
+        if backend.fp32_precision != value:
             backend.fp32_precision = "none"
             if backend.fp32_precision != value:
                 backend.fp32_precision = value
@@ -56,13 +94,32 @@ def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> 
         if append_one:
             moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
         return moment
-    if not append_one:
+    moment = _gram(rows)
+    return bordered(moment, rows.sum(1), rows.shape[1]) if append_one else moment
+
+
+def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
+    """The moment ``[k, n, n]`` of ``count`` rows of sum ``total`` ``[k, n]``, with 1s appended."""
+    k, n = total.shape
+    result = moment.new_empty(k, n + 1, n + 1)
+    result[:, :n, :n] = moment
+    result[:, n, :n] = result[:, :n, n] = total
+    result[:, n, n] = count
+    return result
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Rᵀ R. Of wide ones only the blocks on and under the diagonal are multiplied."""
+    n = rows.shape[-1]
+    if n < _WIDE or rows.shape[1] < n // 4:
         return rows.mT @ rows
-    k, count, n = rows.shape
-    moment = rows.new_empty(k, n + 1, n + 1)
-    moment[:, :n, :n] = rows.mT @ rows
-    moment[:, n, :n] = moment[:, :n, n] = rows.sum(1)
-    moment[:, n, n] = count
+    moment = rows.new_empty(rows.shape[0], n, n)
+    step = -(-n // _PARTS)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        block = rows[:, :, start:].mT @ rows[:, :, start:stop]
+        moment[:, start:, start:stop] = block
+        moment[:, start:stop, stop:] = block[:, stop - start :].mT
     return moment
 
 

@@ -119,6 +119,7 @@ class KFACMixin(Optimizer, Joinable):
     def _start(self, known: Iterable[Tensor] = ()) -> None:
         Joinable.__init__(self)
         self._has_joined = False
+        self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise ValueError(
@@ -151,6 +152,7 @@ class KFACMixin(Optimizer, Joinable):
                 loss = closure()
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
+        self._refuse_join_of_the_model_alone()
         # The second is worked out with the first's in place.
         with (
             _gradients(self._joined_gradients()),
@@ -172,7 +174,11 @@ class KFACMixin(Optimizer, Joinable):
     # ---- ranks that run out of data ----
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """What a rank does that has joined: for torch.distributed.algorithms.Join."""
+        """What a rank does that has joined: for ``Join([model, optimizer])``, the wrapper first.
+
+        ``Join`` is torch.distributed.algorithms.Join. Such a rank takes gradients, lr and K-FAC's
+        settings in every step from one that goes on; its schedulers stay where they were.
+        """
         return _StepsOn(self)
 
     @property
@@ -184,11 +190,23 @@ class KFACMixin(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         return self.preconditioner.ranks.group
 
+    def _refuse_join_of_the_model_alone(self) -> None:
+        """Its ranks without data would answer to the wrapper's collectives, and to none of ours."""
+        config: Any = getattr(self._kfac_model, "_join_config", None)
+        # Torch leaves a wrapper's setting as its last Join made it.
+        entered = config is not self._former_join and config.enable
+        if entered and not self._join_config.enable and self.preconditioner.ranks.world > 1:
+            raise RuntimeError(
+                "the model's join() knows nothing of K-FAC's exchange between ranks; use "
+                "torch.distributed.algorithms.Join([model, optimizer]) in its place"
+            )
+
     def _joined_gradients(self) -> dict[Tensor, Tensor]:
         """Inside Join: what ranks that have no more data take from one that has."""
         if not self._join_config.enable:
             return {}
-        Join.notify_join_context(self)
+        if not self._has_joined:
+            Join.notify_join_context(self)
         parameters = [p for group in self.param_groups for p in group["params"]]
         kfac = self.preconditioner
         mine = _settings(self), [p.grad is not None for p in parameters]

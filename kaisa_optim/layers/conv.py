@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import second_moment
+from ..algebra import bordered, second_moment
+from ..correlation import patch_moment, patch_sum, pays, windows
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.
@@ -44,12 +45,15 @@ class _Spatial(Layer):
         patches = self._patches(x, grad).unflatten(1, (self.blocks, self.in_shape[0]))
         positions = range(3, 3 + self.dims)
         kernel = range(3 + self.dims, 3 + 2 * self.dims)
-        rows = patches.permute(1, 0, *positions, 2, *kernel)
-        return rows.reshape(self.blocks, x.shape[0], grad.shape[2:].numel(), self.inputs)
+        columns = patches.permute(1, 2, *kernel, 0, *positions)
+        columns = columns.reshape(self.blocks, self.inputs, x.shape[0], grad.shape[2:].numel())
+        return columns.permute(0, 2, 3, 1)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         grad = self._batched(grad).flatten(2)
-        return grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 0, 3, 2)
+        columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
+        # Channel by channel, as memory has them: copied fast, and the product takes them so.
+        return columns.contiguous().permute(0, 2, 3, 1)
 
     def input_moment(
         self,
@@ -74,15 +78,6 @@ class _Spatial(Layer):
         return total
 
 
-def _windows(
-    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
-) -> Tensor:
-    """Sliding windows: ``[batch, channels, *positions, *kernel]``, a view."""
-    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
-    return x
-
-
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_Spatial):
     def __init__(self, name: str, module: _Conv) -> None:
@@ -90,15 +85,48 @@ class ConvLayer(_Spatial):
         # The papers' code knows 2-D convolutions of one group.
         self.in_papers = isinstance(module, nn.Conv2d) and module.groups == 1
 
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        module = self.module
+        assert isinstance(module, _Conv)
+        x, grad = self._batched(x), self._batched(grad)
+        plain = not reduce and not diagonal and set(module.stride) == {1}
+        padded, pad = x, self._padding()
+        if plain and module.padding_mode != "zeros":
+            padded, pad = self._padded(x), [(0, 0)] * self.dims
+        geometry = module.kernel_size, module.dilation, pad
+        if not plain or not pays(padded.shape[2:], *geometry):
+            return super().input_moment(
+                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
+            )
+        padded = padded.to(dtype)
+        moment = patch_moment(padded, *geometry, self.blocks)
+        if not append_one:
+            return moment
+        total = patch_sum(padded, *geometry, self.blocks)
+        return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
+
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
         assert isinstance(module, _Conv)
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, self._padding(), mode=mode)
-        return _windows(x, module.kernel_size, module.stride, module.dilation)
+        return windows(self._padded(x), module.kernel_size, module.stride, module.dilation)
 
-    def _padding(self) -> list[int]:
-        """As F.pad wants it: last dimension first; "same" puts the odd element at the end."""
+    def _padded(self, x: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, _Conv)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        return F.pad(x, [side for pair in reversed(self._padding()) for side in pair], mode=mode)
+
+    def _padding(self) -> list[tuple[int, int]]:
+        """Before and after, in each dimension; "same" puts the odd element at the end."""
         module = self.module
         assert isinstance(module, _Conv)
         pairs = []
@@ -110,7 +138,7 @@ class ConvLayer(_Spatial):
                 pairs.append((0, 0))
             else:
                 pairs.append((int(module.padding[i]), int(module.padding[i])))
-        return [side for pair in reversed(pairs) for side in pair]
+        return pairs
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -134,8 +162,8 @@ class ConvTransposeLayer(_Spatial):
             after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
             pad = [before, after, *pad]
         stuffed = F.pad(stuffed, pad)
-        windows = _windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
-        return windows.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
+        patches = windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
+        return patches.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)

@@ -1,0 +1,107 @@
+"""Moments of patches without patches, against the patches themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from kaisa_optim.algebra import second_moment
+from kaisa_optim.correlation import patch_moment, patch_sum, pays, windows
+from kaisa_optim.layers.conv import ConvLayer
+
+
+def rows_of(x, kernel, dilation, pad, groups):
+    """The patches as rows, ``[groups, N, C·k]``."""
+    dims = len(kernel)
+    x = F.pad(x, [side for pair in reversed(pad) for side in pair])
+    patches = windows(x, kernel, [1] * dims, dilation).unflatten(1, (groups, -1))
+    order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
+    return patches.permute(order).reshape(groups, -1, x.shape[1] // groups * math.prod(kernel))
+
+
+@st.composite
+def geometries(draw):
+    dims = draw(st.integers(1, 3))
+    sides = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    size, kernel, dilation, pad = (
+        draw(st.lists(part, min_size=dims, max_size=dims))
+        for part in (st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), sides)
+    )
+    outputs = [
+        n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
+    ]
+    assume(min(outputs) >= 1)
+    return size, kernel, dilation, pad, draw(st.integers(1, 3))
+
+
+@given(geometries(), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=300, derandomize=True)
+def test_moments_and_sums_are_those_of_the_patches(geometry, seed):
+    size, kernel, dilation, pad, groups = geometry
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 2 * groups, *size, generator=generator, dtype=torch.float64)
+    rows = rows_of(x, kernel, dilation, pad, groups)
+    moment = patch_moment(x, kernel, dilation, pad, groups)
+    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-10, atol=1e-10)
+    total = patch_sum(x, kernel, dilation, pad, groups)
+    torch.testing.assert_close(total, rows.sum(1), rtol=1e-10, atol=1e-10)
+
+
+MODULES = {
+    "same": nn.Conv2d(4, 3, 3, padding=1),
+    "no padding": nn.Conv2d(4, 3, 3),
+    "wide padding": nn.Conv2d(4, 3, 3, padding=(3, 0)),
+    "without bias": nn.Conv2d(4, 3, 3, padding=1, bias=False),
+    "groups": nn.Conv2d(4, 6, (1, 3), padding="same", groups=2),
+    "depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "dilated": nn.Conv2d(4, 3, 3, padding=2, dilation=2),
+    "circular": nn.Conv2d(4, 3, 3, padding=1, padding_mode="circular"),
+    "reflected": nn.Conv2d(4, 3, (3, 1), padding=(1, 0), padding_mode="reflect"),
+    "signals": nn.Conv1d(4, 3, 5, padding=2),
+    "volumes": nn.Conv3d(4, 3, 3, padding=1),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_layer_takes_the_short_way_and_says_the_same(name, monkeypatch):
+    module = MODULES[name].double()
+    layer = ConvLayer("", module)
+    layer.trained = layer.covers = (True, module.bias is not None)
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
+    grad = module(x).detach()
+    kwargs = {"reduce": False, "diagonal": False, "append_one": layer.covers[1]}
+    used = []
+    real = patch_moment
+    monkeypatch.setattr(
+        "kaisa_optim.layers.conv.patch_moment", lambda *args: used.append(1) or real(*args)
+    )
+    moment = layer.input_moment(x, grad, **kwargs, dtype=torch.float64)
+    assert used
+    rows = layer.input_rows(x, grad).flatten(1, 2)
+    expected = second_moment(rows, diagonal=False, append_one=layer.covers[1])
+    torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_it_pays_where_the_image_is_larger_than_the_kernel():
+    geometry = (3, 3), (1, 1), [(1, 1), (1, 1)]
+    assert all(pays((n, n), *geometry) for n in (4, 8, 32))
+    assert not pays((32, 32), (1, 1), (1, 1), [(0, 0), (0, 0)])  # no two taps meet
+    assert not pays((7, 7), (7, 7), (1, 1), [(0, 0), (0, 0)])  # one position
+
+
+@pytest.mark.parametrize("n", [511, 512, 513, 700])
+def test_half_of_a_wide_product_is_all_of_it(n):
+    torch.manual_seed(0)
+    rows = torch.randn(2, 200, n, dtype=torch.float64)
+    moment = second_moment(rows, diagonal=False)
+    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
+    quarter = -(-n // 4)
+    if n >= 512:  # one part is the other's copy
+        assert torch.equal(moment[:, quarter:, :quarter], moment[:, :quarter, quarter:].mT)
