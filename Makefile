@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Test processes; each keeps torch to one thread, so that they do not fight over the cores.
 WORKERS ?= 2
+# The demo's ranks, as torchrun starts them.
+RANKS ?= 2
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
@@ -17,7 +19,8 @@ REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 .PHONY: help setup demo test lint types format clean
 
 help:
-	@echo "make demo    train a network with K-FAC beside its base optimizers (DEMO_ARGS=--short)"
+	@echo "make demo    train a network on two ranks with K-FAC beside its base optimizers"
+	@echo "             (DEMO_ARGS=--short, RANKS=2)"
 	@echo "make test    run the tests, with coverage (TEST_ARGS=...)"
 	@echo "make lint    ruff: rules and formatting; make format repairs what it can"
 	@echo "make types   mypy"
@@ -41,8 +44,10 @@ $(VENV)/all-ready: $(VENV)/demo-ready
 
 setup: $(VENV)/all-ready
 
+# OMP_NUM_THREADS: otherwise torchrun warns; the demo sets its threads itself.
 demo: $(VENV)/demo-ready
-	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+		--nproc-per-node $(RANKS) -m benchmarks.demo $(DEMO_ARGS)
 
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \

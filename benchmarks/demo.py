@@ -1,29 +1,39 @@
 """Train a small convolutional network on scikit-learn's digits, with and without K-FAC.
 
-    python -m benchmarks.demo [--short] [--epochs N] [--seeds N] [--target A] [--out PNG] ...
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.demo [--short] [--epochs N] [--seeds N]
+        [--target A] [--grad-worker-fraction F] [--out PNG] [--device cpu|cuda]
 
 KFACSGD runs beside torch.optim.SGD, KFACAdam beside torch.optim.Adam. All see the same batches from
 the same initial weights, with the same cosine schedule. Each optimizer's learning rate is picked
 from one grid for it and its rival, by the loss on validation images with seed 0; what is reported
 are fresh seeds on test images.
+
+Every rank trains on its share of each batch, under DistributedDataParallel. Without torchrun
+(``python -m benchmarks.demo``) one process does all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -32,7 +42,7 @@ from kaisa_optim import KFACSGD, KFACAdam
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-BATCH = 64
+BATCH = 64  # examples of all ranks
 EVALUATE_EVERY = 5
 # Picked by hand from about ten settings tried on these digits; the output says so.
 KFAC: dict[str, Any] = {
@@ -50,7 +60,7 @@ class Recipe:
     """An optimizer as it is trained here; rivals share a colour and a grid."""
 
     name: str
-    build: Callable[[nn.Module, float], Optimizer]
+    build: Callable[..., Optimizer]  # of a model, a learning rate, and K-FAC's options
     learning_rates: tuple[float, ...]
     color: str
     line: str
@@ -59,33 +69,97 @@ class Recipe:
 RECIPES = (
     Recipe(
         "SGD",
-        lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9),
+        lambda model, lr, **_: torch.optim.SGD(model.parameters(), lr, momentum=0.9),
         SGD_GRID,
         "tab:blue",
         "--",
     ),
     Recipe(
         "KFACSGD",
-        lambda model, lr: KFACSGD(model, lr, momentum=0.9, **KFAC),
+        lambda model, lr, **kfac: KFACSGD(model, lr, momentum=0.9, **kfac),
         SGD_GRID,
         "tab:blue",
         "-",
     ),
     Recipe(
         "Adam",
-        lambda model, lr: torch.optim.Adam(model.parameters(), lr),
+        lambda model, lr, **_: torch.optim.Adam(model.parameters(), lr),
         ADAM_GRID,
         "tab:orange",
         "--",
     ),
     Recipe(
         "KFACAdam",
-        lambda model, lr: KFACAdam(model, lr, **KFAC),
+        lambda model, lr, **kfac: KFACAdam(model, lr, **kfac),
         ADAM_GRID,
         "tab:orange",
         "-",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among those that torchrun started."""
+
+    rank: int
+    world: int
+    device: torch.device
+    why: str = ""  # it is this device, where that may surprise
+
+    @classmethod
+    def find(cls, kind: str | None) -> Place:
+        """One GPU a rank where there are enough of them; else all ranks are on the CPU."""
+        rank, world, local, ranks_here = (
+            int(os.environ.get(name, default))
+            for name, default in (
+                ("RANK", 0),
+                ("WORLD_SIZE", 1),
+                ("LOCAL_RANK", 0),
+                ("LOCAL_WORLD_SIZE", 1),
+            )
+        )
+        gpus = torch.cuda.device_count()
+        if BATCH % world:
+            raise ValueError(f"{world} ranks can't share batches of {BATCH} evenly")
+        if kind == "cuda" and gpus < ranks_here:
+            raise ValueError(
+                f"--device cuda: {ranks_here} ranks need a GPU each, there are {gpus}; start fewer "
+                "ranks (make demo RANKS=1), or leave --device out"
+            )
+        if kind == "cpu" or gpus < ranks_here:
+            few = kind is None and gpus > 0
+            why = f"{gpus} GPU for {ranks_here} ranks; make demo RANKS={gpus} uses it"
+            return cls(rank, world, torch.device("cpu"), why if few else "")
+        return cls(rank, world, torch.device("cuda", local))
+
+    def __str__(self) -> str:
+        ranks = f"{self.world} ranks" if self.world > 1 else "one process"
+        backend = f", {dist.get_backend()}" if self.world > 1 else ""
+        return f"{ranks} on {self.device.type}{backend}" + (f" ({self.why})" if self.why else "")
+
+    def join(self) -> None:
+        """Find the other ranks."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world == 1:
+            return
+        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+            # Otherwise gloo looks up the host's name, which may lead anywhere.
+            loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=2))
+
+    def share(self, batch: Tensor) -> Tensor:
+        return batch.chunk(self.world)[self.rank]
+
+    def all_say(self, thing: Any) -> list[Any]:
+        """What every rank says, by rank."""
+        said = [thing] * self.world
+        if self.world > 1:
+            dist.all_gather_object(said, thing)
+        return said
 
 
 @dataclass(frozen=True)
@@ -111,13 +185,24 @@ class Digits:
         parts = zip(images.to(device).split(sizes), labels.to(device).split(sizes), strict=True)
         return cls(*(Split(*part) for part in parts))
 
-    def batches(self, seed: int, epoch: int) -> Iterator[Split]:
-        """The epoch's full batches; the order depends on seed and epoch alone."""
+    def batches(self, seed: int, epoch: int, place: Place) -> Iterator[Split]:
+        """This rank's shares of the epoch's full batches, which seed and epoch alone decide."""
         generator = torch.Generator().manual_seed(1000 * seed + epoch)
         order = torch.randperm(len(self.train.labels), generator=generator)
         for indices in order.to(self.train.labels.device).split(BATCH):
             if len(indices) == BATCH:
-                yield Split(self.train.images[indices], self.train.labels[indices])
+                mine = place.share(indices)
+                yield Split(self.train.images[mine], self.train.labels[mine])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs have in common."""
+
+    place: Place
+    data: Digits
+    epochs: int
+    kfac: dict[str, Any]
 
 
 @dataclass
@@ -128,6 +213,8 @@ class Curve:
     seconds: list[float] = field(default_factory=list)  # training alone, evaluations left out
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)  # K-FAC's bytes a step, by rank
+    memory: list[int] = field(default_factory=list)  # K-FAC's bytes, by rank
 
     def reaches(self, target: float) -> tuple[int, float] | None:
         """Steps and seconds at the first evaluation with at least this accuracy."""
@@ -191,21 +278,21 @@ def train(
     recipe: Recipe,
     lr: float,
     seed: int,
-    epochs: int,
-    data: Digits,
+    setup: Setup,
     held_out: Split,
     progress: Progress,
 ) -> Curve:
-    device = data.train.images.device
+    place, data, device = setup.place, setup.data, setup.place.device
     torch.manual_seed(seed)
-    model = network().to(device)
-    optimizer = recipe.build(model, lr)
-    steps = epochs * (len(data.train.labels) // BATCH)
+    bare = network().to(device)
+    model = DistributedDataParallel(bare) if place.world > 1 else bare
+    optimizer = recipe.build(model, lr, **setup.kfac)
+    steps = setup.epochs * (len(data.train.labels) // BATCH)
     schedule = CosineAnnealingLR(optimizer, T_max=steps)
     curve = Curve()
     spent, step, start = 0.0, 0, now(device)
-    for epoch in range(epochs):
-        for batch in data.batches(seed, epoch):
+    for epoch in range(setup.epochs):
+        for batch in data.batches(seed, epoch, place):
             optimizer.zero_grad()
             F.cross_entropy(model(batch.images), batch.labels).backward()
             optimizer.step()
@@ -213,13 +300,17 @@ def train(
             step += 1
             if step % EVALUATE_EVERY == 0 or step == steps:
                 spent += now(device) - start
-                loss, accuracy = evaluate(model, held_out)
+                loss, accuracy = evaluate(bare, held_out)  # every rank, all of the images
                 curve.steps.append(step)
                 curve.seconds.append(spent)
                 curve.loss.append(loss)
                 curve.accuracy.append(accuracy)
                 progress.update(step, steps, loss, accuracy)
                 start = now(device)
+    if isinstance(optimizer, KFACSGD | KFACAdam):
+        answers = optimizer.preconditioner
+        curve.received = place.all_say(answers.communication_volume()["total"])
+        curve.memory = place.all_say(answers.memory_usage()["total"])
     return curve
 
 
@@ -230,15 +321,14 @@ class Result:
     curves: list[Curve] = field(default_factory=list)  # on the test images, one a seed
 
 
-def compare(
-    recipes: Sequence[Recipe], data: Digits, epochs: int, seeds: Sequence[int]
-) -> list[Result]:
+def compare(recipes: Sequence[Recipe], setup: Setup, seeds: Sequence[int]) -> list[Result]:
     """Pick each recipe's learning rate, then train it once a seed."""
     progress = Progress(sum(len(recipe.learning_rates) + len(seeds) for recipe in recipes))
 
     def final_loss(recipe: Recipe, lr: float) -> float:
         progress.start(f"{recipe.name:8} lr {lr:<5g} choosing")
-        loss = train(recipe, lr, 0, epochs, data, data.validation, progress).loss[-1]
+        curve = train(recipe, lr, 0, setup, setup.data.validation, progress)
+        loss: float = setup.place.all_say(curve.loss[-1])[0]  # so that all ranks choose alike
         return loss if loss == loss else float("inf")  # a diverged run is never the best
 
     results = []
@@ -250,15 +340,17 @@ def compare(
         for result in results:
             recipe, lr = result.recipe, result.lr
             progress.start(f"{recipe.name:8} lr {lr:<5g} seed {seed}  ")
-            result.curves.append(train(recipe, lr, seed, epochs, data, data.test, progress))
+            result.curves.append(train(recipe, lr, seed, setup, setup.data.test, progress))
     return results
 
 
 def table(results: Sequence[Result], target: float) -> str:
     """Means over the seeds; a target that only some seeds reach is not averaged."""
     lines = [
-        f"{'':10}{'':>8}{f'to {target:.0%} accuracy':>21}{'':>10}{'at the end':>20}",
-        f"{'':10}{'lr':>8}{'steps':>11}{'seconds':>10}{'ms/step':>10}{'loss':>10}{'accuracy':>10}",
+        f"{'':10}{'':>7}{f'to {target:.0%} accuracy':>18}{'':>9}{'at the end':>18}"
+        f"{'K-FAC, a rank':>22}",
+        f"{'':10}{'lr':>7}{'steps':>9}{'seconds':>9}{'ms/step':>9}{'loss':>9}{'accuracy':>9}"
+        f"{'KB in/step':>12}{'KB kept':>10}",
     ]
     for result in results:
         curves = result.curves
@@ -271,9 +363,13 @@ def table(results: Sequence[Result], target: float) -> str:
         milliseconds = statistics.mean(1e3 * c.seconds[-1] / c.steps[-1] for c in curves)
         loss = statistics.mean(curve.loss[-1] for curve in curves)
         accuracy = statistics.mean(curve.accuracy[-1] for curve in curves)
+        received, kept = "-", "-"
+        if curves[0].memory:
+            received = f"{statistics.mean(curves[0].received) / 1e3:.1f}"
+            kept = f"{max(curves[0].memory) / 1e3:.0f}"
         lines.append(
-            f"{result.recipe.name:10}{result.lr:>8g}{steps:>11}{seconds:>10}{milliseconds:>10.1f}"
-            f"{loss:>10.4f}{accuracy:>10.1%}"
+            f"{result.recipe.name:10}{result.lr:>7g}{steps:>9}{seconds:>9}{milliseconds:>9.1f}"
+            f"{loss:>9.4f}{accuracy:>9.1%}{received:>12}{kept:>10}"
         )
     return "\n".join(lines)
 
@@ -317,40 +413,82 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, help="runs to average (default 3; short 1)")
     parser.add_argument("--target", type=float, help="test accuracy to time (0.96; short 0.9)")
     parser.add_argument("--short", action="store_true", help="a look in seconds: SGD's pair only")
+    parser.add_argument("--grad-worker-fraction", type=float, help="K-FAC's option")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the plot goes")
-    parser.add_argument("--device", type=torch.device, help="default: cuda if present, else cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU a rank, or cpu")
     options = parser.parse_args(arguments)
     defaults = (4, 1, 0.9) if options.short else (10, 3, 0.96)
     for name, value in zip(("epochs", "seeds", "target"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.device is None:
-        options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        options.place = Place.find(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
+def cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def gradient_traffic(world: int) -> str:
+    """What the raw gradients' all-reduce brings, which all optimizers pay."""
+    size = sum(p.numel() * p.element_size() for p in network().parameters())
+    return f"{2 * size * (world - 1) / world / 1e3:.1f} KB"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
-    # The tensors are small: one thread is as fast as many, and its timings are steadier.
-    torch.set_num_threads(1)
-    data = Digits.load(options.device)
+    if os.environ.get("RANK", "0") == "0":
+        run(parse(arguments))
+    else:  # the first speaks for all, of what is not an error of this one's own
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            with contextlib.redirect_stderr(nowhere):
+                options = parse(arguments)
+            run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    place = options.place
+    place.join()
+    # Ranks must not fight over the cores; and the tensors are small: more threads don't pay.
+    torch.set_num_threads(max(1, min(4, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
+    data = Digits.load(place.device)
     recipes = RECIPES[:2] if options.short else RECIPES
+    kfac = dict(KFAC)
+    if options.grad_worker_fraction is not None:
+        kfac["grad_worker_fraction"] = options.grad_worker_fraction
+    share = f", {BATCH // place.world} a rank" if place.world > 1 else ""
     print(
-        f"A small convolutional network on {len(data.train.labels):,} digits, on {options.device}: "
-        f"{options.epochs} epochs of {len(data.train.labels) // BATCH} batches of {BATCH}.\n"
-        "First each optimizer's learning rate is chosen, on validation images with seed 0."
+        f"A small convolutional network on {len(data.train.labels):,} digits, {place}: "
+        f"{options.epochs} epochs of\n{len(data.train.labels) // BATCH} batches of {BATCH}{share}. "
+        "First each optimizer's learning rate is chosen, on validation images\nwith seed 0.",
+        flush=True,
     )
-    results = compare(recipes, data, options.epochs, range(1, options.seeds + 1))
+    setup = Setup(place, data, options.epochs, kfac)
+    results = compare(recipes, setup, range(1, options.seeds + 1))
     print(
         f"\nOn {len(data.test.labels)} test images, fresh seeds ({options.seeds} averaged). Rivals "
         "share batches, initial weights, schedule\nand the grid of learning rates. K-FAC's own "
         "settings were picked by hand beforehand, from about ten\ntried on these digits; the base "
         "optimizers keep their usual momentum and betas. K-FAC:\n"
-        f"{', '.join(f'{name}={value}' for name, value in KFAC.items())}.\n"
+        f"{', '.join(f'{name}={value}' for name, value in kfac.items())}.\n"
     )
     print(table(results, options.target))
-    plot(results, options.out)
-    print(f"\nplot: {options.out.resolve()}")
+    if place.world > 1:
+        print(
+            "\nKB in/step: what K-FAC brings to a rank in a step, a mean over steps and ranks; the "
+            "all-reduce of the\ngradients brings "
+            f"{gradient_traffic(place.world)} more, for every optimizer. KB kept: K-FAC's state on "
+            "the fullest rank."
+        )
+    if place.rank == 0:
+        plot(results, options.out)
+        print(f"\nplot: {options.out.resolve()}")
+    if place.world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

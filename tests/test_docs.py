@@ -3,14 +3,18 @@
 import inspect
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run
 
 from kaisa_optim import KFACSGD
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/guide.md"]
+OF_RANKS = "docs/launch.md"  # its examples run on two ranks
 
 
 def blocks(page):
@@ -20,10 +24,29 @@ def blocks(page):
 EXAMPLES = [(page, i, code) for page in PAGES for i, code in enumerate(blocks(page))]
 
 
-@pytest.mark.parametrize("page, i, code", EXAMPLES, ids=[f"{p}-{i}" for p, i, _ in EXAMPLES])
-def test_examples_run(page, i, code):
+def execute(page, i, code):
     torch.manual_seed(0)
     exec(compile(code, f"{page}, example {i}", "exec"), {"__name__": "example"})
+
+
+def execute_on_rank(i, code):
+    """In the process group that is there."""
+    stand_in = mock.create_autospec(dist.init_process_group)
+    with (
+        mock.patch.object(dist, "init_process_group", stand_in),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        execute(OF_RANKS, i, code)
+
+
+@pytest.mark.parametrize("page, i, code", EXAMPLES, ids=[f"{p}-{i}" for p, i, _ in EXAMPLES])
+def test_examples_run(page, i, code):
+    execute(page, i, code)
+
+
+@pytest.mark.parametrize("i, code", list(enumerate(blocks(OF_RANKS))))
+def test_examples_run_on_two_ranks(i, code):
+    run(2, execute_on_rank, i, code)
 
 
 def test_readme_lists_every_kfac_option_with_its_default():
@@ -49,7 +72,7 @@ def test_readme_lists_every_kfac_option_with_its_default():
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, "docs/from_kfac_pytorch.md"]:
+    for page in [*PAGES, OF_RANKS, "docs/from_kfac_pytorch.md"]:
         here = (ROOT / page).parent
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
             assert (here / target).exists(), f"{page}: {target}"

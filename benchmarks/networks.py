@@ -1,0 +1,89 @@
+"""The networks that benchmarks train, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Residual(nn.Module):
+    """Two 3×3 convolutions; where the shape changes, the shortcut takes every other pixel."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.stride = outputs // inputs
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, self.stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        if self.stride > 1:
+            missing = new.shape[1] - x.shape[1]
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, missing))
+        return (x + new).relu()
+
+
+class CifarResNet(nn.Module):
+    """He et al. (2016), section 4.2: 6n + 2 layers, shortcuts without parameters."""
+
+    def __init__(self, depth: int = 32, classes: int = 10) -> None:
+        super().__init__()
+        blocks = (depth - 2) // 6
+        self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        widths = [16] * blocks + [32] * blocks + [64] * blocks
+        before = [16, *widths[:-1]]
+        self.blocks = nn.Sequential(*map(Residual, before, widths))
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.bn(self.conv(x)).relu())
+        return self.head(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each after a layer norm."""
+
+    def __init__(self, width: int, heads: int, wide: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.wide, self.narrow = nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A language model over a small alphabet, as GPT-2 is built."""
+
+    def __init__(
+        self,
+        vocabulary: int = 96,
+        length: int = 128,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        wide: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, wide) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
