@@ -19,6 +19,8 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class _Norm(Layer):
+    positions_dim = 1  # of the flat view
+
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         shaped = self.weight if self.weight is not None else self.bias
@@ -44,8 +46,8 @@ class _Norm(Layer):
         """The mode with what must be known of the whole batch before its parts."""
         return mode
 
-    def _features_last(self, tensor: Tensor) -> Tensor:
-        """As ``[batch, positions, features]``."""
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """A view with three dimensions: batch, and the positions and features as they lie."""
         raise NotImplementedError
 
     def moments(
@@ -69,16 +71,19 @@ class _Norm(Layer):
         chunk = batch if whole else max(1, _CHUNK_ELEMENTS // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             part = slice(None) if whole else slice(start, start + chunk)
-            shift = self._features_last(grad[part].to(dtype))
+            shift = self._flat(grad[part].to(dtype))
             columns = [shift] if covers[1] else []
             if covers[0]:
                 assert x is not None
                 normalized = self._normalized(x[part].to(dtype), mode)
-                columns.insert(0, shift * self._features_last(normalized))
-            columns = [c.sum(1) if reduce else c.flatten(0, 1) for c in columns]
+                columns.insert(0, shift * self._flat(normalized))
+            if reduce:
+                columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
             for i, row in enumerate(columns):
-                for j, column in enumerate(columns):
-                    g[:, i, j] += torch.linalg.vecdot(row, column, dim=0)
+                for j, column in enumerate(columns[: i + 1]):
+                    g[:, i, j] += (row * column).sum((0, self.positions_dim))
+        if size == 2:
+            g[:, 0, 1] = g[:, 1, 0]
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         rows = batch if reduce else batch * positions
@@ -109,7 +114,7 @@ class LayerNormLayer(_Norm):
         assert isinstance(self.module, nn.LayerNorm)
         return F.layer_norm(x, self._shape(), None, None, self.module.eps)
 
-    def _features_last(self, tensor: Tensor) -> Tensor:
+    def _flat(self, tensor: Tensor) -> Tensor:
         batch = 1 if self.unbatched(tensor) else tensor.shape[0]
         return tensor.reshape(batch, -1, self.blocks)
 
@@ -117,8 +122,10 @@ class LayerNormLayer(_Norm):
 class _ChannelNorm(_Norm):
     """Normalization of ``[batch, channels, *positions]``."""
 
-    def _features_last(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(*tensor.shape[:2], -1).mT
+    positions_dim = 2
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(*tensor.shape[:2], -1)
 
 
 @register_layer(nn.GroupNorm)
@@ -141,8 +148,15 @@ class BatchNormLayer(_ChannelNorm):
     def _settled(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
         if mode is not None:
             return mode
-        var, mean = torch.var_mean(x.to(dtype), (0, *range(2, x.dim())), correction=0)
-        return mean, var
+        # Sums of products: var_mean over these dimensions takes several times as long on CPUs.
+        x = self._flat(x)
+        count = x.shape[0] * x.shape[2]
+        mean = x.sum((0, 2), dtype=dtype) / count
+        var = torch.zeros_like(mean)
+        for part in x.split(max(1, _CHUNK_ELEMENTS // x[0].numel())):
+            centered = part.to(dtype) - mean[:, None]
+            var += (centered * centered).sum((0, 2))
+        return mean, var / count
 
     def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         assert isinstance(self.module, _BatchNorm)
