@@ -59,6 +59,10 @@ def cover(
             continue
         kind = kind_of(module)
         reason = _why_not(module, kind, papers_only)
+        if kind is not None and kind.intercepts():  # it calls none of its parts as a module
+            inner = [child for child in module.modules() if child is not module]
+            claimed.update(inner)
+            own += [p for child in inner for p in child._parameters.values() if p in trained]
         if kind is None or reason is not None:
             reasons.update((p, reason or "") for p in own)
             continue

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from .sharding import is_sharded
+
 __all__ = ["LAMB"]
 
 # Apex's own choice; its kernels hand out work in chunks of so many elements.
@@ -125,6 +127,13 @@ class LAMB(Optimizer):
         if isinstance(param_group, dict):
             _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
+        if len(sharded) > 1:
+            self.param_groups.pop()
+            raise ValueError(
+                "Invalid params: some are sharded and some are not, and LAMB takes one norm over "
+                "all; wrap the whole model with fully_shard, or none of it"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # The backend belongs to the machine: it is pickled, but is no part of state_dict().
