@@ -7,6 +7,7 @@ WORKERS ?= 2
 # The demo's ranks, as torchrun starts them.
 RANKS ?= 2
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -16,11 +17,12 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format clean
+.PHONY: help setup demo test bench lint types format clean
 
 help:
 	@echo "make demo    train a network on two ranks with K-FAC beside its base optimizers"
 	@echo "             (DEMO_ARGS=--short, RANKS=2)"
+	@echo "make bench   time K-FAC's steps beside the base optimizer's (BENCH_ARGS=--short)"
 	@echo "make test    run the tests, with coverage (TEST_ARGS=...)"
 	@echo "make lint    ruff: rules and formatting; make format repairs what it can"
 	@echo "make types   mypy"
@@ -48,6 +50,10 @@ setup: $(VENV)/all-ready
 demo: $(VENV)/demo-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
 		--nproc-per-node $(RANKS) -m benchmarks.demo $(DEMO_ARGS)
+
+# Peers are measured too where they are installed in $(VENV).
+bench: $(VENV)/demo-ready
+	$(BIN)/python -m benchmarks.step_time $(BENCH_ARGS)
 
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \

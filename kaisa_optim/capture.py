@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
-from .layers import Layer, Moments
+from .layers import Layer, Moments, Shared
 from .sharding import gathered_in, is_sharded, waiting_gradients
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -158,6 +158,9 @@ class Capture:
         self._recomputed: tuple[int, Run] | None = None
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
+        shared = Shared()
+        for layer in layers:
+            layer.shared = shared
         self._handles = self._attach(model, layers)
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:

@@ -7,7 +7,8 @@ pair: a plain layer has one, a grouped convolution one for each group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +29,34 @@ class Moments(NamedTuple):
 
 
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
+
+
+class Shared:
+    """The last input's moment, for the next layer that is given the very same input.
+
+    It is forgotten with the input, so that it lives no longer than the layers that want it.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+        self._said: tuple[Any, ...] = ()
+        self._moment: Tensor | None = None
+
+    def find(self, x: Tensor, said: Any) -> Tensor | None:
+        """``said`` tells what was asked of the input."""
+        if self._moment is None or self._input is None or self._input() is not x:
+            return None
+        # Whatever has been written into since is no longer what it was.
+        known = self._said == (said, x._version, self._moment._version)
+        return self._moment.clone() if known else None
+
+    def keep(self, x: Tensor, said: Any, moment: Tensor) -> None:
+        self._said = said, x._version, moment._version
+        self._moment, self._input = moment, weakref.ref(x, self._forget)
+
+    def _forget(self, reference: Any) -> None:
+        if self._input is reference:
+            self._moment = self._input = None
 
 
 class Layer:
@@ -63,6 +92,7 @@ class Layer:
         self.trained = (False, False)  # weight and bias: in the optimizer's groups
         self.covers = (False, False)  # and not frozen when the statistics were taken
         self.wide = math.inf  # a side wider than this is diagonal
+        self.shared = Shared()  # one for all layers of a model, once they are captured
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -145,6 +175,10 @@ class Layer:
         """Rows a, without the bias's 1, from the module's input (and its output's gradient)."""
         raise NotImplementedError
 
+    def input_rows_key(self) -> Hashable:
+        """Layers with equal keys make the same rows of the same input; ``None``: unknown."""
+        return None
+
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         """Rows ∂L/∂s from the gradient of the module's output."""
         raise NotImplementedError
@@ -180,13 +214,25 @@ class Layer:
         rows = batch if reduce else batch * positions
         diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
         if covers[0] and x is not None:
-            moment_a = self.input_moment(
+            moment_a = self._shared_moment(
                 x, grad, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )
         else:
             shape = (g.shape[0], 1) if diagonal else (g.shape[0], 1, 1)
             moment_a = g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
+
+    def _shared_moment(self, x: Tensor, grad: Tensor, **asked: Any) -> Tensor:
+        """The input's moment; layers that have one input, as query, key and value, make it once."""
+        key = self.input_rows_key()
+        if key is None:
+            return self.input_moment(x, grad, **asked)
+        said = key, *asked.values()
+        moment = self.shared.find(x, said)
+        if moment is None:
+            moment = self.input_moment(x, grad, **asked)
+            self.shared.keep(x, said, moment)
+        return moment
 
     def input_moment(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor, nn
 
 from .base import Layer, register_layer
@@ -26,6 +28,10 @@ class LinearLayer(Layer):
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return as_sequences(x)
+
+    def input_rows_key(self) -> Hashable:
+        same = type(self).input_rows is LinearLayer.input_rows
+        return LinearLayer if same else None
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return as_sequences(grad)
