@@ -178,7 +178,9 @@ def test_sums_of_terms_are_one_term_a_rank(world):
     alone = {"loss_reduction": "mean", "loss_terms": world}
     options = {"loss_reduction": "sum", "kl_clip": None}
     scale = rows / world  # each rank's loss is then the sum over its own examples
-    check(Plan(sizes, "images", options=options, alone=alone, loss_scale=scale))
+    # Gradients are those of sums, too.
+    base = {"lr": 0.05 / rows}
+    check(Plan(sizes, "images", base=base, options=options, alone=alone, loss_scale=scale))
 
 
 @pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"assignment": "opt"}])
