@@ -158,9 +158,9 @@ class Capture:
         self._recomputed: tuple[int, Run] | None = None
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
-        shared = Shared()
+        self.shared = Shared()
         for layer in layers:
-            layer.shared = shared
+            layer.shared = self.shared
         self._handles = self._attach(model, layers)
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
@@ -184,6 +184,7 @@ class Capture:
 
     def reset(self) -> None:
         """A step has consumed what was gathered."""
+        self.shared.clear()
         self.backwards = 0
         self.error = None
         self.was_paused = self.paused > 0

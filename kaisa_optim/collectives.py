@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .assignment import Grid
 
-# Elements to which every parcel is padded. Sums of a few elements would be added up in another
-# order than long ones, and their bits would depend on who adds them.
+# Elements to which every parcel is padded, and bytes to which every tensor is: views of any dtype
+# can begin there.
 _ALIGN = 16
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
 
@@ -43,6 +43,7 @@ class Shipment(NamedTuple):
     root: int
     size: int  # of all, as cargo_bytes tells
     tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
+    done: Callable[[], None] | None = None  # called when they are filled
 
 
 class Circle(NamedTuple):
@@ -139,7 +140,14 @@ class Ranks:
     would be many, and ranks that are not in ``group`` would have to take part in making them.
     """
 
-    def __init__(self, group: Any, *, bucket_cap_mb: float, comm_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        *,
+        bucket_cap_mb: float,
+        comm_dtype: torch.dtype | None,
+        device: torch.device | None = None,  # of the model
+    ) -> None:
         self.bucket_bytes = int(bucket_cap_mb * 2**20)
         self.comm_dtype = comm_dtype
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
@@ -157,7 +165,9 @@ class Ranks:
         # Where the words that the host reads are exchanged: a device only if it must be.
         self._host = torch.device("cpu")
         if self.world > 1 and "cpu" not in [device.type for device in self.group._device_types]:
-            self._host = self.group._device_types[0]
+            self._host = torch.device(self.group._device_types[0])
+            if device is not None and device.type == self._host.type:
+                self._host = device
 
     def members(self) -> list[int]:
         """The global ranks, in the order of this group's."""
@@ -199,7 +209,7 @@ class Ranks:
     ) -> Iterator[tuple[list[Parcel], dict[Any, Tensor]]]:
         """Bring every parcel's sum to its owner, in buckets; yields each with what is mine of it.
 
-        ``fill`` gives this rank's terms. Every element is added up in the order of the ranks, by
+        ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
         whomever, so that the sums' bits depend neither on the owners nor on the buckets.
         """
         on_the_way: deque[_Flight] = deque()
@@ -255,7 +265,7 @@ class Ranks:
         bucket, place = flight.bucket, flight.bucket.parcels[0]
         with _named(f"receiving {kind}"):
             flight.work.wait()
-        added = flight.received.view(self.world, -1).to(place.dtype).sum(0)
+        added = _added_up(flight.received.view(self.world, -1).to(place.dtype))
         flat = torch.empty(bucket.size, dtype=place.dtype, device=place.device)
         _put(flat, [(p.start, p.stop) for p in bucket.to_add[self.rank]], added)
         if any(piece.adder != piece.owner for piece in bucket.pieces):
@@ -417,8 +427,24 @@ class Ranks:
             finish()
             if targets:
                 torch._foreach_copy_(targets, views)
+            for shipment in shipments:
+                if shipment.done is not None:
+                    shipment.done()
 
         return unpack
+
+
+def _added_up(rows: Tensor) -> Tensor:
+    """The sum of the ranks' rows, which are written into, always in the same tree.
+
+    Elementwise: the bits of ``sum(0)`` would depend on where in the buffer an element lies.
+    """
+    count = rows.shape[0]
+    while count > 1:
+        half = count // 2
+        rows[:half] += rows[count - half : count]
+        count -= half
+    return rows[0]
 
 
 def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None:
@@ -527,8 +553,16 @@ def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> 
 
 
 def checksum(thing: Any) -> int:
-    """Twenty bits, so that sums of squares over thousands of ranks stay exact in float64."""
+    """Twenty bits, so that sums of squares over 8,192 ranks are whole numbers in float64."""
     return zlib.crc32(repr(thing).encode()) & 0xFFFFF
+
+
+def alike(world: int, total: float, squares: float) -> bool:
+    """Whether whole numbers, one a rank, are all equal, from their sum and that of their squares.
+
+    In integers: the square of the sum has more digits than a float.
+    """
+    return world * int(squares) == int(total) ** 2
 
 
 def _padded(size: int) -> int:

@@ -116,7 +116,7 @@ class KFACMixin(Optimizer, Joinable):
         super().__init__(params, *args, **kwargs)
         self._start()
 
-    def _start(self, known: Iterable[Tensor] = ()) -> None:
+    def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
         self._has_joined = False
         self._former_join = getattr(self._kfac_model, "_join_config", None)
@@ -136,6 +136,8 @@ class KFACMixin(Optimizer, Joinable):
             self._group_schedules,
             known,
             self._kfac_process_group,
+            {"base optimizer": self._base.__name__},
+            compare,
         )
 
     # ---- stepping ----
@@ -192,10 +194,12 @@ class KFACMixin(Optimizer, Joinable):
 
     def _refuse_join_of_the_model_alone(self) -> None:
         """Its ranks without data would answer to the wrapper's collectives, and to none of ours."""
+        if self.preconditioner.ranks.world == 1:
+            return
         config: Any = getattr(self._kfac_model, "_join_config", None)
         # Torch leaves a wrapper's setting as its last Join made it.
         entered = config is not self._former_join and config.enable
-        if entered and not self._join_config.enable and self.preconditioner.ranks.world > 1:
+        if entered and not self._join_config.enable:
             raise RuntimeError(
                 "the model's join() knows nothing of K-FAC's exchange between ranks; use "
                 "torch.distributed.algorithms.Join([model, optimizer]) in its place"
@@ -203,7 +207,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def _joined_gradients(self) -> dict[Tensor, Tensor]:
         """Inside Join: what ranks that have no more data take from one that has."""
-        if not self._join_config.enable:
+        if self.preconditioner.ranks.world == 1 or not self._join_config.enable:
             return {}
         if not self._has_joined:
             Join.notify_join_context(self)
@@ -255,6 +259,7 @@ class KFACMixin(Optimizer, Joinable):
                 stacklevel=5,
             )
         if hasattr(self, "preconditioner"):
+            self._consolidated = None
             try:
                 self.preconditioner.rebuild(self.param_groups)
             except ValueError:
@@ -311,6 +316,7 @@ class KFACMixin(Optimizer, Joinable):
                 f"{ranks.world - 1}"
             )
         if ranks.world > 1:
+            self.preconditioner.settle_load(self.param_groups)
             entries = checkpoint.consolidate(self.preconditioner, to)
             self._consolidated = entries if ranks.rank == to else None
 
@@ -373,10 +379,12 @@ class KFACMixin(Optimizer, Joinable):
         self._kfac_process_group = None
         self._consolidated = None
         self._warned_of_share = False
-        self._start(known=[p for group in self.param_groups for p in group["params"]])
+        known = [p for group in self.param_groups for p in group["params"]]
+        self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries, fresh=not any(entries.values()))
 
     def _resume(self, entries: checkpoint.Entries, fresh: bool) -> None:
+        self._consolidated = None
         checkpoint.restore(self.preconditioner, entries, fresh=fresh)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)

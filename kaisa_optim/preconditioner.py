@@ -8,7 +8,7 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .account import Account, Assigned, Work
 from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment, checksum, chunks
+from .collectives import alike as alike_on_all
 from .coverage import Coverage, cover, unwrapped
 from .gradients import Preconditioned
 from .layers import Layer
@@ -54,11 +55,19 @@ class Preconditioner:
         group_schedules: list[dict[str, Callable[[int], Any]]],
         known: Iterable[Tensor] = (),
         process_group: Any = None,
+        identity: Mapping[str, Any] | None = None,
+        compare: bool = True,
     ) -> None:
+        """``identity`` is what else ranks must have alike; without ``compare``, they compare in the
+        first step only, so that one rank may build alone."""
         self.model = model
         self.options = options
+        self._identity = identity or {}
         self.ranks = Ranks(
-            process_group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype
+            process_group,
+            bucket_cap_mb=options.bucket_cap_mb,
+            comm_dtype=options.comm_dtype,
+            device=next((p.device for p in model.parameters()), None),
         )
         self.strategy = options.strategy
         if any(sharding.is_sharded(p) for p in model.parameters()):
@@ -101,7 +110,9 @@ class Preconditioner:
             setattr(self, name, value)
         self.grad_scaler = options.grad_scaler
         self._accepted = set(known)  # parameters that are, or were, the model's
+        self._compares = compare
         self.rebuild(groups)
+        self._compares = True
         if not self.layers:
             self._detach()
             detail = "; ".join(f"{name}: {why}" for name, why in self.uncovered.items())
@@ -202,6 +213,7 @@ class Preconditioner:
         workers learn the result; gradients are preconditioned, handed out, and clipped together.
         """
         self._follow_schedules(groups)
+        self.settle_load(groups)
         self._follow_layers()
         tally = self._tally(groups)
         if tally is None:
@@ -286,8 +298,6 @@ class Preconditioner:
         """
         capture = self._capture
         assert capture is not None
-        if self._unsettled:
-            self._settle_load()
         layers = list(self.layers.values())
         if not self._exchanges():
             return Tally(0.0, 0.0, {}, {})
@@ -310,7 +320,7 @@ class Preconditioner:
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
             self._raise_together(error, "capturing")
-        if self.ranks.world * squared != once**2:
+        if not alike_on_all(self.ranks.world, once, squared):
             self._raise_difference(self._common(groups), "hyperparameters")
         self._check_gradients(layers, with_gradient, present)
         if capture.gathering and not captured and graded:
@@ -325,12 +335,12 @@ class Preconditioner:
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         """What must be alike on all ranks in a step."""
-        names = ("damping", "factor_decay", "kl_clip_lr", "lr")
-        values = {
-            f"{name} of parameter group {i}": group[name]
+        plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
+        values: dict[str, Any] = {
+            f"{name} of parameter group {i}": value
             for i, group in enumerate(groups)
-            for name in names
-            if name in group and not isinstance(group[name], Tensor)
+            for name, value in group.items()
+            if isinstance(value, plain)
         }
         names = ("steps", "kl_clip", "factor_update_steps", "inv_update_steps")
         values |= {name: getattr(self, name) for name in names}
@@ -395,8 +405,11 @@ class Preconditioner:
             self._named_without_statistics.add(layer)
         return self.second_order.settle(due, outcome)
 
-    def _settle_load(self) -> None:
-        """After a load: what some rank lacks is estimated anew by all."""
+    def settle_load(self, groups: list[Group]) -> None:
+        """After a load: ranks compare, and what some rank lacks is estimated anew by all."""
+        if not self._unsettled:
+            return
+        self._compare(self._common(groups) | self.options.described(), "loaded states")
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
@@ -692,19 +705,29 @@ class Preconditioner:
             if self.ranks.world == 1:
                 raise
             error = problem
-        if self.ranks.world > 1:
+        if self.ranks.world > 1 and not self._compares:
+            if error is not None:
+                raise error
+        elif self.ranks.world > 1:
             described = self._common(groups) | self.options.described() | _described(found)
-            code = checksum(described)
-            numbers = [float(error is not None), code, code**2]
-            failed, once, squared = self.ranks.add_up(
-                torch.tensor(numbers, dtype=torch.float64, device="cpu"),
-                "comparing models and options",
-            ).tolist()
-            if failed:
-                self._raise_together(error, "matching model and parameters")
-            if self.ranks.world * squared != once**2:
-                self._raise_difference(described, "model or options")
+            sizes = {
+                f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
+                for i, group in enumerate(groups)
+            }
+            self._compare({**self._identity, **described, **sizes}, "models and options", error)
         return found
+
+    def _compare(self, mine: dict[str, Any], what: str, error: Exception | None = None) -> None:
+        """Raise on all ranks where one has an error, or something else than another."""
+        code = checksum(mine)
+        numbers = [float(error is not None), code, code**2]
+        failed, once, squared = self.ranks.add_up(
+            torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
+        ).tolist()
+        if failed:
+            self._raise_together(error, "matching model and parameters")
+        if not alike_on_all(self.ranks.world, once, squared):
+            self._raise_difference(mine, what)
 
     def _find_shards(
         self, layers: Iterable[Layer]
@@ -783,6 +806,8 @@ class Preconditioner:
     def discard(self) -> None:
         """Forget the statistics gathered since the last step, as their gradients are dropped."""
         self.statistics.clear()
+        if self._capture is not None:
+            self._capture.shared.clear()
 
     # ---- questions ----
 

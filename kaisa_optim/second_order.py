@@ -166,7 +166,6 @@ class SecondOrder:
             return
         for same in by_device(layers):
             device = stack_key(same[0], "g").device
-            packed: list[tuple[Factor, Tensor]] = []
             columns: dict[int, dict[int, list[Key]]] = {}
             for layer in same:
                 for side in "ag":
@@ -176,14 +175,23 @@ class SecondOrder:
             circles = []
             for column, by_root in columns.items():
                 shipments = [
-                    Shipment(root, size, functools.partial(self._states, layout, keys, packed))
+                    self._shipment(layout, root, keys, size)
                     for root, all_keys in by_root.items()
                     for keys, size in self._parts(all_keys)
                 ]
                 circles.append(Circle(grid.workers_of(column), shipments))
             self.ranks.spread(circles, device, "second_order")
+
+    def _shipment(self, layout: Layout, root: int, keys: list[Key], size: int) -> Shipment:
+        """State of some factors; halves of inverses live from their packing to their arrival."""
+        packed: list[tuple[Factor, Tensor]] = []
+
+        def unpack() -> None:
             for factor, half in packed:
                 factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
+            packed.clear()
+
+        return Shipment(root, size, functools.partial(self._states, layout, keys, packed), unpack)
 
     def _parts(self, keys: list[Key]) -> Iterator[tuple[list[Key], int]]:
         """What goes together, with its size in bytes."""

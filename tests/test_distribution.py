@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra
-from kaisa_optim.collectives import Parcel, Ranks, cut
+from kaisa_optim.collectives import Parcel, Ranks, alike, checksum, cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -400,6 +400,15 @@ def terms(rank: int, parcels: list[tuple[int, int, torch.dtype]], seed: int) -> 
     return result
 
 
+def in_a_tree(parts: tuple[Tensor, ...]) -> Tensor:
+    """The sum in the order of the ranks that the package promises."""
+    rows = list(parts)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [a + b for a, b in zip(rows[:half], rows[-half:], strict=True)] + rows[half:-half]
+    return rows[0]
+
+
 Sums = tuple[dict[int, Tensor], list[tuple[int, int]]]
 
 
@@ -424,7 +433,7 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
 @given(st.data())
 @property_test(60)
 def test_sums_are_those_in_the_order_of_the_ranks(data):
-    world = data.draw(st.sampled_from(WORLDS))
+    world = data.draw(st.sampled_from([*WORLDS, 5]))
     dtypes = st.sampled_from([torch.float32, torch.float64])
     # One owner of all is the worst case: others then add up for it.
     owners = data.draw(st.sampled_from([st.integers(0, world - 1), st.just(world - 1)]))
@@ -433,7 +442,7 @@ def test_sums_are_those_in_the_order_of_the_ranks(data):
     cap = data.draw(st.sampled_from([1e-4, 1e-3, 0.02, 25.0]))
     seed = data.draw(st.integers(0, 2**16))
     every = [terms(rank, parcels, seed) for rank in range(world)]
-    expected = [functools.reduce(torch.add, parts) for parts in zip(*every, strict=True)]
+    expected = [in_a_tree(parts) for parts in zip(*every, strict=True)]
     answers = run(world, reduced, parcels, cap, seed)
     for rank, (sums, buckets) in enumerate(answers):
         assert sums.keys() == {i for i, (owner, _, _) in enumerate(parcels) if owner == rank}
@@ -634,3 +643,15 @@ def test_layers_that_come_later(world, change):
         ranks = run(world, grown, options, change, world)
         assert_alike(ranks)
         assert error(ranks[0], grown(options, change, world)) < 1e-9
+
+
+@pytest.mark.parametrize("thing", [0, 1, 77, "steps"])
+def test_equal_checksums_are_found_equal_in_every_world(thing):
+    code = checksum(thing)
+    for world in range(1, 4097):
+        # As sums of floats over the ranks give them.
+        assert alike(world, float(world * code), float(world * code**2))
+    for world in (2, 3, 1000, 4096):
+        other = checksum("other")
+        total, squares = (world - 1) * code + other, (world - 1) * code**2 + other**2
+        assert not alike(world, float(total), float(squares))

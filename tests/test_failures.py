@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from ranks import fresh, run
 from torch import Tensor, nn
 from training import EVERY_STEP
 
-from kaisa_optim import KFACSGD, Layer, algebra, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, Layer, algebra, register_layer
 from kaisa_optim.collectives import Ranks
 from kaisa_optim.preconditioner import Preconditioner
 from kaisa_optim.second_order import SecondOrder
@@ -743,3 +744,92 @@ def thaws_alone() -> Ended:
 def test_a_bias_that_one_rank_unfreezes_in_a_quiet_step() -> None:
     results = run(2, thaws_alone)
     assert all(r.error is not None and "'2'" in r.error for r in results)
+
+
+# ---- what only one rank does, or has ----
+
+
+def copies(odd: int) -> Ended:
+    """One rank alone copies its optimizer, and training goes on."""
+    model = net()
+    opt = optimizer(model)
+    learn(model, opt, 0)
+    if dist.get_rank() == odd:
+        copy.deepcopy(opt)
+    return attempt(model, lambda: learn(model, opt, 1))
+
+
+def test_an_optimizer_that_one_rank_copies() -> None:
+    results = run(2, copies, 0)
+    assert_alike(results)
+    assert all(result.error is None and result.moved for result in results)
+
+
+def other_base(name: str, value: float) -> str | None:
+    """Rank 1 has another value for an option of the base optimizer."""
+    values = {name: value} if dist.get_rank() == 1 else {}
+    return attempt(nn.Identity(), lambda: optimizer(net(), **values)).error
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("momentum", 0.5)])
+def test_an_option_of_the_base_that_differs(name: str, value: float) -> None:
+    for error in run(2, other_base, name, value):
+        assert error is not None and f"Invalid {name} of parameter group 0" in error
+
+
+def other_class() -> str | None:
+    cls = KFACAdam if dist.get_rank() == 1 else KFACSGD
+    return attempt(nn.Identity(), lambda: cls(net(), lr=0.1)).error
+
+
+def test_another_base_on_one_rank() -> None:
+    for error in run(2, other_class):
+        assert error is not None and "'Adam' on rank 1, 'SGD' on rank 0" in error
+
+
+def other_share() -> str | None:
+    """Each rank loads its own share, of another step."""
+    model = net()
+    opt = optimizer(model, assignment="layer-wise")
+    saved = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(2):
+            learn(model, opt, i)
+            saved.append(copy.deepcopy(opt.state_dict()))
+    opt.load_state_dict(saved[dist.get_rank()])
+    return attempt(nn.Identity(), lambda: learn(model, opt, 2)).error
+
+
+def test_shares_of_different_steps() -> None:
+    for error in run(2, other_share):
+        assert error is not None and "Invalid steps: 2 on rank 1, 1 on rank 0" in error
+
+
+def stale() -> bool:
+    """A state that was gathered before a load is not what is saved after it."""
+    model = net()
+    opt = optimizer(model, assignment="layer-wise", factor_update_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        learn(model, opt, 0)
+        opt.consolidate_state_dict(to=0)
+        first = copy.deepcopy(opt.state_dict())
+        learn(model, opt, 1)
+        opt.consolidate_state_dict(to=0)
+        whole = [first]
+        dist.broadcast_object_list(whole, 0)
+        opt.load_state_dict(whole[0])
+        opt.consolidate_state_dict(to=0)
+        loaded = opt.state_dict()
+    if dist.get_rank() > 0:
+        return True
+    flat = [
+        (index, name) for index, entry in first["state"].items() for name in entry if "kfac" in name
+    ]
+    assert len(flat) > 10
+    return all(torch.equal(first["state"][i][n], loaded["state"][i][n]) for i, n in flat)
+
+
+def test_what_was_gathered_before_a_load_is_forgotten() -> None:
+    assert all(run(2, stale))

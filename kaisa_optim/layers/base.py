@@ -54,9 +54,12 @@ class Shared:
         self._said = said, x._version, moment._version
         self._moment, self._input = moment, weakref.ref(x, self._forget)
 
+    def clear(self) -> None:
+        self._moment = self._input = None
+
     def _forget(self, reference: Any) -> None:
         if self._input is reference:
-            self._moment = self._input = None
+            self.clear()
 
 
 class Layer:
