@@ -1,8 +1,8 @@
 """What a work assignment costs: the bytes that every rank keeps, and those that arrive there.
 
-Plain numbers from shapes: nothing here needs a tensor, or more than one process. Every byte that
-arrives at a rank has been sent by another, so the means over the ranks of what is received and of
-what is sent are the same; a single rank may send more than it receives, or less.
+Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. Every byte
+that arrives at a rank has been sent by another, so the means over the ranks of what is received and
+of what is sent are the same; a single rank may send more than it receives, or less.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .assignment import Grid, Placement, Task, WorkAssignment
-from .collectives import Bucket, cargo_bytes, chunks
+from .routes import Bucket, cargo_bytes, chunks
 
 if TYPE_CHECKING:
     from .sharding import Shards
@@ -215,7 +215,7 @@ class Account:
                     got[piece.owner] += (piece.stop - piece.start) * itemsize
         return got
 
-    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket]]:
+    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
         """Factors that travel together: the itemsize of their sums, themselves, their ways."""
         names = {work.task.name for work in first}
         ordered = sorted(self.active, key=lambda work: work.task.name not in names)

@@ -6,7 +6,6 @@ order that is follows from what all of them know.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import zlib
@@ -20,10 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .assignment import Grid
+from .routes import (
+    Bucket,
+    Moves,
+    Piece,
+    adder_to_all,
+    adder_to_owner,
+    cargo_bytes,
+    chunks,
+    owner_to_adder,
+    route,
+)
 
-# Elements to which every parcel is padded, and bytes to which every tensor is: views of any dtype
-# can begin there.
-_ALIGN = 16
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
 
 
@@ -70,63 +77,8 @@ class Thing(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-class Piece(NamedTuple):
-    """A part of a flat buffer on its way."""
-
-    start: int
-    stop: int
-    adder: int  # the rank that adds it up, or that passes it on
-    owner: int  # the rank that it ends at, or that it comes from
-
-
-@functools.lru_cache(maxsize=1024)
-def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
-    """Who adds up which part of a bucket of ``(owner, size)`` segments.
-
-    Owners add up their own, except where one would receive more than twice the mean from every
-    rank: others then add up the rest and pass it on. So no rank is flooded, whoever owns what.
-    """
-    fair = -(-sum(size for _, size in segments) // (world * _ALIGN)) * _ALIGN
-    load = [0] * world
-    pieces = []
-    start = helper = 0
-    for owner, size in segments:
-        stop, own = start + size, min(size, max(0, 2 * fair - load[owner]))
-        if own:
-            pieces.append(Piece(start, start + own, owner, owner))
-            load[owner] += own
-        start += own
-        while start < stop:
-            while load[helper] >= fair:
-                helper = (helper + 1) % world
-            step = min(stop - start, fair - load[helper])
-            pieces.append(Piece(start, start + step, helper, owner))
-            load[helper] += step
-            start += step
-    return tuple(pieces)
-
-
-class Bucket:
-    """Parcels that travel together, and the way of every piece of them."""
-
-    def __init__(self, parcels: list[Parcel], world: int) -> None:
-        self.parcels = parcels
-        # By owner: what owners add up themselves then needs no reordering.
-        order = sorted(range(len(parcels)), key=lambda i: parcels[i].owner)
-        self.start: dict[int, int] = {}
-        segments, at = [], 0
-        for i in order:
-            size = _padded(parcels[i].size)
-            self.start[i] = at
-            segments.append((parcels[i].owner, size))
-            at += size
-        self.size = at
-        self.pieces = cut(tuple(segments), world)
-        self.to_add = _by(self.pieces, lambda piece: piece.adder, world)
-
-
 class _Flight(NamedTuple):
-    bucket: Bucket
+    bucket: Bucket[Parcel]
     sent: Tensor  # alive until it has arrived
     received: Tensor
     scales: Tensor | None
@@ -222,14 +174,14 @@ class Ranks:
             flight = on_the_way.popleft()
             yield flight.bucket.parcels, self._arrive(flight, kind)
 
-    def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket]:
+    def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
         for same in _by_place(parcels):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
             for chunk in chunks(same, lambda parcel: parcel.size, limit):
                 yield Bucket(chunk, self.world)
 
-    def _send(self, bucket: Bucket, terms: list[Tensor], kind: str) -> _Flight:
+    def _send(self, bucket: Bucket[Parcel], terms: list[Tensor], kind: str) -> _Flight:
         place = bucket.parcels[0]
         wire = self.comm_dtype or place.dtype
         scales = None
@@ -242,13 +194,13 @@ class Ranks:
         ordered = [piece for pieces in bucket.to_add for piece in pieces]
         if any(a.stop != b.start for a, b in itertools.pairwise(ordered)):
             flat = torch.cat([flat[p.start : p.stop] for p in ordered])
-        sizes = [_length(pieces) for pieces in bucket.to_add]
+        sizes = bucket.sizes
         mine = sizes[self.rank]
         received = torch.empty(self.world * mine, dtype=wire, device=place.device)
         work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
         return _Flight(bucket, flat, received, scales, work)
 
-    def _starts(self, bucket: Bucket) -> tuple[list[int], list[Parcel]]:
+    def _starts(self, bucket: Bucket[Parcel]) -> tuple[list[int], list[Parcel]]:
         return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
@@ -269,7 +221,7 @@ class Ranks:
         flat = torch.empty(bucket.size, dtype=place.dtype, device=place.device)
         _put(flat, [(p.start, p.stop) for p in bucket.to_add[self.rank]], added)
         if any(piece.adder != piece.owner for piece in bucket.pieces):
-            self._move(flat, _adder_to_owner(bucket.pieces, self.rank, self.world), kind)()
+            self._move(flat, adder_to_owner(bucket.pieces, self.rank, self.world), kind)()
         mine = {}
         for i, parcel in enumerate(bucket.parcels):
             if parcel.owner == self.rank:
@@ -279,7 +231,7 @@ class Ranks:
                     mine[parcel.key] *= flight.scales[i]
         return mine
 
-    def _move(self, flat: Tensor, moves: _Moves, kind: str) -> Callable[[], None]:
+    def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:
         """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
         parts = [flat[start:stop] for start, stop in moves.outgoing]
         sent = torch.cat(parts) if parts else flat.new_empty(0)
@@ -384,10 +336,11 @@ class Ranks:
             relayed = False
             for group, parts in zip(groups, rounds, strict=True):
                 if i < len(parts):
-                    route = _route(tuple(group.members), tuple((x.root, x.size) for x in parts[i]))
-                    relayed = relayed or any(p.adder != p.owner for p in route)
+                    segments = tuple((x.root, x.size) for x in parts[i])
+                    ways = route(tuple(group.members), segments)
+                    relayed = relayed or any(p.adder != p.owner for p in ways)
                     if self.rank in group.members:
-                        members, shipments, pieces = group.members, parts[i], route
+                        members, shipments, pieces = group.members, parts[i], ways
             on_the_way.append(self._ship(members, shipments, pieces, relayed, device, kind))
             if len(on_the_way) == _IN_FLIGHT:
                 on_the_way.popleft()()
@@ -419,8 +372,8 @@ class Ranks:
                 views += parts
         if relayed:
             # What one root could not send to all in time goes by way of other members first.
-            self._move(flat, _owner_to_adder(pieces, self.rank, self.world), kind)()
-        moves = _adder_to_all(pieces, tuple(members), self.rank, self.world)
+            self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)()
+        moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
         finish = self._move(flat, moves, kind)
 
         def unpack() -> None:
@@ -455,68 +408,6 @@ def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None
         at += stop - start
 
 
-class _Moves(NamedTuple):
-    """Which parts of a flat buffer a rank sends and receives, in the order of the other ranks."""
-
-    outgoing: list[tuple[int, int]]
-    sizes_out: list[int]
-    incoming: list[tuple[int, int]]
-    sizes_in: list[int]
-
-
-def _moves(
-    outgoing: Iterable[tuple[int, Piece]], incoming: Iterable[tuple[int, Piece]], world: int
-) -> _Moves:
-    """From pieces with the rank that each goes to, or comes from."""
-    parts, sizes = [], []
-    for pairs in (outgoing, incoming):
-        by_rank: dict[int, list[tuple[int, int]]] = {}
-        for rank, piece in pairs:
-            own = by_rank.setdefault(rank, [])
-            if own and own[-1][1] == piece.start:  # neighbours travel as one
-                own[-1] = own[-1][0], piece.stop
-            else:
-                own.append((piece.start, piece.stop))
-        parts.append([part for rank in sorted(by_rank) for part in by_rank[rank]])
-        counts = [0] * world
-        for rank, own in by_rank.items():
-            counts[rank] = sum(stop - start for start, stop in own)
-        sizes.append(counts)
-    return _Moves(parts[0], sizes[0], parts[1], sizes[1])
-
-
-@functools.lru_cache(maxsize=1024)
-def _adder_to_owner(pieces: tuple[Piece, ...], me: int, world: int) -> _Moves:
-    away = [p for p in pieces if p.adder != p.owner]
-    outgoing = [(p.owner, p) for p in away if p.adder == me]
-    return _moves(outgoing, [(p.adder, p) for p in away if p.owner == me], world)
-
-
-@functools.lru_cache(maxsize=1024)
-def _owner_to_adder(pieces: tuple[Piece, ...], me: int, world: int) -> _Moves:
-    away = [p for p in pieces if p.adder != p.owner]
-    outgoing = [(p.adder, p) for p in away if p.owner == me]
-    return _moves(outgoing, [(p.owner, p) for p in away if p.adder == me], world)
-
-
-@functools.lru_cache(maxsize=1024)
-def _adder_to_all(
-    pieces: tuple[Piece, ...], members: tuple[int, ...], me: int, world: int
-) -> _Moves:
-    mine = [p for p in pieces if p.adder == me]
-    outgoing = [(rank, p) for rank in members if rank != me for p in mine if p.owner != rank]
-    incoming = [(p.adder, p) for p in pieces if me not in (p.adder, p.owner)]
-    return _moves(outgoing, incoming, world)
-
-
-@functools.lru_cache(maxsize=1024)
-def _route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
-    """Which member passes on which part of what the roots have."""
-    place = {rank: i for i, rank in enumerate(members)}
-    pieces = cut(tuple((place[root], size) for root, size in segments), len(members))
-    return tuple(Piece(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
-
-
 def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """One buffer of bytes for all, and views of it shaped like them."""
     size = cargo_bytes(tensor.nbytes for tensor in tensors)
@@ -533,25 +424,6 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def cargo_bytes(sizes: Iterable[int]) -> int:
-    """What tensors of these sizes in bytes take on the wire together."""
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
-
-
-def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
-    """Neighbours together until ``limit`` is passed; every thing stays whole."""
-    chunk: list[Any] = []
-    size = 0
-    for thing in things:
-        if chunk and size + size_of(thing) > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(thing)
-        size += size_of(thing)
-    if chunk:
-        yield chunk
-
-
 def checksum(thing: Any) -> int:
     """Twenty bits, so that sums of squares over 8,192 ranks are whole numbers in float64."""
     return zlib.crc32(repr(thing).encode()) & 0xFFFFF
@@ -563,21 +435,6 @@ def alike(world: int, total: float, squares: float) -> bool:
     In integers: the square of the sum has more digits than a float.
     """
     return world * int(squares) == int(total) ** 2
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _length(pieces: Iterable[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)
-
-
-def _by(pieces: Iterable[Piece], rank_of: Callable[[Piece], int], world: int) -> list[list[Piece]]:
-    result: list[list[Piece]] = [[] for _ in range(world)]
-    for piece in pieces:
-        result[rank_of(piece)].append(piece)
-    return result
 
 
 def _by_device(things: list[Thing]) -> list[list[Thing]]:

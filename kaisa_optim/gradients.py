@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .collectives import cargo_bytes
 from .layers import Layer
+from .routes import cargo_bytes
 from .stacks import Pair, stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,6 +127,7 @@ class KFACMixin(Optimizer, Joinable):
                     "Invalid differentiable: True; a K-FAC step can't be differentiated, leave it "
                     "False"
                 )
+        _notice_missing_process_group(self._kfac_process_group)
         # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
         # and skip instead.
         self._step_supports_amp_scaling = False
@@ -455,6 +457,19 @@ def _adopt(optimizer: KFACMixin, settings: tuple[list[dict[str, Any]], dict[str,
         group.update(values)
     for name, value in settings[1].items():
         setattr(optimizer.preconditioner, name, value)
+
+
+def _notice_missing_process_group(group: Any) -> None:
+    """Under a launcher, a script that forgot its process group would train many models apart."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    distributed = torch.distributed
+    initialized = distributed.is_available() and distributed.is_initialized()
+    if world not in ("", "1") and group is None and not initialized:
+        warnings.warn(
+            f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
+            "call torch.distributed.init_process_group() before building model and optimizer",
+            stacklevel=4,
+        )
 
 
 def _refuse_late_process_group(kfac: Preconditioner) -> None:

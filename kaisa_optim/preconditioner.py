@@ -20,12 +20,13 @@ from . import options as checks
 from .account import Account, Assigned, Work
 from .assignment import Placement, Task
 from .capture import Capture
-from .collectives import Circle, Ranks, Shipment, checksum, chunks
+from .collectives import Circle, Ranks, Shipment, checksum
 from .collectives import alike as alike_on_all
 from .coverage import Coverage, cover, unwrapped
 from .gradients import Preconditioned
 from .layers import Layer
 from .options import Options
+from .routes import chunks
 from .second_order import Outcome, SecondOrder
 from .stacks import Layout, Pair, Shelf, alike, by_device, stack_key
 from .statistics import Statistics, Tally

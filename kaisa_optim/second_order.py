@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import algebra
-from .collectives import Circle, Ranks, Shipment, cargo_bytes, chunks
+from .collectives import Circle, Ranks, Shipment
 from .layers import Layer
+from .routes import cargo_bytes, chunks
 from .stacks import (
     Factor,
     Layout,

@@ -337,3 +337,15 @@ def test_a_layer_kind_registered_without_its_module_class():
         @register_layer
         class Kind(Layer):
             pass
+
+
+def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
+    model = nn.Linear(3, 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4") as found:
+        KFACSGD(model, lr=0.1)
+    assert [w.filename for w in found] == [__file__]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD(model, lr=0.1)

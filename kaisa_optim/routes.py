@@ -1,0 +1,168 @@
+"""Which way bytes go: who adds up what, who passes on what, how much travels at once.
+
+Plain Python that knows sizes and ranks; all ranks work out the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+# Elements to which every parcel is padded, and bytes to which every tensor is: views of any dtype
+# can begin there.
+_ALIGN = 16
+
+
+class Sized(Protocol):
+    """What a bucket must know of its parcels."""
+
+    @property
+    def owner(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+P = TypeVar("P", bound=Sized)
+
+
+class Piece(NamedTuple):
+    """A part of a flat buffer on its way."""
+
+    start: int
+    stop: int
+    adder: int  # the rank that adds it up, or that passes it on
+    owner: int  # the rank that it ends at, or that it comes from
+
+
+@functools.lru_cache(maxsize=1024)
+def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
+    """Who adds up which part of a bucket of ``(owner, size)`` segments.
+
+    Owners add up their own, except where one would receive more than twice the mean from every
+    rank: others then add up the rest and pass it on. So no rank is flooded, whoever owns what.
+    """
+    fair = -(-sum(size for _, size in segments) // (world * _ALIGN)) * _ALIGN
+    load = [0] * world
+    pieces = []
+    start = helper = 0
+    for owner, size in segments:
+        stop, own = start + size, min(size, max(0, 2 * fair - load[owner]))
+        if own:
+            pieces.append(Piece(start, start + own, owner, owner))
+            load[owner] += own
+        start += own
+        while start < stop:
+            while load[helper] >= fair:
+                helper = (helper + 1) % world
+            step = min(stop - start, fair - load[helper])
+            pieces.append(Piece(start, start + step, helper, owner))
+            load[helper] += step
+            start += step
+    return tuple(pieces)
+
+
+class Bucket(Generic[P]):
+    """Parcels that travel together, and the way of every piece of them."""
+
+    def __init__(self, parcels: list[P], world: int) -> None:
+        self.parcels = parcels
+        # By owner: what owners add up themselves then needs no reordering.
+        order = sorted(range(len(parcels)), key=lambda i: parcels[i].owner)
+        self.start: dict[int, int] = {}
+        segments, at = [], 0
+        for i in order:
+            size = _padded(parcels[i].size)
+            self.start[i] = at
+            segments.append((parcels[i].owner, size))
+            at += size
+        self.size = at
+        self.pieces = cut(tuple(segments), world)
+        self.to_add: list[list[Piece]] = [[] for _ in range(world)]  # by rank
+        for piece in self.pieces:
+            self.to_add[piece.adder].append(piece)
+        self.sizes = [sum(p.stop - p.start for p in pieces) for pieces in self.to_add]
+
+
+class Moves(NamedTuple):
+    """Which parts of a flat buffer a rank sends and receives, in the order of the other ranks."""
+
+    outgoing: list[tuple[int, int]]
+    sizes_out: list[int]
+    incoming: list[tuple[int, int]]
+    sizes_in: list[int]
+
+
+def _moves(
+    outgoing: Iterable[tuple[int, Piece]], incoming: Iterable[tuple[int, Piece]], world: int
+) -> Moves:
+    """From pieces with the rank that each goes to, or comes from."""
+    parts, sizes = [], []
+    for pairs in (outgoing, incoming):
+        by_rank: dict[int, list[tuple[int, int]]] = {}
+        for rank, piece in pairs:
+            own = by_rank.setdefault(rank, [])
+            if own and own[-1][1] == piece.start:  # neighbours travel as one
+                own[-1] = own[-1][0], piece.stop
+            else:
+                own.append((piece.start, piece.stop))
+        parts.append([part for rank in sorted(by_rank) for part in by_rank[rank]])
+        counts = [0] * world
+        for rank, own in by_rank.items():
+            counts[rank] = sum(stop - start for start, stop in own)
+        sizes.append(counts)
+    return Moves(parts[0], sizes[0], parts[1], sizes[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def adder_to_owner(pieces: tuple[Piece, ...], me: int, world: int) -> Moves:
+    away = [p for p in pieces if p.adder != p.owner]
+    outgoing = [(p.owner, p) for p in away if p.adder == me]
+    return _moves(outgoing, [(p.adder, p) for p in away if p.owner == me], world)
+
+
+@functools.lru_cache(maxsize=1024)
+def owner_to_adder(pieces: tuple[Piece, ...], me: int, world: int) -> Moves:
+    away = [p for p in pieces if p.adder != p.owner]
+    outgoing = [(p.adder, p) for p in away if p.owner == me]
+    return _moves(outgoing, [(p.owner, p) for p in away if p.adder == me], world)
+
+
+@functools.lru_cache(maxsize=1024)
+def adder_to_all(pieces: tuple[Piece, ...], members: tuple[int, ...], me: int, world: int) -> Moves:
+    mine = [p for p in pieces if p.adder == me]
+    outgoing = [(rank, p) for rank in members if rank != me for p in mine if p.owner != rank]
+    incoming = [(p.adder, p) for p in pieces if me not in (p.adder, p.owner)]
+    return _moves(outgoing, incoming, world)
+
+
+@functools.lru_cache(maxsize=1024)
+def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """Which member passes on which part of what the roots have."""
+    place = {rank: i for i, rank in enumerate(members)}
+    pieces = cut(tuple((place[root], size) for root, size in segments), len(members))
+    return tuple(Piece(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
+
+
+def cargo_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of these sizes in bytes take on the wire together."""
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+
+
+def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
+    """Neighbours together until ``limit`` is passed; every thing stays whole."""
+    chunk: list[Any] = []
+    size = 0
+    for thing in things:
+        if chunk and size + size_of(thing) > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(thing)
+        size += size_of(thing)
+    if chunk:
+        yield chunk
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
