@@ -5,8 +5,7 @@ Other homes get lost: torch.distributed.checkpoint keeps only what is in a param
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Container, Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -193,11 +192,8 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     return (bool(weight), bool(bias)) == layer.covers and convention == _convention(kfac)
 
 
-def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
-    """Continue from loaded tensors; name the layers that have none and are estimated anew.
-
-    ``fresh`` says that the checkpoint was taken before any step, so that nothing is missing.
-    """
+def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
+    """Continue from loaded tensors; the layers that have none and are estimated anew."""
     kfac.discard()
     for layer in kfac.layers.values():
         kfac.forget(layer)
@@ -210,12 +206,7 @@ def restore(kfac: Preconditioner, entries: Entries, *, fresh: bool) -> None:
         if not _restore_layer(kfac, layer, entry):
             missing.append(layer.name)
     kfac.resume(max(steps, default=0))
-    if missing and not fresh:
-        warnings.warn(
-            f"the checkpoint holds no K-FAC factors of this kind for {_listed(missing)}"
-            f"{_on(kfac)}; they are estimated anew, from the next backward pass on",
-            stacklevel=3,
-        )
+    return missing
 
 
 def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
@@ -240,12 +231,3 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     if failures:
         kfac.second_order.failures[layer] = failures
     return True
-
-
-def _on(kfac: Preconditioner) -> str:
-    """Other ranks look for other factors."""
-    return f" (rank {kfac.ranks.rank}'s share)" if kfac.ranks.world > 1 else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

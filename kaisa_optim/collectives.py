@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -424,19 +423,6 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def checksum(thing: Any) -> int:
-    """Twenty bits, so that sums of squares over 8,192 ranks are whole numbers in float64."""
-    return zlib.crc32(repr(thing).encode()) & 0xFFFFF
-
-
-def alike(world: int, total: float, squares: float) -> bool:
-    """Whether whole numbers, one a rank, are all equal, from their sum and that of their squares.
-
-    In integers: the square of the sum has more digits than a float.
-    """
-    return world * int(squares) == int(total) ** 2
-
-
 def _by_device(things: list[Thing]) -> list[list[Thing]]:
     devices: dict[torch.device, list[Thing]] = {}
     for thing in things:
@@ -458,6 +444,6 @@ def _named(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"K-FAC lost other ranks while {what}: one of them has failed, left or timed out; "
-            "its own log says why"
+            f"K-FAC lost other ranks while {what}: one of them has failed, left, timed out or did "
+            "not make this call; its own log says why"
         ) from error

@@ -324,13 +324,15 @@ class KFACMixin(Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone."""
+        fresh = False  # taken before any step, so that nothing is missing
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal fresh
             loaded = loaded.copy()
             entries = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
             of_base = any("damping" not in group for group in loaded["param_groups"])
             fresh = not (of_base or loaded["state"] or any(entries.values()))
-            self._loaded = entries, fresh
+            self._loaded = entries
             # A base optimizer's groups lack K-FAC's keys: those stay as they are here.
             pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
             keys = (*PER_GROUP, "kl_clip_lr")
@@ -345,6 +347,17 @@ class KFACMixin(Optimizer, Joinable):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        missing = self.__dict__.pop("_missing")
+        if missing and not fresh:
+            ranks = self.preconditioner.ranks
+            share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
+            cause = " (was it saved without consolidate_state_dict()?)" if share else ""
+            warnings.warn(
+                "the checkpoint holds no K-FAC factors of this kind for "
+                f"{', '.join(map(repr, missing))}{share}{cause}; they are estimated anew, from the "
+                "next backward pass on",
+                stacklevel=2,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_process_group is not None:
@@ -363,7 +376,7 @@ class KFACMixin(Optimizer, Joinable):
         if "_kfac_model" not in state:  # from load_state_dict
             super().__setstate__(state)
             if "preconditioner" in self.__dict__:
-                self._resume(*self.__dict__.pop("_loaded", ({}, False)))
+                self._missing = self._resume(self.__dict__.pop("_loaded", {}))
             return
         state = dict(state)
         entries = {
@@ -383,13 +396,15 @@ class KFACMixin(Optimizer, Joinable):
         self._warned_of_share = False
         known = [p for group in self.param_groups for p in group["params"]]
         self._start(known, compare=False)  # one rank alone may make a copy
-        self._resume(entries, fresh=not any(entries.values()))
+        self._resume(entries)
 
-    def _resume(self, entries: checkpoint.Entries, fresh: bool) -> None:
+    def _resume(self, entries: checkpoint.Entries) -> list[str]:
+        """Continue from loaded tensors; the names of layers that have none."""
         self._consolidated = None
-        checkpoint.restore(self.preconditioner, entries, fresh=fresh)
+        missing = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
+        return missing
 
 
 def _merge_consolidated(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

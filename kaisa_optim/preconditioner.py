@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import agreement, gradients, sharding
 from . import assignment as work
-from . import gradients, sharding
 from . import options as checks
 from .account import Account, Assigned, Work
 from .assignment import Placement, Task
 from .capture import Capture
-from .collectives import Circle, Ranks, Shipment, checksum
-from .collectives import alike as alike_on_all
+from .collectives import Circle, Ranks, Shipment
 from .coverage import Coverage, cover, unwrapped
 from .gradients import Preconditioned
 from .layers import Layer
@@ -98,6 +97,7 @@ class Preconditioner:
         self.shelf = Shelf()  # the factors that this rank keeps
         self.layout = Layout()  # the layers whose gradients this rank preconditions
         self._unsettled = False  # loaded, and the other ranks not yet asked
+        self._unproven = self.ranks.world > 1  # weights not yet compared
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -304,7 +304,7 @@ class Preconditioner:
             return Tally(0.0, 0.0, {}, {})
         counts, own_terms = self.statistics.counts(layers), self.statistics.terms()
         with_gradient = [any(p.grad is not None for p in x.parameters) for x in layers]
-        common = checksum(self._common(groups))
+        common = agreement.checksum(self._common(groups))
         head = [
             capture.error is not None,
             capture.backwards > 0 or capture.was_paused,
@@ -320,10 +320,12 @@ class Preconditioner:
         failed, captured, graded, once, squared, terms, *present = word[: len(numbers)].tolist()
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
-            self._raise_together(error, "capturing")
-        if not alike_on_all(self.ranks.world, once, squared):
-            self._raise_difference(self._common(groups), "hyperparameters")
+            agreement.raise_together(self.ranks, error, "capturing")
+        if not agreement.alike(self.ranks.world, once, squared):
+            agreement.raise_difference(self.ranks, self._common(groups), "hyperparameters")
         self._check_gradients(layers, with_gradient, present)
+        if self._unproven:
+            self._compare_weights()
         if capture.gathering and not captured and graded:
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once to create the base's state
@@ -348,29 +350,6 @@ class Preconditioner:
         trained = {f"trained weight, bias of {x.name!r}": x.covers for x in self.layers.values()}
         return values | trained
 
-    def _raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raise on all ranks what has failed on some."""
-        texts = self.ranks.all_of(
-            None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
-        )
-        if error is not None:
-            raise error
-        causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        raise RuntimeError(f"K-FAC stops on all ranks, since {doing} failed on {causes}")
-
-    def _raise_difference(self, mine: dict[str, Any], what: str) -> None:
-        theirs = self.ranks.all_of(mine, f"comparing {what}")
-        for rank, values in enumerate(theirs[1:], 1):
-            # A layer too many changes a group's sizes too, and says more.
-            for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
-                first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
-                if first != other:
-                    raise ValueError(
-                        f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
-                        "need the same model and options"
-                    )
-        raise ValueError(f"Invalid {what}: they differ among the ranks")
-
     def _check_gradients(self, layers: list[Layer], mine: list[bool], present: list[float]) -> None:
         partly = [i for i, n in enumerate(present) if 0 < n < self.ranks.world]
         if partly:
@@ -392,6 +371,27 @@ class Preconditioner:
             "optimizer.preconditioner.paused()"
         )
 
+    def _compare_weights(self) -> None:
+        """In the first step: no wrapper may have made weights and gradients alike."""
+        covered = {p for layer in self.active for p in layer.parameters}
+        whole = {
+            name: p
+            for name, p in unwrapped(self.model).named_parameters()
+            if p in covered and not sharding.is_sharded(p)
+        }
+        graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
+        agreement.compare_tensors(
+            self.ranks,
+            {f"parameter {name!r}": p for name, p in whole.items()},
+            "give all ranks the same weights, by DistributedDataParallel or by one seed",
+        )
+        agreement.compare_tensors(
+            self.ranks,
+            graded,
+            "average gradients over all ranks before step(), or use DistributedDataParallel",
+        )
+        self._unproven = False
+
     def _settle(self, due: list[Layer], outcome: Outcome) -> list[Layer]:
         """Agree on what the owners made of the layers that were due; those with a state."""
         flags = [float(outcome.error is not None), *outcome.flags(due)]
@@ -400,7 +400,7 @@ class Preconditioner:
             f"decomposing factors in step {self.steps}",
         ).tolist()
         if failed:
-            self._raise_together(outcome.error, "decomposing factors")
+            agreement.raise_together(self.ranks, outcome.error, "decomposing factors")
         outcome = Outcome.of_all(due, flags)
         for layer in outcome.empty:
             self.forget(layer)
@@ -411,7 +411,8 @@ class Preconditioner:
         """After a load: ranks compare, and what some rank lacks is estimated anew by all."""
         if not self._unsettled:
             return
-        self._compare(self._common(groups) | self.options.described(), "loaded states")
+        common = self._common(groups) | self.options.described()
+        agreement.compare(self.ranks, common, "loaded states")
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
@@ -716,20 +717,9 @@ class Preconditioner:
                 f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
                 for i, group in enumerate(groups)
             }
-            self._compare({**self._identity, **described, **sizes}, "models and options", error)
+            mine = {**self._identity, **described, **sizes}
+            agreement.compare(self.ranks, mine, "models and options", error)
         return found
-
-    def _compare(self, mine: dict[str, Any], what: str, error: Exception | None = None) -> None:
-        """Raise on all ranks where one has an error, or something else than another."""
-        code = checksum(mine)
-        numbers = [float(error is not None), code, code**2]
-        failed, once, squared = self.ranks.add_up(
-            torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
-        ).tolist()
-        if failed:
-            self._raise_together(error, "matching model and parameters")
-        if not alike_on_all(self.ranks.world, once, squared):
-            self._raise_difference(mine, what)
 
     def _find_shards(
         self, layers: Iterable[Layer]
@@ -802,7 +792,7 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)
-        self._unsettled = self.ranks.world > 1
+        self._unsettled = self._unproven = self.ranks.world > 1
         self._aim()
 
     def discard(self) -> None:

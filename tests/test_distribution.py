@@ -41,7 +41,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra
-from kaisa_optim.collectives import Parcel, Ranks, alike, checksum
+from kaisa_optim.agreement import alike, checksum
+from kaisa_optim.collectives import Parcel, Ranks
 from kaisa_optim.routes import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")

@@ -659,6 +659,48 @@ def test_a_missing_gradient_is_named_in_the_next_step_that_exchanges(strategy: s
         assert steps == 3
 
 
+# ---- weights and gradients that nothing has made alike ----
+
+
+def unlike(what: str) -> Ended:
+    """Rank 1 starts from another seed, or nobody averages."""
+    model = net()
+    if what == "weights" and dist.get_rank() == 1:
+        with torch.no_grad():
+            model[2].bias[3] += 1e-12
+    opt = optimizer(model, skip_layers=["0"])
+
+    def work() -> None:
+        x, y = part(0)
+        F.mse_loss(model(x), y).backward()
+        if what != "gradients":
+            average(model)
+        if what == "uncovered" and dist.get_rank() == 1:
+            with torch.no_grad():  # a part of the model that is each rank's own
+                model[0].weight += 1
+        opt.step()
+
+    return attempt(model, work)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weights", "parameter '2.bias' on ranks [1] is not the one of rank 0"),
+        ("gradients", "the gradient of '2.weight' on ranks [1, 2] is not the one of rank 0"),
+    ],
+)
+def test_weights_or_gradients_that_differ_in_the_first_step(what: str, said: str) -> None:
+    for ended in run(3, unlike, what):
+        assert ended.error is not None and ended.error.startswith(f"RuntimeError: {said}")
+        assert not ended.moved
+
+
+def test_a_parameter_that_is_not_covered_may_be_each_ranks_own() -> None:
+    for ended in run(3, unlike, "uncovered"):
+        assert ended.error is None and ended.moved
+
+
 # ---- process groups ----
 
 

@@ -368,7 +368,7 @@ def test_factors_that_are_missing_are_named_and_estimated_anew(spread, tmp_path)
     assert missing and (missing < every or "assignment" not in spread)
     assert ranks[0][0].fed[0] == every and not ranks[0][0].texts
     (text,) = ranks[1][0].texts
-    assert "(rank 1's share); they are estimated anew" in text
+    assert ", which rank 1 keeps (was it saved without consolidate_state_dict()?)" in text
     assert all((repr(name) in text) == (name in missing) for name in every)
     for loaded, (straight, begun) in ranks:
         assert loaded.fed[1] == every
@@ -403,7 +403,7 @@ def test_a_plain_checkpoint_on_ranks(world, spread):
     ranks = run(world, loads_a_plain_state, spread)
     for i, (texts, (saved, loaded, moved)) in enumerate(ranks):
         (text,) = texts
-        assert "no K-FAC factors of this kind for" in text and f"(rank {i}'s share)" in text
+        assert "no K-FAC factors of this kind for" in text and f"which rank {i} keeps" in text
         assert_same(loaded, saved)
         assert_same(moved, ranks[0][1][2])
 
