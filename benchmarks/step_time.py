@@ -38,8 +38,6 @@ from matplotlib import pyplot as plt
 
 TURN = 10  # steps of one contestant before the next one's
 
-Step = Callable[[], None]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -79,20 +77,28 @@ class Trainer:
         self.model = task.network().to(device)
         self.inputs, self.labels = (t.to(device) for t in task.inputs())
         self.device = device
-        self.zero, self.step = make(self.model, task, *intervals)
+        self.optimizers = make(self.model, task, *intervals)
 
     def run(self, steps: int) -> list[tuple[float, float]]:
         """Seconds of each step: forward and backward, and the optimizer's part."""
         times = []
         for _ in range(steps):
             start = self._now()
-            self.zero()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
             out = self.model(self.inputs)
             F.cross_entropy(out.flatten(0, -2), self.labels.flatten()).backward()
             middle = self._now()
-            self.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             times.append((middle - start, self._now() - middle))
         return times
+
+    def quiet(self, steps: int) -> list[tuple[float, float]]:
+        """Steps of K-FAC that only precondition, with the decompositions as they are."""
+        kfac = self.optimizers[0].preconditioner
+        kfac.factor_update_steps = kfac.inv_update_steps = 10**9
+        return self.run(steps)
 
     def _now(self) -> float:
         if self.device == "cuda":
@@ -100,16 +106,16 @@ class Trainer:
         return time.perf_counter()
 
 
-Maker = Callable[[nn.Module, Task, int, int], tuple[Step, Step]]
+# What steps a network, one after the other; of ours there is one, with its preconditioner.
+Maker = Callable[[nn.Module, Task, int, int], Sequence[Any]]
 
 
-def sgd(model: nn.Module, task: Task, every: int, refreshed: int) -> tuple[Step, Step]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return optimizer.zero_grad, lambda: optimizer.step() and None
+def sgd(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
 
 
 def ours(**options: Any) -> Maker:
-    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> tuple[Step, Step]:
+    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the base optimizer updates these")
             optimizer = KFACSGD(
@@ -121,12 +127,22 @@ def ours(**options: Any) -> Maker:
                 **task.options,
                 **options,
             )
-        return optimizer.zero_grad, lambda: optimizer.step() and None
+        return [optimizer]
 
     return make
 
 
-def kfac_pytorch(model: nn.Module, task: Task, every: int, refreshed: int) -> tuple[Step, Step]:
+class Preconditioner:
+    """The papers' preconditioner, as one of the optimizers."""
+
+    def __init__(self, preconditioner: Any) -> None:
+        self.step = preconditioner.step
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def kfac_pytorch(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     """The papers' code, with its defaults; it covers Linear and Conv2d."""
     from kfac.preconditioner import KFACPreconditioner
 
@@ -134,43 +150,27 @@ def kfac_pytorch(model: nn.Module, task: Task, every: int, refreshed: int) -> tu
     preconditioner = KFACPreconditioner(
         model, factor_update_steps=every, inv_update_steps=refreshed, lr=0.01
     )
-
-    def step() -> None:
-        preconditioner.step()
-        optimizer.step()
-
-    return optimizer.zero_grad, step
+    return [Preconditioner(preconditioner), optimizer]
 
 
-def soap(model: nn.Module, task: Task, every: int, refreshed: int) -> tuple[Step, Step]:
+def soap(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     """Its factors are updated in every step, its bases in every tenth, as its authors do."""
     from pytorch_optimizer import SOAP
 
-    optimizer = SOAP(model.parameters(), lr=1e-3, precondition_frequency=10)
-    return optimizer.zero_grad, lambda: optimizer.step() and None
+    return [SOAP(model.parameters(), lr=1e-3, precondition_frequency=10)]
 
 
-def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> tuple[Step, Step]:
+def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     """torch's, for matrices inside of the network; AdamW for the rest."""
     hidden = {
         p
         for name, p in model.named_parameters()
         if p.dim() == 2 and not name.startswith(("head", "words", "places"))
     }
-    optimizers = [
+    return [
         torch.optim.Muon(list(hidden), lr=0.02),
         torch.optim.AdamW([p for p in model.parameters() if p not in hidden], lr=1e-3),
     ]
-
-    def zero() -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return zero, step
 
 
 OURS = {"KFACSGD": ours(), "KFACSGD, inverse": ours(compute_method="inverse")}
@@ -213,11 +213,10 @@ class Measured:
 def measure(
     task: Task, makers: dict[str, Maker], device: str, intervals: tuple[int, int], steps: int
 ) -> list[Measured]:
-    every, refreshed = intervals
+    _, refreshed = intervals
     trainers = {name: Trainer(task, device, make, intervals) for name, make in makers.items()}
     for trainer in trainers.values():
         trainer.run(2)  # the first steps gather and refresh everything
-    taken = 2
     rounds: list[dict[str, list[tuple[float, float]]]] = []
     for _ in range(max(1, steps // refreshed)):
         rounds.append({name: [] for name in trainers})
@@ -238,33 +237,28 @@ def measure(
         )
         if name.startswith("KFACSGD"):
             flat = [times for round_ in own for times in round_]
-            one.stages, one.slowest = stages(flat, taken, every, one.ms)
+            one.stages, one.slowest = stages(flat, trainers[name].quiet(TURN))
         results.append(one)
     return results
 
 
 def stages(
-    times: Sequence[tuple[float, float]], first: int, every: int, mean: float
+    times: Sequence[tuple[float, float]], quiet: Sequence[tuple[float, float]]
 ) -> tuple[dict[str, float], float]:
-    """Where K-FAC's time goes, in ms a step, from steps of different kinds.
+    """Where K-FAC's time goes, in ms a step: beside ``quiet`` steps, which only precondition.
 
-    Steps that update factors have longer backward passes; steps that refresh a layer are told by
-    how long they take. Also the slowest steps that update no factors, over their median.
+    Also the slowest steps, over the median: as layers take turns, all gather about alike.
     """
-    plain = [t for i, t in enumerate(times, first) if i % every]
-    gathering = [t for i, t in enumerate(times, first) if i % every == 0]
-    quiet = plain or gathering
-    whole = sorted(map(sum, quiet))
+    passes, applied = (1e3 * statistics.median(part) for part in zip(*quiet, strict=True))
+    all_passes, all_steps = (1e3 * statistics.fmean(part) for part in zip(*times, strict=True))
+    whole = sorted(map(sum, times))
     slowest = whole[int(0.95 * (len(whole) - 1))] / statistics.median(whole)
-    passes = statistics.median(a for a, _ in quiet)
-    steps = sorted(b for _, b in quiet)
-    applied = steps[len(steps) // 10]
-    found = {"forward and backward": 1e3 * passes, "precondition and step": 1e3 * applied}
-    if plain:
-        more = statistics.median(a for a, _ in gathering) - passes
-        found["gather factors"] = 1e3 * more * len(gathering) / len(times)
-    found["update and refresh"] = mean - sum(found.values())
-    return found, slowest
+    return {
+        "forward and backward": passes,
+        "gather factors": all_passes - passes,
+        "precondition and step": applied,
+        "update and refresh": all_steps - applied,
+    }, slowest
 
 
 # ---- memory ----

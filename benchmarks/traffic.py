@@ -193,6 +193,17 @@ def memory(world: int) -> str:
     return table(head, rows)
 
 
+def pending() -> str:
+    """Sums that wait for their reduction; the same on every rank, whatever the assignment."""
+    head = ["model, MB", "factors every 1, or not staggered", "every 10", "every 100"]
+    rows = []
+    for model in MODELS:
+        found = plan(model, "layer-wise", 64)
+        most = [max(map(found.pending, found.gathering_turns(n).values())) for n in (1, 10, 100)]
+        rows.append([model, *map(mb, most)])
+    return table(head, rows)
+
+
 def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
     yield f"### Traffic on {world} ranks"
     for model, make in MODELS.items():
@@ -209,6 +220,8 @@ def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
     for ranks in (world, fewer):
         yield f"### Memory on {ranks} ranks"
         yield memory(ranks)
+    yield "### Sums that wait for their reduction, at most"
+    yield pending()
 
 
 def rewritten(page: str, tables: str) -> str:

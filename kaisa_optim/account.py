@@ -7,13 +7,14 @@ of what is sent are the same; a single rank may send more than it receives, or l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .assignment import Grid, Placement, Task, WorkAssignment
+from .assignment import Grid, Placement, Task, WorkAssignment, turns
 from .routes import Bucket, cargo_bytes, chunks
 
 if TYPE_CHECKING:
@@ -138,73 +139,98 @@ class Account:
         values = {"eigenvalues": factor.values * factor.work.itemsize}
         return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
 
+    def pending(self, names: Collection[str]) -> int:
+        """Sums of these layers on each rank, from their backward pass to the step, at most."""
+        alone = self.grid.world == 1
+        return sum(
+            (factor.elements if alone else factor.size) * work.itemsize
+            for work in self._chosen(names)
+            for factor in _factors(work)
+        )
+
     # ---- communication ----
 
-    def step(self, *, factors: bool = False, refresh: Collection[str] = ()) -> list[Usage]:
+    def step(self, *, factors: Collection[str] = (), refresh: Collection[str] = ()) -> list[Usage]:
         """What arrives at each rank in one step, by kind.
 
-        A plain step has gradients alone. ``factors`` says that it updates the factors, ``refresh``
-        which layers it decomposes.
+        A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
+        ``refresh`` which it decomposes.
         """
         got = self._gradients()
         if self.grid.world > 1:
-            chosen = set(refresh)
-            due = [work for work in self.active if work.task.name in chosen]
-            self._add(got["status"], self._words(factors, due))
-            if factors:
-                self._add(got["factors"], self._sums(due))
-            for numbers in self._refreshed_together(factors, due):
+            fed, due = self._chosen(factors), self._chosen(refresh)
+            self._add(got["status"], self._words(fed, due))
+            self._add(got["factors"], self._sums(fed, due))
+            for numbers in self._refreshed_together(fed, due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             self._add(got["second_order"], self._shared(due))
         return _by_rank(got)
+
+    def _chosen(self, names: Collection[str]) -> list[Work]:
+        chosen = set(names)
+        return [work for work in self.active if work.task.name in chosen]
 
     def per_step(
         self, factor_update_steps: int, inv_update_steps: int, staggered: bool = True
     ) -> list[Means]:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
-        together = math.lcm(factor_update_steps, inv_update_steps)
         both = math.gcd(factor_update_steps, inv_update_steps)
-        turns = defaultdict(list)
-        for name, turn in self.turns(inv_update_steps, staggered).items():
-            turns[turn].append(name)
+        together = factor_update_steps * inv_update_steps // both
+        fed = self.gathering_turns(factor_update_steps, staggered)
+        due = self.refresh_turns(inv_update_steps, staggered)
+        # A turn of the one kind meets one of the other once in ``together`` steps, or never.
+        Turns = tuple[int | None, int | None]
+        shares: dict[Turns, float] = {(f, None): 1 / factor_update_steps for f in fed}
+        shares.update({(None, d): 1 / inv_update_steps for d in due})
+        for f, d in itertools.product(fed, due):
+            if (f - d) % both == 0:
+                shares[f, d] = 1 / together
+                shares[f, None] -= 1 / together
+                shares[None, d] -= 1 / together
+        shares[None, None] = 1 - sum(shares.values())
         mean = [dict.fromkeys((*MOVED, "total"), 0.0) for _ in range(self.grid.world)]
-        rest = {True: 1 / factor_update_steps, False: 1 - 1 / factor_update_steps}
-        for turn, names in turns.items():
-            # A turn meets updates of factors in one of so many steps, or never.
-            meets = 1 / together if turn % both == 0 else 0.0
-            for factors, share in ((True, meets), (False, 1 / inv_update_steps - meets)):
-                rest[factors] -= share
-                if share > 0:
-                    _weigh(mean, self.step(factors=factors, refresh=names), share)
-        for factors, share in rest.items():
+        for (at_fed, at_due), share in shares.items():
             if share > 1e-12:
-                _weigh(mean, self.step(factors=factors), share)
+                factors = () if at_fed is None else fed[at_fed]
+                refresh = () if at_due is None else due[at_due]
+                _weigh(mean, self.step(factors=factors, refresh=refresh), share)
         return mean
 
-    def turns(self, inv_update_steps: int, staggered: bool = True) -> dict[str, int]:
-        """The step of the interval in which each layer is refreshed."""
-        return {
-            work.task.name: i * inv_update_steps // len(self.layers) if staggered else 0
-            for i, work in enumerate(self.layers)
-            if not work.frozen
-        }
+    def gathering_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
+        """The layers that gather statistics in each step of an interval, where any does.
 
-    def _words(self, factors: bool, due: list[Work]) -> list[int]:
+        Their sums wait for a reduction, so turns are of about equal size.
+        """
+        sizes = [sum(factor.size for factor in _factors(work)) for work in self.layers]
+        return self._by_turn(turns(sizes, interval, staggered))
+
+    def refresh_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
+        """The layers that are decomposed in each step of an interval, where any is."""
+        return self._by_turn(turns([1] * len(self.layers), interval, staggered))
+
+    def _by_turn(self, numbers: list[int]) -> dict[int, list[str]]:
+        result = defaultdict(list)
+        for work, turn in zip(self.layers, numbers, strict=True):
+            if not work.frozen:
+                result[turn].append(work.task.name)
+        return dict(result)
+
+    def _words(self, fed: list[Work], due: list[Work]) -> list[int]:
         """What the hosts ask each other."""
         size = 0
         # As long as some layer has no statistics, every step might bring them.
-        if factors or due or len(self.active) < len(self.layers):
+        if fed or due or len(self.active) < len(self.layers):
             sections = sum(work.sections for work in self.layers)
             size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections))
         if due:
             size += self._ring(8 * (1 + 3 * len(due)))
         return [size] * self.grid.world
 
-    def _sums(self, first: list[Work]) -> list[int]:
+    def _sums(self, fed: list[Work], first: list[Work]) -> list[int]:
         """Factors on their way to where they are kept."""
         world = self.grid.world
         got = [0] * world
-        for itemsize, parcels, bucket in self._buckets(first):
+        for itemsize, parcels, bucket in self._buckets(fed, first):
             wire = self.wire_bytes or itemsize
             scales = self._ring(len(parcels) * itemsize) if self.scaled else 0
             for rank, pieces in enumerate(bucket.to_add):
@@ -215,32 +241,34 @@ class Account:
                     got[piece.owner] += (piece.stop - piece.start) * itemsize
         return got
 
-    def _buckets(self, first: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
+    def _buckets(
+        self, fed: list[Work], first: list[Work]
+    ) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
         """Factors that travel together: the itemsize of their sums, themselves, their ways."""
         names = {work.task.name for work in first}
-        ordered = sorted(self.active, key=lambda work: work.task.name not in names)
+        ordered = sorted(fed, key=lambda work: work.task.name not in names)
         for (_, itemsize), works in _grouped(ordered, lambda work: (work.device, work.itemsize)):
             parcels = [factor for work in works for factor in _factors(work)]
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)
             for chunk in chunks(parcels, lambda factor: factor.size, limit):
                 yield itemsize, chunk, Bucket(chunk, self.grid.world)
 
-    def _refreshed_together(self, factors: bool, due: list[Work]) -> Iterator[int]:
+    def _refreshed_together(self, fed: list[Work], due: list[Work]) -> Iterator[int]:
         """Bytes of mean eigenvalues that owners compare, for each time that they do."""
         parted = any(work.placement.a != work.placement.g for work in self.layers)
         if not (parted and self.method == "inverse" and self.split == "pi"):
             return
-        parts = [due]
-        if factors:  # then layers are refreshed as their factors come
-            names = {work.task.name for work in due}
-            seen: set[str] = set()
-            parts = []
-            for _, parcels, _ in self._buckets(due):
-                parts.append([])
-                for work in [factor.work for factor in parcels if factor.work.task.name in names]:
-                    if work.task.name in seen:  # the other one of its factors
-                        parts[-1].append(work)
-                    seen.add(work.task.name)
+        awaited = {work.task.name for work in fed}
+        parts = [[work for work in due if work.task.name not in awaited]]
+        # The others are refreshed as their factors come.
+        names = {work.task.name for work in due}
+        seen: set[str] = set()
+        for _, parcels, _ in self._buckets(fed, due):
+            parts.append([])
+            for work in [factor.work for factor in parcels if factor.work.task.name in names]:
+                if work.task.name in seen:  # the other one of its factors
+                    parts[-1].append(work)
+                seen.add(work.task.name)
         for part in parts:
             for (_, itemsize), works in _grouped(part, lambda work: (work.device, work.itemsize)):
                 yield 2 * itemsize * sum(work.task.blocks for work in works)

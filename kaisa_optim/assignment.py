@@ -16,6 +16,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
+def turns(sizes: Sequence[int], interval: int, staggered: bool) -> list[int]:
+    """The step of an interval in which each layer has its turn, in their order.
+
+    A step's sizes add up to a fair share and at most one layer more. Neighbours mostly have their
+    turn together: they share inputs, as queries and keys do.
+    """
+    if not staggered:
+        return [0] * len(sizes)
+    *starts, total = itertools.accumulate(sizes, initial=0)
+    return [interval * start // total for start in starts]
+
+
 class Task(NamedTuple):
     """One layer's work, as its shapes tell."""
 

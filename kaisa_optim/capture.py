@@ -32,17 +32,18 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _Covers = tuple[bool, bool]
-Sink = Callable[[Layer, "Run", _Covers, Moments], None]
+Sink = Callable[[Layer, "Run", _Covers, Moments | None], None]
 
 
 class Run:
     """One forward pass of the model: how many terms its loss averages if it trains."""
 
-    __slots__ = ("end", "examples", "first", "paused", "positions", "shape", "start")
+    __slots__ = ("end", "examples", "first", "paused", "positions", "reached", "shape", "start")
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
+        self.reached = False  # by a backward pass that trains
         # Autograd numbers its nodes: those of this pass lie between.
         self.start = _sequence_nr()
         self.end: int | None = None
@@ -128,7 +129,11 @@ class _Hook:
 
 
 class Capture:
-    """Owns the hooks on one model for one optimizer; hands moments to ``sink``."""
+    """Owns the hooks on one model for one optimizer; hands moments to ``sink``.
+
+    A layer whose turn it is not hands None where a pass comes to it first, so that every pass that
+    trains is known.
+    """
 
     def __init__(
         self,
@@ -144,8 +149,10 @@ class Capture:
         self.error: Exception | None = None
         self.sink = sink
         self.drop = drop  # called for a layer whose gradient starts anew
-        self.gathering = True  # all layers; else only those in ``missing``
-        self.missing = set(layers)
+        self.wanted = frozenset(layers)  # those whose turn it is to gather statistics
+        self.missing = set(layers)  # those that have none
+        # Whom passes reach first: they tell which passes train, whosever turn it is.
+        self.witnesses: set[Layer] = set()
         self.reduce = reduce
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
@@ -288,9 +295,10 @@ class Capture:
         covers = layer.covers_now()
         if not any(covers) or not output.requires_grad or _transformed():
             return output
-        wanted = self.gathering or layer in self.missing or covers != layer.covers
+        gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._run_again()
-        wanted = wanted and not (self.paused if again is None else again.paused)
+        paused = self.paused if again is None else again.paused
+        wanted = not paused and (gathers or (layer in self.witnesses and bool(self.wanted)))
         if not wanted and not _checkpointed():
             return output
         record = None
@@ -302,13 +310,14 @@ class Capture:
                 # A reentrant checkpoint's own backward is part of the one that it runs in.
                 task = _graph_task() if outer is None else outer
                 try:
-                    self._record(layer, anchor, run, covers, blocks, mode, x, grad, task)
+                    self._record(layer, anchor, run, covers, blocks, mode, x, grad, task, gathers)
                 except Exception as error:
                     if not self.keep_errors:
                         raise
                     self.error = self.error or error
 
-        return _Tap.apply(output, _as_used(layer, x) if layer.needs_input(covers) else None, record)
+        kept = layer.needs_input(covers) and (gathers or _checkpointed())
+        return _Tap.apply(output, _as_used(layer, x) if kept else None, record)
 
     # ---- the backward pass ----
 
@@ -323,6 +332,7 @@ class Capture:
         x: Tensor | None,
         grad: Tensor,
         task: int | None,
+        gathers: bool,
     ) -> None:
         if not _accumulates_into(anchor):
             return
@@ -338,13 +348,18 @@ class Capture:
             torch.autocast(device, enabled=False),
         ):
             self._close_loose()
+            if not run.reached:
+                run.reached = True
+                self.witnesses.add(layer)
             # Every use of a layer in one pass meets the same missing gradient: the first drops.
             if not self._has_gradient(own, anchor) and self._begun.get(layer) != task:
                 self._begun[layer] = task
                 self.drop(layer)
-            moments = layer.moments(
-                x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
-            )
+            moments = None
+            if gathers:
+                moments = layer.moments(
+                    x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
+                )
             self.sink(layer, run, covers, moments)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:

@@ -98,6 +98,8 @@ class Preconditioner:
         self.layout = Layout()  # the layers whose gradients this rank preconditions
         self._unsettled = False  # loaded, and the other ranks not yet asked
         self._unproven = self.ranks.world > 1  # weights not yet compared
+        self._silent = 0  # steps since a layer saw a backward pass, of those that gather
+        self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -290,7 +292,7 @@ class Preconditioner:
         """Whether ranks have something to agree on in this step; one rank always has."""
         capture = self._capture
         assert capture is not None
-        return self.ranks.world == 1 or bool(capture.gathering or capture.missing or self._due())
+        return self.ranks.world == 1 or bool(capture.wanted or capture.missing or self._due())
 
     def _tally(self, groups: list[Group]) -> Tally | None:
         """Agree with the other ranks on what there is in this step; ``None`` for a step of nothing.
@@ -326,10 +328,15 @@ class Preconditioner:
         self._check_gradients(layers, with_gradient, present)
         if self._unproven:
             self._compare_weights()
-        if capture.gathering and not captured and graded:
-            if all("lr" in group and float(group["lr"]) == 0 for group in groups):
-                return None  # torch.distributed.checkpoint steps once to create the base's state
-            self._raise_without_capture()
+        if captured:
+            self._silent = 0
+        elif capture.wanted and graded:
+            # Once they have statistics, a step may have passed by the layers whose turn it was.
+            self._silent += 1
+            if capture.missing.issuperset(layers) or self._silent >= self._gathering_steps():
+                if all("lr" in group and float(group["lr"]) == 0 for group in groups):
+                    return None  # torch.distributed.checkpoint steps once, for the base's state
+                self._raise_without_capture()
         sizes = [layer.sections for layer in layers]
         both = word[len(numbers) :].split([len(counts), len(counts)])
         totals, givers = (dict(zip(layers, x.split(sizes), strict=True)) for x in both)
@@ -440,15 +447,25 @@ class Preconditioner:
 
     def _due(self) -> list[Layer]:
         """Layers to refresh in this step: all at once, or each in its turn."""
-        interval, at = self.inv_update_steps, self.steps % self.inv_update_steps
-        layers = list(self.layers.values())
-        due = []
-        for i, layer in enumerate(layers):
-            turn = i * interval // len(layers) if self.options.staggered else 0
-            first = self.steps == 0 or layer not in self.second_order.ready
-            if layer in self.fed and (first or at == turn):
-                due.append(layer)
-        return due
+        if self.steps == 0:
+            return sorted(self.fed, key=lambda layer: layer.number)
+        interval = self.inv_update_steps
+        turn = self._turns("refresh", interval).get(self.steps % interval, ())
+        due = self.fed.intersection(turn) | (self.fed - self.second_order.ready)
+        return sorted(due, key=lambda layer: layer.number)
+
+    def _turns(self, kind: str, interval: int) -> dict[int, frozenset[Layer]]:
+        """The layers whose turn it is in each step of an interval, for "gathering" or "refresh"."""
+        key = kind, interval
+        if key not in self._turns_of:
+            account, staggered = self.account, bool(self.options.staggered)
+            gathering = kind == "gathering"
+            turns_of = account.gathering_turns if gathering else account.refresh_turns
+            self._turns_of[key] = {
+                turn: frozenset(self.layers[name] for name in names)
+                for turn, names in turns_of(interval, staggered).items()
+            }
+        return self._turns_of[key]
 
     def _preconditioned(self, damping_of: Callable[[Layer], float]) -> list[Preconditioned]:
         """New gradients of all layers that have both a gradient and second-order state."""
@@ -620,7 +637,7 @@ class Preconditioner:
         self._aim()
 
     def _aim(self) -> None:
-        """Whether the next backward passes gather statistics of all layers."""
+        """Of which layers the next backward passes gather statistics."""
         capture = getattr(self, "_capture", None)
         if capture is None:
             return
@@ -628,7 +645,12 @@ class Preconditioner:
         if "factor_update_steps" in self._schedules:
             value = self._schedules["factor_update_steps"](self.steps)
             interval = checks.check_interval("factor_update_steps", value)
-        capture.gathering = self.steps % interval == 0
+        turn = self._turns("gathering", interval).get(self.steps % interval)
+        capture.wanted = turn or frozenset()
+
+    def _gathering_steps(self) -> int:
+        """In how many steps of an interval some layers gather statistics."""
+        return len(self._turns("gathering", self.factor_update_steps))
 
     def _shared(self, layer: Layer, groups: list[Group], name: str) -> float:
         """A group's value for a layer; its weight and bias must agree on it."""
@@ -683,8 +705,9 @@ class Preconditioner:
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
             self._capture.backwards, self._capture.was_paused = former.backwards, former.was_paused
-        self._aim()
+            self._capture.witnesses = former.witnesses.intersection(self.layers.values())
         self.lay_out()
+        self._aim()
 
     def _covered_by_all(self, groups: list[Group]) -> Coverage:
         """What is covered, found alike on all ranks; else every rank raises."""
@@ -761,6 +784,7 @@ class Preconditioner:
             self._capture.missing.add(layer)
 
     def lay_out(self) -> None:
+        self._turns_of.clear()
         kept = {layer: dict(self.views(layer)) for layer in self.fed}
         self.shelf = Shelf()
         for members in alike(self.active):

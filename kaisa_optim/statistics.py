@@ -82,10 +82,16 @@ class Statistics:
 
     # ---- within a step ----
 
-    def add(self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments) -> None:
+    def add(
+        self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments | None
+    ) -> None:
+        """One pass through a layer; without moments where others have their turn."""
         gathered = self.gathered.get(layer)
         if gathered is None or gathered.covers != covers:
             gathered = self.gathered[layer] = Gathered(covers, layer)
+        if moments is None:
+            gathered.runs.add(run)
+            return
         if moments.rows == 0:
             return  # an empty batch says nothing
         if self.loss_scale is not None:

@@ -53,7 +53,9 @@ class Measured(NamedTuple):
     account: Account
     memory: dict[str, int]
     first: Counter[str]  # received in the first step
+    compared: int  # of it, to compare weights and gradients
     counted: Counter[str]  # received in some intervals
+    pending: list[int]  # sums that wait, in each step of an interval
     spied: Counter[str]  # the same, as the arguments of torch.distributed tell
     sent: int
     volume: dict[str, float]
@@ -112,8 +114,11 @@ def spy() -> Iterator[Counter[str]]:
             setattr(dist, name, real[name])
 
 
-def train(case: Case, model: nn.Module, opt: KFACSGD, steps: range) -> tuple[Counter[str], ...]:
+def train(
+    case: Case, model: nn.Module, opt: KFACSGD, steps: range, pending: list[int] | None = None
+) -> tuple[Counter[str], ...]:
     kfac = opt.preconditioner
+    pending = [] if pending is None else pending
     before, spied = Counter(kfac.ranks.received), Counter[str]()
     for step in steps:
         assert kfac.steps == step
@@ -121,6 +126,7 @@ def train(case: Case, model: nn.Module, opt: KFACSGD, steps: range) -> tuple[Cou
         x, y = batch(inputs, step, 4, torch.float64 if case.network == "mixed" else case.dtype)
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
+        pending.append(kfac.memory_usage()["pending"])
         if dist.is_initialized():
             if not case.sharded:
                 average(model.parameters())
@@ -136,13 +142,18 @@ def measure(case: Case) -> Measured:
     model, opt = build(case)
     period = math.lcm(*case.intervals)
     first, _ = train(case, model, opt, range(1))
-    train(case, model, opt, range(1, period))
-    counted, spied = train(case, model, opt, range(period, (1 + WINDOWS) * period))
+    # Two numbers for each weight and each gradient, compared by an all-reduce in the first step.
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    covered = [p for layer in opt.preconditioner.active for p in layer.parameters]
+    compared = 2 * (2 * 16 * len(covered) * (not case.sharded) * (world - 1) // world)
+    pending: list[int] = []
+    train(case, model, opt, range(1, period + 1), pending)
+    counted, spied = train(case, model, opt, range(period + 1, 1 + (1 + WINDOWS) * period))
     kfac = opt.preconditioner
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
     sent = spied.pop("sent", 0)
     volume = kfac.communication_volume()
-    return Measured(kfac.account, memory, first, counted, spied, sent, volume)
+    return Measured(kfac.account, memory, first, compared, counted, pending, spied, sent, volume)
 
 
 def check(case: Case, ranks: list[Measured]) -> None:
@@ -151,24 +162,30 @@ def check(case: Case, ranks: list[Measured]) -> None:
     every, refreshed = case.intervals
     staggered = case.options.get("staggered", "normalization" not in case.options)
     period = math.lcm(every, refreshed)
-    turns = account.turns(refreshed, staggered)
+    fed = account.gathering_turns(every, staggered)
+    due = account.refresh_turns(refreshed, staggered)
     steps = [
-        account.step(
-            factors=step % every == 0,
-            refresh=[name for name, turn in turns.items() if turn == step % refreshed],
-        )
+        account.step(factors=fed.get(step % every, ()), refresh=due.get(step % refreshed, ()))
         for step in range(period)
     ]
-    everything = account.step(factors=True, refresh=account.names)
+    # The first interval's steps from 1 on; its last is the next one's first.
+    sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
+    everything = account.step(factors=account.names, refresh=account.names)
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
         shown = {kind: size for kind, size in kept.items() if size or kind == "total"}
         assert shown == one.memory
         assert list(kept) == [*KEPT, "total"]
-        assert one.first == pick(everything[rank])
+        assert one.first == pick(everything[rank]) + Counter(status=one.compared)
         expected = sum((pick(step[rank]) for step in steps), Counter[str]())
         assert one.counted == Counter({kind: WINDOWS * n for kind, n in expected.items()})
+        for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
+            # A norm layer's A, all ones, waits as one number.
+            turn = fed.get(step % every, ())
+            ones = [w.task.blocks for w in account.active if w.task.a == 1 and w.task.name in turn]
+            assert most - sum(ones) * case.dtype.itemsize <= waiting <= most
+            assert bool(waiting) == bool(turn)
         assert one.counted.total() == one.spied.total()
         assert one.counted["status"] <= one.spied["all_reduce"]
         assert list(one.volume) == [*MOVED, "total"]

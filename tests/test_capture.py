@@ -560,7 +560,8 @@ def test_checkpointing_where_what_is_due_changes_before_the_backward(due):
     # The recomputation must save as many tensors as the forward did, and the forward decides.
     x = normal(5, 4)
     net = seeded(lambda: Deep(False))
-    opt = exact(net, lr=0.0, factor_update_steps=1 if due else 2, factor_decay=1e-12)
+    interval = 1 if due else 2
+    opt = exact(net, lr=0.0, factor_update_steps=interval, factor_decay=1e-12, staggered=False)
     fit(normal(3, 4, seed=1))(net)
     opt.step()
     before = tuple(t.clone() for t in opt.preconditioner.factors("blocks.0.first"))
@@ -697,7 +698,7 @@ def test_capture_keeps_no_extra_memory(kind):
 @pytest.mark.skipif(capture._top_hooks is None, reason="torch 2.6 leaves idle taps in place")
 def test_nothing_is_saved_when_statistics_are_not_due():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    opt = exact(net, factor_update_steps=2)
+    opt = exact(net, factor_update_steps=2, staggered=False)
     x = normal(6, 4)
 
     def nodes() -> list[str]:
@@ -1101,7 +1102,7 @@ def test_forwards_before_one_backward_are_one_batch():
 
 def test_factor_update_steps_says_which_steps_gather():
     net = mlp()
-    opt = exact(net, lr=0.0, factor_update_steps=3, inv_update_steps=3)
+    opt = exact(net, lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=False)
     gathered, wanted = [], []
     for i in range(7):
         x = normal(6, 4, seed=i)
@@ -1119,6 +1120,79 @@ def test_factor_update_steps_says_which_steps_gather():
         for side in zip(*wanted, strict=True)
     )
     assert_factors(opt, "0", averages)
+
+
+def test_layers_take_turns_to_gather():
+    net = seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    opt = exact(net, lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=True)
+    changed = []
+    before: dict[str, Tensor] = {}
+    for i in range(7):
+        opt.zero_grad()
+        fit(normal(6, 4, seed=i))(net)
+        opt.step()
+        now = {name: opt.preconditioner.factors(name)[1].clone() for name in "0123"}
+        changed.append([name for name in now if i == 0 or not torch.equal(now[name], before[name])])
+        before = now
+    assert changed == [list("0123"), ["2"], ["3"], ["0", "1"], ["2"], ["3"], ["0", "1"]]
+
+
+class Heads(nn.Module):
+    """A trunk whose passes end in one head or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, head: str = "left") -> Tensor:
+        return self.get_submodule(head)(self.trunk(x))
+
+
+def test_terms_are_those_of_all_passes_whosever_turn_it_is():
+    net = seeded(Heads)
+    opt = exact(net, lr=0.0, factor_update_steps=3, staggered=True, factor_decay=1e-12)
+
+    def train(model: nn.Module) -> None:
+        for head, size in (("left", 5), ("right", 2)):
+            (loss_of(model(normal(size, 4, seed=size), head)) / 2).backward()
+
+    for i in range(3):  # the trunk's turn, the left head's, the right head's
+        name = ("trunk", "left", "right")[i]
+        wanted = expected(net, train, name, 7.0)
+        opt.zero_grad()
+        train(net)
+        opt.step()
+        assert_factors(opt, name, wanted)
+
+
+def test_a_turn_without_a_pass_through_its_layer_is_no_error():
+    net = seeded(Heads)
+    opt = exact(net, lr=0.01, factor_update_steps=3, staggered=True)
+
+    def step(head: str) -> None:
+        opt.zero_grad(set_to_none=False)
+        loss_of(net(normal(5, 4), head)).backward()
+        opt.step()
+
+    for head in ("left", "right", "right", "left", "right", "right"):
+        step(head)
+    assert opt.preconditioner.steps == 6
+
+
+def test_hooks_that_are_lost_later_are_noticed_within_an_interval():
+    net = seeded(Heads)
+    opt = exact(net, lr=0.1, factor_update_steps=3, staggered=True)
+    fit(normal(5, 4))(net)
+    opt.step()
+    for module in net.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    with pytest.raises(RuntimeError, match=r"step 3 is due .* no covered layer saw a backward"):
+        for _ in range(3):
+            opt.zero_grad()
+            fit(normal(5, 4))(net)
+            opt.step()
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "callable", "scaler", "disabled scaler"])

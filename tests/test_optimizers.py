@@ -789,7 +789,7 @@ def test_a_weight_frozen_after_training_began():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_model_moved_to_another_dtype_after_steps(momentum):
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.1, momentum=momentum, factor_update_steps=2)
+    opt = KFACSGD(model, lr=0.1, momentum=momentum, factor_update_steps=2, staggered=False)
     train(model, opt, range(3))
     kept = {name: [f.double() for f in fs] for name, fs in factors(opt).items()}
     model.to(torch.float64)
@@ -804,7 +804,7 @@ def test_model_moved_to_another_dtype_after_steps(momentum):
 
 def test_model_moved_to_bfloat16_keeps_float32_factors():
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, staggered=False)
     train(model, opt, range(3))
     kept = factors(opt)
     model.to(torch.bfloat16)
