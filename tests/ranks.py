@@ -56,6 +56,10 @@ class RankError(Exception):
         self.errors = errors
 
 
+# Torch 2.6 has no streams on CPUs, of which its fully_shard asks for events.
+CAN_SHARD = hasattr(torch.cpu.current_stream(), "record_event")
+
+
 def run(
     world: int,
     function: Callable[..., Any],
