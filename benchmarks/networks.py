@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,3 +89,16 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
+
+
+class Autoencoder(nn.Sequential):
+    """Fully connected, mirrored, tanh between the layers, linear code and output."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        sizes = [*widths, *widths[-2::-1]]
+        layers: list[nn.Module] = []
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes), 1):
+            layers.append(nn.Linear(inputs, outputs))
+            if i not in (len(widths) - 1, len(sizes) - 1):
+                layers.append(nn.Tanh())
+        super().__init__(*layers)

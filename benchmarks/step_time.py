@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from torch.nn import functional as F
 
 from kaisa_optim import KFACSGD
 
+from .machine import describe
 from .networks import CifarResNet, Transformer
 
 matplotlib.use("Agg")
@@ -285,23 +284,6 @@ def _peak(task_name: str, short: bool, contestant: str, intervals: tuple[int, in
 # ---- output ----
 
 
-def machine(device: str, threads: int) -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        name = f"{len(models)} × {models[0]}" if models else name
-    return {
-        "date": date.today().isoformat(),
-        "cpu": name,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def table(results: Sequence[Measured], base: Measured) -> Iterator[str]:
     yield f"{'':20} {'ms/step':>9} {'ratio':>6} {'adds ms':>8} {'slowest':>8} {'peak MB':>8}"
     for one in results:
@@ -348,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    where = machine(options.device, options.threads)
+    where = describe(options.device, options.threads)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     found: dict[str, list[Measured]] = {}
     for name in options.tasks:

@@ -26,7 +26,8 @@ Means = dict[str, float]
 
 N = TypeVar("N", int, float)
 
-KEPT = ("factors", "eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "counters")
+_STATE = ("eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "moments")
+KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
 _STATUS_HEAD = 6  # numbers of a step's first exchange that belong to no layer
@@ -92,6 +93,7 @@ class Account:
     method: str = "eigen"
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
+    moments: bool = False  # Adam's, kept in the eigenbasis
     factor_bytes: int | None = None  # of a number in a running average
     state_bytes: int | None = None  # of one in eigenvectors, inverses, products
     wire_bytes: int | None = None  # of one in factors and gradients on their way
@@ -122,6 +124,9 @@ class Account:
                 own["counters"] += work.task.blocks * (work.itemsize + 4)
                 for kind, size in self._state(factor).items():
                     column[kind] += size
+            if self.moments:
+                column["moments"] += 2 * _gradient(work) * work.itemsize
+                column["counters"] += work.task.blocks * work.itemsize
             if self.stored_product:
                 stored = self.state_bytes or work.itemsize
                 column["eigenvalue_products"] += _gradient(work) * stored

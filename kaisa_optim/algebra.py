@@ -167,17 +167,19 @@ def apply_eigen(
     gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None, scale: Tensor
 ) -> Tensor:
     """Q_G (scale ∘ Q_Gᵀ ∇ Q_A) Q_Aᵀ; ``None`` stands for the basis of a diagonal factor."""
-    out = gradient
-    if vectors_g is not None:
-        out = vectors_g.mT @ out
-    if vectors_a is not None:
-        out = out @ vectors_a
-    out = out * scale
-    if vectors_g is not None:
-        out = vectors_g @ out
-    if vectors_a is not None:
-        out = out @ vectors_a.mT
-    return out
+    return out_of_basis(into_basis(gradient, vectors_g, vectors_a) * scale, vectors_g, vectors_a)
+
+
+def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
+    """Q_Gᵀ ∇ Q_A."""
+    out = gradient if vectors_g is None else vectors_g.mT @ gradient
+    return out if vectors_a is None else out @ vectors_a
+
+
+def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
+    """Q_G ∇ Q_Aᵀ."""
+    out = gradient if vectors_g is None else vectors_g @ gradient
+    return out if vectors_a is None else out @ vectors_a.mT
 
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:

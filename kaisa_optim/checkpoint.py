@@ -62,6 +62,24 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             kfac.published[layer] = values
 
 
+def make_room(state: State, stepped: Container[Tensor]) -> None:
+    """Before the base's step: let it begin its entry where only ours is, and it has to step.
+
+    That is a parameter whose moments were in the eigenbasis, until its layer lost its state or was
+    loaded elsewhere. Those in ``stepped`` take no step of the base, which starts anew if they ever
+    come back to it.
+    """
+    for p, entry in state.items():
+        if p.grad is None or not isinstance(entry, dict):
+            continue
+        bases = [key for key in entry if not str(key).startswith(PREFIX)]
+        if p in stepped:
+            for key in bases:
+                del entry[key]
+        elif not bases:
+            entry.clear()
+
+
 def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
     """Remove the tensors of an earlier layout, whose layers may be gone; the entries they were in.
 

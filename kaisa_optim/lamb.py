@@ -216,7 +216,7 @@ class LAMB(Optimizer):
                 group["weight_decay"],
                 int(group["grad_averaging"]),
                 int(group["adam_w_mode"]),
-                grad_norm.to(p[0].device, _math_dtype(p[0].dtype)).reshape(1),
+                grad_norm.to(p[0].device, math_dtype(p[0].dtype)).reshape(1),
                 _limit(group),
                 group["use_nvlamb"],
             )
@@ -263,8 +263,7 @@ def lamb(
     g, p, m, v = ([t.to(dtype) for t in ts] for ts in tensors)
 
     if max_grad_norm < math.inf:
-        excess = torch.where(grad_norm > max_grad_norm, grad_norm / max_grad_norm, 1.0)
-        g = list(torch._foreach_div(g, excess.reshape(())))
+        g = _clipped(g, grad_norm, max_grad_norm)
     if weight_decay != 0 and not adam_w_mode:
         g = list(torch._foreach_add(g, p, alpha=weight_decay))
 
@@ -278,10 +277,25 @@ def lamb(
     torch._foreach_add_(denominator, eps)
     update = torch._foreach_div(m, 1 - beta1**step if bias_correction else 1)
     torch._foreach_div_(update, denominator)
+    descend(p, list(update), lr, weight_decay, adam_w_mode, use_nvlamb)
+
+    if tensors[1][0].dtype != dtype:
+        for stored, values in zip(tensors[1:], (p, m, v), strict=True):
+            torch._foreach_copy_(stored, values)
+
+
+def descend(
+    p: list[Tensor],
+    update: list[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+    adam_w_mode: int,
+    use_nvlamb: bool,
+) -> None:
+    """Move parameters of one device and dtype against Adam's directions, which are overwritten."""
     if weight_decay != 0 and adam_w_mode:
         torch._foreach_add_(update, p, alpha=weight_decay)
-
-    rate = lr.to(p[0].device, dtype).reshape(()) if isinstance(lr, Tensor) else lr
+    rate = lr.to(p[0].device, p[0].dtype).reshape(()) if isinstance(lr, Tensor) else lr
     if use_nvlamb or weight_decay != 0:
         p_norm, u_norm = (torch.stack(torch._foreach_norm(ts)) for ts in (p, update))
         trust = torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)
@@ -290,9 +304,28 @@ def lamb(
         torch._foreach_mul_(update, rate)
     torch._foreach_sub_(p, update)
 
-    if tensors[1][0].dtype != dtype:
-        for stored, values in zip(tensors[1:], (p, m, v), strict=True):
-            torch._foreach_copy_(stored, values)
+
+def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
+    """All gradients under each group's limit on their common norm."""
+    graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    gradients = [p.grad for params in graded for p in params]
+    result: dict[Tensor, Tensor] = {}
+    if not gradients or all(_limit(group) == math.inf for group in groups):
+        return result
+    norm = _global_norm(gradients)
+    for group, params in zip(groups, graded, strict=True):
+        if _limit(group) < math.inf:
+            for same in _buckets(params):
+                (some,) = same
+                to = norm.to(some[0].device, math_dtype(some[0].dtype)).reshape(1)
+                new = _clipped([p.grad for p in some], to, _limit(group))
+                result.update(zip(some, new, strict=True))
+    return result
+
+
+def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
+    excess = torch.where(norm > limit, norm / limit, 1.0)
+    return list(torch._foreach_div(gradients, excess.reshape(())))
 
 
 def _apex_objection(
@@ -360,7 +393,7 @@ def _limit(group: dict[str, Any]) -> float:
     return math.inf if limit is None or limit <= 0 else limit
 
 
-def _math_dtype(dtype: torch.dtype) -> torch.dtype:
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -375,7 +408,7 @@ def _global_norm(grads: list[Tensor]) -> Tensor:
     wide = any(grad.dtype == torch.float64 for grad in grads)
     parts = []
     for (bucket,) in _buckets(grads):
-        norms = torch._foreach_norm(bucket, 2, dtype=_math_dtype(bucket[0].dtype))
+        norms = torch._foreach_norm(bucket, 2, dtype=math_dtype(bucket[0].dtype))
         part: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         parts.append(part.to(grads[0].device, torch.float64 if wide else torch.float32))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts))

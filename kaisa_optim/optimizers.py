@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checkpoint
+from . import checkpoint, eigenbasis
 from .assignment import WorkAssignment
 from .lamb import LAMB
 from .options import PER_GROUP, Interval, Number, Options
@@ -70,6 +70,7 @@ class KFACMixin(Optimizer, Joinable):
         bucket_cap_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
+        moments: str = "parameters",
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -108,6 +109,7 @@ class KFACMixin(Optimizer, Joinable):
             colocate_factors=colocate_factors,
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
+            moments=moments,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
@@ -120,6 +122,7 @@ class KFACMixin(Optimizer, Joinable):
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
         self._has_joined = False
+        self._was_loaded = False
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -157,15 +160,29 @@ class KFACMixin(Optimizer, Joinable):
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
         self._refuse_join_of_the_model_alone()
-        # The second is worked out with the first's in place.
-        with (
-            _gradients(self._joined_gradients()),
-            _gradients(self.preconditioner.step(self.param_groups)),
-        ):
-            self._base_step()
+        with _gradients(self._joined_gradients()):
+            if self.preconditioner.options.moments == "eigenbasis":
+                self._step_in_eigenbasis()
+            else:
+                new = self.preconditioner.step(self.param_groups)
+                if self._was_loaded:  # perhaps from the eigenbasis
+                    checkpoint.make_room(self.state, ())
+                    self._was_loaded = False
+                with _gradients(new):
+                    self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
         return loss
+
+    def _step_in_eigenbasis(self) -> None:
+        """The base steps only those parameters whose moments are its own."""
+        with eigenbasis.limited(self):
+            with _gradients(eigenbasis.taken_in(self)):
+                directions = self.preconditioner.step(self.param_groups)
+            checkpoint.make_room(self.state, directions)
+            with _gradients(dict.fromkeys(directions)):
+                self._base_step()
+        eigenbasis.move(self, directions)
 
     def _base_step(self) -> None:
         step: Any = self._base.step
@@ -250,6 +267,8 @@ class KFACMixin(Optimizer, Joinable):
                 schedules[name] = value
                 value = value(0)
             param_group[name] = check(value)
+        if self._kfac_options.moments == "eigenbasis":
+            eigenbasis.check(self, param_group)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
@@ -328,6 +347,9 @@ class KFACMixin(Optimizer, Joinable):
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal fresh
+            if self.preconditioner.options.moments == "eigenbasis":
+                for group in loaded["param_groups"]:
+                    eigenbasis.check(self, group)
             loaded = loaded.copy()
             entries = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
             of_base = any("damping" not in group for group in loaded["param_groups"])
@@ -401,6 +423,7 @@ class KFACMixin(Optimizer, Joinable):
     def _resume(self, entries: checkpoint.Entries) -> list[str]:
         """Continue from loaded tensors; the names of layers that have none."""
         self._consolidated = None
+        self._was_loaded = True
         missing = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
@@ -424,7 +447,7 @@ def _abridged(names: list[str], limit: int = 10) -> str:
 
 
 @contextmanager
-def _gradients(new: dict[Tensor, Tensor]) -> Iterator[None]:
+def _gradients(new: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
     """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
     old = {p: p.grad for p in new}
     try:
@@ -569,7 +592,10 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 
 @_sign
 class KFACAdam(KFACMixin, torch.optim.Adam):
-    """torch.optim.Adam with K-FAC inside: Adam sees preconditioned gradients."""
+    """torch.optim.Adam with K-FAC inside: Adam sees preconditioned gradients.
+
+    With ``moments="eigenbasis"`` Adam itself works in the eigenbasis of K-FAC's factors.
+    """
 
     _base = torch.optim.Adam
 

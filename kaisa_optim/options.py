@@ -134,6 +134,7 @@ class Options:
     colocate_factors: bool | None = None  # as the assignment says
     bucket_cap_mb: float = 25.0
     comm_dtype: torch.dtype | None = None
+    moments: str = "parameters"
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -145,6 +146,15 @@ class Options:
             raise ValueError(
                 'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
                 'loss_reduction; remove them, or use normalization="fisher"'
+            )
+        _one_of("moments", self.moments, ("parameters", "eigenbasis"))
+        if self.moments == "eigenbasis" and (
+            self.compute_method != "eigen" or self.compute_eigenvalue_outer_product
+        ):
+            raise ValueError(
+                'Invalid moments: "eigenbasis" takes Adam\'s second moment in place of the '
+                "eigenvalues; leave out compute_method and compute_eigenvalue_outer_product, or "
+                'use moments="parameters"'
             )
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(

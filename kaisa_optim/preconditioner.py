@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agreement, gradients, sharding
+from . import agreement, eigenbasis, gradients, sharding
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
@@ -31,6 +31,7 @@ from .stacks import Layout, Pair, Shelf, alike, by_device, stack_key
 from .statistics import Statistics, Tally
 
 Group = dict[str, Any]
+Apply = Callable[[Pair, Tensor, list[Layer]], Tensor]
 
 logger = logging.getLogger("kaisa_optim")
 
@@ -91,6 +92,7 @@ class Preconditioner:
             stored_product=options.compute_eigenvalue_outer_product,
             dtype=options.inv_dtype,
             max_failures=options.max_failures,
+            moments=options.moments == "eigenbasis",
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
@@ -220,7 +222,7 @@ class Preconditioner:
         self._follow_layers()
         tally = self._tally(groups)
         if tally is None:
-            return {}
+            return self._nothing()
 
         def hyperparameter(name: str) -> Callable[[Layer], float]:
             return lambda layer: self._shared(layer, groups, name)
@@ -229,6 +231,7 @@ class Preconditioner:
         self.fed.update(tally.counts)
         due = self._due()
         outcome = Outcome()
+        bases = self.second_order.bases(self.layout, due)
         ready = [layer for layer in due if layer not in tally.counts]
         self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
         for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
@@ -238,18 +241,36 @@ class Preconditioner:
             renewed = self._settle(due, outcome)
             self.second_order.share(self.layout, renewed, self.owner)
             self.second_order.multiply(self.layout, renewed, damping_of)
+            self.second_order.turn(self.layout, renewed, bases)
+        apply = self._apply(groups, damping_of)
         if self.ranks.grid.columns == 1:
-            stacks = self._preconditioned(damping_of)
+            stacks = self._preconditioned(apply)
         else:
-            stacks = self._handed_out(damping_of)
-        parts, terms = self._returned(damping_of)
-        if self.kl_clip is not None:
+            stacks = self._handed_out(apply)
+        parts, terms = self._returned(apply)
+        if self.kl_clip is not None and not self.second_order.moments:
             terms.update(item for one in stacks for item in one.terms().items())
             if terms:
                 new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
                 gradients.clip(terms, new, self.kl_clip, lambda p: self._alpha(p, groups))
         self._advance()
-        return gradients.unstack(stacks, self._in_parts) | parts
+        whole = gradients.unstack(stacks, self._in_parts)
+        if self.second_order.moments:
+            whole = self._directions(whole, stacks)
+        return whole | parts
+
+    def _nothing(self) -> dict[Tensor, Tensor]:
+        """A step that is none: the base must not begin moments that are K-FAC's."""
+        covered = [p for x in self.active for p in x.parameters if p.grad is not None]
+        return {p: torch.zeros_like(p) for p in covered} if self.second_order.moments else {}
+
+    def _directions(
+        self, whole: dict[Tensor, Tensor], stacks: list[Preconditioned]
+    ) -> dict[Tensor, Tensor]:
+        """Without parameters of which a part is no direction, but still a raw gradient."""
+        done = {layer for one in stacks for layer in one.members}
+        raw = {p for layer in self.active if layer not in done for p in layer.parameters}
+        return {p: direction for p, direction in whole.items() if p not in raw}
 
     def _follow_schedules(self, groups: list[Group]) -> None:
         if len(groups) != len(self._group_schedules):
@@ -467,27 +488,42 @@ class Preconditioner:
             }
         return self._turns_of[key]
 
-    def _preconditioned(self, damping_of: Callable[[Layer], float]) -> list[Preconditioned]:
+    def _apply(self, groups: list[Group], damping_of: Callable[[Layer], float]) -> Apply:
+        """What turns gradients of one shape into what the base optimizer is to step with."""
+        if not self.second_order.moments:
+            return lambda pair, raw, members: self.second_order.precondition(
+                pair, raw, members, damping_of
+            )
+        # Of all layers, so that all ranks refuse what does not fit one of them.
+        settings_of = {layer: self._settings(groups, layer) for layer in self.active}
+
+        def direction(pair: Pair, raw: Tensor, members: list[Layer]) -> Tensor:
+            present = [any(p.grad is not None for p in layer.parameters) for layer in members]
+            return self.second_order.direction(pair, raw, members, present, settings_of)
+
+        return direction
+
+    def _preconditioned(self, apply: Apply) -> list[Preconditioned]:
         """New gradients of all layers that have both a gradient and second-order state."""
         result = []
         for pair in self.layout.pairs:
             members = [layer for layer in self._with_gradient(pair) if self._is_whole(layer)]
             if members:
-                result.append(self._precondition(members, damping_of))
+                result.append(self._precondition(members, apply))
         return result
 
     def _precondition(
         self,
         members: list[Layer],
-        damping_of: Callable[[Layer], float],
+        apply: Apply,
         gradient_of: gradients.GradientOf = gradients.own_gradient,
     ) -> Preconditioned:
         pair = self.layout.pair_of[members[0]]
         raw = gradients.stack(pair, members, gradient_of)
-        new = self.second_order.precondition(pair, raw, members, damping_of)
+        new = apply(pair, raw, members)
         return Preconditioned(members, new, gradients.products(members, raw, new))
 
-    def _handed_out(self, damping_of: Callable[[Layer], float]) -> list[Preconditioned]:
+    def _handed_out(self, apply: Apply) -> list[Preconditioned]:
         """The same of all layers, each preconditioned by one of its workers for some ranks.
 
         What travels follows from what is ready, not from a rank's gradients: a missing one is zero.
@@ -506,7 +542,7 @@ class Preconditioner:
                 root = members[column]
                 shapes_of_root = alike(columns[column])
                 for shapes in chunks(shapes_of_root, self._wire_bytes, self.ranks.bucket_bytes):
-                    make = functools.partial(self._wires, root, shapes, wires, damping_of)
+                    make = functools.partial(self._wires, root, shapes, wires, apply)
                     shipments.append(Shipment(root, sum(map(self._wire_bytes, shapes)), make))
             device = stack_key(same[0], "g").device
             self.ranks.spread([Circle(members, shipments)], device, "gradients")
@@ -520,22 +556,20 @@ class Preconditioner:
         root: int,
         shapes: list[list[Layer]],
         wires: list[gradients.Wire],
-        damping_of: Callable[[Layer], float],
+        apply: Apply,
     ) -> list[Tensor]:
         """What a root sends of the layers of its column, or room for it elsewhere."""
         tensors = []
         for members in shapes:
             if root == self.ranks.rank:
-                one = self._precondition(members, damping_of)
+                one = self._precondition(members, apply)
             else:
                 one = gradients.awaited(members)
             wires.append(gradients.Wire(one, self.options.comm_dtype))
             tensors += wires[-1].tensors
         return tensors
 
-    def _returned(
-        self, damping_of: Callable[[Layer], float]
-    ) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:
+    def _returned(self, apply: Apply) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:
         """New gradients of sharded layers, each rank its shards, and what the clip needs of them.
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its part.
@@ -547,7 +581,7 @@ class Preconditioner:
             whole = self._gather(chunk)
             preconditioned: dict[Tensor, Tensor] = {}
             for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):
-                one = self._precondition(members, damping_of, whole.get)
+                one = self._precondition(members, apply, whole.get)
                 preconditioned |= gradients.unstack([one], (), whole.get)
                 terms.update(one.terms())
             self._return(chunk, preconditioned, new, terms)
@@ -662,6 +696,21 @@ class Preconditioner:
             )
         return values.pop()
 
+    def _settings(self, groups: list[Group], layer: Layer) -> eigenbasis.Settings:
+        """How a layer's moments move; its weight and bias must agree on it."""
+        numbers = sorted({self._group_of[p] for p in layer.parameters})
+        found = [eigenbasis.settings(groups[i]) for i in numbers]
+        if any(other != found[0] for other in found):
+            names = ("betas", "eps", "bias_correction", "grad_averaging")
+            first, last = groups[numbers[0]], groups[numbers[-1]]
+            name = next(x for x in names if first.get(x) != last.get(x))
+            raise ValueError(
+                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
+                f"with different values {[first[name], last[name]]}; give both groups the same "
+                f'{name}, or use moments="parameters"'
+            )
+        return found[0]
+
     # ---- what is covered ----
 
     def rebuild(self, groups: list[Group]) -> None:
@@ -726,6 +775,8 @@ class Preconditioner:
                 for name in checks.PER_GROUP:
                     if layer.parameters:
                         self._shared(layer, groups, name)
+                if self.second_order.moments and layer.parameters:
+                    self._settings(groups, layer)
             self.sharded = self._find_shards(found.layers.values())
         except ValueError as problem:
             if self.ranks.world == 1:
@@ -860,6 +911,8 @@ class Preconditioner:
             "values": "eigenvalues",
             "inverse": "inverses",
             "scale": "eigenvalue_products",
+            "exp_avg": "moments",
+            "exp_avg_sq": "moments",
         }
         usage: dict[str, int] = {}
         for name, tensor in (*self.shelf.tensors(), *self.layout.tensors()):
@@ -907,6 +960,7 @@ class Preconditioner:
             method=second_order.method,
             split=second_order.split,
             stored_product=second_order.stored_product,
+            moments=second_order.moments,
             scaled=options.comm_dtype == torch.float16,
             bucket_bytes=self.ranks.bucket_bytes,
             **sizes,

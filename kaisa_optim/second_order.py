@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import algebra
+from . import algebra, eigenbasis
 from .collectives import Circle, Ranks, Shipment
+from .eigenbasis import Settings
 from .layers import Layer
 from .routes import cargo_bytes, chunks
 from .stacks import (
@@ -72,8 +73,10 @@ class SecondOrder:
         stored_product: bool,
         dtype: torch.dtype | None,
         max_failures: int,
+        moments: bool,
     ) -> None:
         self.ranks = ranks
+        self.moments = moments  # Adam's are kept, in the eigenbasis
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
         self.split = split
@@ -102,6 +105,8 @@ class SecondOrder:
 
     def pair_specs(self, count: int, g: int, a: int, arithmetic: torch.dtype) -> Specs:
         """The same of ``count`` pairs of factors."""
+        if self.moments:
+            return eigenbasis.specs(count, g, a, arithmetic)
         return {"scale": ((count, g, a), self.dtype or arithmetic)} if self.stored_product else {}
 
     # ---- refresh ----
@@ -236,6 +241,33 @@ class SecondOrder:
                 scale = pair.tensors["scale"]
                 scale[pair.slots[layer]] = _stored(product, scale.dtype)
 
+    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, list[Tensor | None]]:
+        """Copies of the bases that moments are in, before a refresh; None for a diagonal factor."""
+        return {
+            layer: [None if q is None else q.clone() for q in _vectors(layout, layer)]
+            for layer in due
+            if self.moments and layer in self.ready and layer in layout.pair_of
+        }
+
+    def turn(
+        self, layout: Layout, layers: Sequence[Layer], before: dict[Layer, list[Tensor | None]]
+    ) -> None:
+        """Express moments in the new bases; those of layers without an older one start anew."""
+        for layer in layers:
+            pair = layout.pair_of.get(layer)
+            if pair is None or not self.moments:
+                continue
+            if layer not in before:
+                for tensor in pair.tensors.values():
+                    tensor[pair.slots[layer]] = 0
+                continue
+            dtype = pair.g.key.dtype
+            turns = [
+                None if old is None or new is None else new.to(dtype).mT @ old.to(dtype)
+                for old, new in zip(before[layer], _vectors(layout, layer), strict=True)
+            ]
+            eigenbasis.turn(pair.tensors, pair.slots[layer], *turns)
+
     def _split_damping(
         self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
     ) -> dict[Key, Tensor]:
@@ -321,37 +353,84 @@ class SecondOrder:
         self, pair: Pair, gradient: Tensor, members: list[Layer], damping_of: DampingOf
     ) -> Tensor:
         """The preconditioned gradients of ``members``, stacked like ``gradient``."""
-        dtype = gradient.dtype
-        pick: slice | Tensor = slice(None)
-        if len(members) < len(pair.layers):
-            pick = joined([pair.slots[layer] for layer in members], gradient.device)
-
-        def of(stack: Stack, slots: slice, name: str) -> Tensor | None:
-            tensor = stack.tensors.get(name)
-            return None if tensor is None else tensor[slots][pick].to(dtype)
-
-        g, a = (pair.g, pair.g_slots), (pair.a, pair.a_slots)
+        of = _picked(pair, members, gradient)
         if self.method == "inverse":
-            inverse_g, inverse_a = of(*g, "inverse"), of(*a, "inverse")
+            inverse_g, inverse_a = of("g", "inverse"), of("a", "inverse")
             assert inverse_g is not None and inverse_a is not None
             return algebra.apply_inverse(gradient, inverse_g, inverse_a)
         if self.stored_product:
-            scale = pair.tensors["scale"][pick].to(dtype)
+            slots = _slots(pair, members)
+            scale = pair.tensors["scale"][slots].to(gradient.dtype)
         else:
-            values_g, values_a = of(*g, "values"), of(*a, "values")
+            values_g, values_a = of("g", "values"), of("a", "values")
             assert values_g is not None and values_a is not None
             scale = algebra.outer_reciprocal(
                 values_g, values_a, _common_or_each(members, damping_of, pair)
             )
-        return algebra.apply_eigen(gradient, of(*g, "vectors"), of(*a, "vectors"), scale)
+        return algebra.apply_eigen(gradient, of("g", "vectors"), of("a", "vectors"), scale)
+
+    def direction(
+        self,
+        pair: Pair,
+        gradient: Tensor,
+        members: list[Layer],
+        present: list[bool],
+        settings_of: Mapping[Layer, Settings],
+    ) -> Tensor:
+        """Adam's directions from moments in the eigenbasis; these move where there are gradients.
+
+        Called once a step for each layer.
+        """
+        of = _picked(pair, members, gradient)
+        bases = of("g", "vectors"), of("a", "vectors")
+        given = None
+        if not all(present):
+            given = per_block(members, _among(members, present), pair.g.key) > 0
+        each = list(zip(*(settings_of[layer] for layer in members), strict=True))
+        adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
+        projected = algebra.into_basis(gradient, *bases)
+        slots = _slots(pair, members)
+        found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
+        return algebra.out_of_basis(found, *bases)
 
 
-def _common_or_each(members: list[Layer], damping_of: DampingOf, pair: Pair) -> Tensor | float:
-    """The damping as a number where it is one for all, else for each block."""
-    values = {damping_of(layer) for layer in members}
+def _vectors(layout: Layout, layer: Layer) -> list[Tensor | None]:
+    """A layer's bases, of G and of A; None for a diagonal factor."""
+    factors = [layout.factors[layer, side] for side in "ga"]
+    return [None if f.stack.key.diagonal else f["vectors"] for f in factors]
+
+
+def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
+    if len(members) == len(pair.layers):
+        return slice(None)
+    return joined([pair.slots[layer] for layer in members], pair.g.key.device)
+
+
+def _picked(pair: Pair, members: list[Layer], like: Tensor) -> Callable[[str, str], Tensor | None]:
+    """What some layers have of one side, ready for arithmetic."""
+    slots = _slots(pair, members)
+    sides = {"g": (pair.g, pair.g_slots), "a": (pair.a, pair.a_slots)}
+
+    def of(side: str, name: str) -> Tensor | None:
+        stack, own = sides[side]
+        tensor = stack.tensors.get(name)
+        return None if tensor is None else tensor[own][slots].to(like.dtype)
+
+    return of
+
+
+def _among(members: list[Layer], values: Sequence[float]) -> Callable[[Layer], float]:
+    return dict(zip(members, values, strict=True)).__getitem__
+
+
+def _common_or_each(
+    members: list[Layer], value_of: Callable[[Layer], float], pair: Pair
+) -> Tensor | float:
+    """A number where it is one for all, else one for each block."""
+    values = {value_of(layer) for layer in members}
     if len(values) == 1:
         return values.pop()
-    return per_block(members, damping_of, pair.g.key)[:, None, None]
+    return per_block(members, value_of, pair.g.key)[:, None, None]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,155 @@
+"""Who trains: each optimizer with the settings among which it is tuned."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Builds optimizers; ``space`` draws one trial's settings."""
+
+    name: str
+    build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
+    space: dict[str, Callable[[random.Random], Any]]
+    needs: str | None = None  # a package that may be absent
+
+    def draw(self, generator: random.Random) -> Config:
+        return {name: one(generator) for name, one in self.space.items()}
+
+    @property
+    def absent(self) -> bool:
+        if self.needs is None:
+            return False
+        try:
+            __import__(self.needs)
+        except ImportError:
+            return True
+        return False
+
+
+def between(low: float, high: float) -> Callable[[random.Random], float]:
+    """Evenly on the scale of logarithms, to two digits."""
+
+    def draw(generator: random.Random) -> float:
+        return float(f"{math.exp(generator.uniform(math.log(low), math.log(high))):.2g}")
+
+    return draw
+
+
+def one_of(*values: Any) -> Callable[[random.Random], Any]:
+    return lambda generator: generator.choice(values)
+
+
+def _sgd(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    return [torch.optim.SGD(model.parameters(), nesterov=True, **config)]
+
+
+def _adamw(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=_betas(config))]
+
+
+def _lamb(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    return [LAMB(model.parameters(), lr=config["lr"], betas=_betas(config))]
+
+
+def _betas(config: Config) -> tuple[float, float]:
+    return config["beta1"], config["beta2"]
+
+
+def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    """For matrices inside of the network; AdamW for the rest, as its users do."""
+    outer = {p for name, p in model.named_parameters() if name.startswith(("words", "head"))}
+    hidden = [p for p in model.parameters() if p.dim() == 2 and p not in outer]
+    rest = [p for p in model.parameters() if p.dim() != 2 or p in outer]
+    found: list[Optimizer] = [
+        torch.optim.Muon(hidden, lr=config["lr"], momentum=config["momentum"], weight_decay=0.0)
+    ]
+    if rest:
+        found.append(torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0))
+    return found
+
+
+def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    from pytorch_optimizer import SOAP
+
+    options = {"precondition_frequency": config["frequency"], "weight_decay": 0.0}
+    return [SOAP(model.parameters(), lr=config["lr"], betas=_betas(config), **options)]
+
+
+def _shampoo(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    from pytorch_optimizer import ScalableShampoo
+
+    return [ScalableShampoo(model.parameters(), lr=config["lr"], betas=_betas(config))]
+
+
+def _ours(cls: type[Any], moments: str | None = None) -> Any:
+    def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+        options = dict(config)
+        if "beta1" in options:
+            options["betas"] = options.pop("beta1"), options.pop("beta2")
+        every = options.pop("every")
+        if moments is not None:
+            options["moments"] = moments
+        intervals = {"factor_update_steps": every, "inv_update_steps": 10 * every}
+        return [cls(model, **options, **intervals, **kfac)]
+
+    return build
+
+
+_ADAM = {
+    "lr": between(3e-4, 3e-2),
+    "beta1": one_of(0.9, 0.95),
+    "beta2": one_of(0.95, 0.99, 0.999),
+}
+_EIGENBASIS = {**_ADAM, "lr": between(1e-3, 1e-1), "every": one_of(1, 2, 5)}
+_PLAIN = {
+    "damping": between(1e-4, 1e-1),
+    "kl_clip": between(1e-4, 1e-1),
+    "every": one_of(1, 2, 5),
+}
+
+CONTESTANTS = {
+    one.name: one
+    for one in (
+        Contestant("SGD", _sgd, {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)}),
+        Contestant("AdamW", _adamw, _ADAM),
+        Contestant("LAMB", _lamb, _ADAM),
+        Contestant(
+            "Muon",
+            _muon,
+            {
+                "lr": between(1e-3, 1e-1),
+                "momentum": one_of(0.9, 0.95),
+                "lr_rest": between(3e-4, 3e-2),
+            },
+        ),
+        Contestant(
+            "SOAP",
+            _soap,
+            {**_ADAM, "lr": between(1e-3, 1e-1), "frequency": one_of(5, 10, 20)},
+            "pytorch_optimizer",
+        ),
+        Contestant("Shampoo", _shampoo, {**_ADAM, "lr": between(1e-3, 1)}, "pytorch_optimizer"),
+        Contestant(
+            "KFACSGD",
+            _ours(KFACSGD),
+            {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
+        ),
+        Contestant("KFACAdam", _ours(KFACAdam), {**_ADAM, **_PLAIN}),
+        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, "eigenbasis"), _EIGENBASIS),
+        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, "eigenbasis"), _EIGENBASIS),
+    )
+}

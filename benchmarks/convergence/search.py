@@ -1,0 +1,134 @@
+"""One training run, and the search for each optimizer's best settings."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from .contestants import Config, Contestant
+from .tasks import Task
+
+WARMUP = 0.05  # of the steps; then a cosine to nothing, for all alike
+TRIALS = 12
+# Parts of the horizon that trials get, and how many go on to the next.
+RUNGS = ((0.25, 4), (0.5, 2), (1.0, 1))
+
+
+@dataclass
+class Run:
+    """What came of one run."""
+
+    config: Config
+    seed: int
+    steps: int
+    loss: float  # at the end; inf where it diverged
+    seconds: float  # of training, without measurements
+    curve: list[tuple[int, float, float]]  # step, seconds, loss
+
+
+def train(
+    task: Task, data: tuple[Tensor, Tensor], one: Contestant, config: Config, seed: int, steps: int
+) -> Run:
+    """Train from a seed's weights on its batches, with a schedule that ends at ``steps``."""
+    torch.manual_seed(seed)
+    model = task.network()
+    generator = torch.Generator().manual_seed(1000 + seed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        optimizers = one.build(model, config, task.kfac)
+    schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in optimizers]
+    curve = [(0, 0.0, task.measure(model, data[1]))]
+    seconds = 0.0
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        x, y = task.batch(data[0], generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        task.loss(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        seconds += time.perf_counter() - start
+        if step % task.every == 0 or step == steps:
+            loss = task.measure(model, data[1])
+            curve.append((step, seconds, loss))
+            if not loss < 3 * curve[0][2]:
+                return Run(config, seed, steps, math.inf, seconds, curve)
+    return Run(config, seed, steps, curve[-1][2], seconds, curve)
+
+
+def _rate(step: int, steps: int) -> float:
+    warm = max(1, round(WARMUP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+class Store:
+    """Runs that are done, in a file; a search that is started again goes on from there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self.runs = json.loads(path.read_text())
+
+    def get(self, task: Task, data: Any, one: Contestant, config: Config, seed: int, n: int) -> Run:
+        key = json.dumps([task.name, one.name, config, seed, n])
+        if key not in self.runs:
+            self.runs[key] = vars(train(task, data, one, config, seed, n))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.runs))
+        return Run(**self.runs[key])
+
+    @property
+    def seconds(self) -> float:
+        return sum(run["seconds"] for run in self.runs.values())
+
+
+def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
+    """Successive halving: all trials run a little, the better ones longer; the best settings."""
+    generator = random.Random(f"{task.name} {one.name}")
+    configs = [one.draw(generator) for _ in range(trials)]
+    for part, kept in RUNGS:
+        steps = max(1, round(part * task.steps))
+        runs = [store.get(task, data, one, config, 0, steps) for config in configs]
+        runs.sort(key=lambda run: run.loss)
+        configs = [run.config for run in runs[:kept]]
+        print(
+            f"  {one.name}: {len(runs)} × {steps} steps, best {runs[0].loss:.5g} {runs[0].config}",
+            flush=True,
+        )
+    return configs[0]
+
+
+def shortest(
+    task: Task,
+    data: Any,
+    one: Contestant,
+    config: Config,
+    seeds: tuple[int, ...],
+    target: float,
+    store: Store,
+    parts: tuple[float, ...],
+) -> tuple[float, list[Run]]:
+    """The shortest horizon, of some, whose runs' median loss ends at the target or below."""
+    found, best = math.inf, [store.get(task, data, one, config, s, task.steps) for s in seeds]
+    for part in parts:
+        steps = max(1, round(part * task.steps))
+        runs = [store.get(task, data, one, config, seed, steps) for seed in seeds]
+        if sorted(run.loss for run in runs)[len(runs) // 2] > target:
+            break
+        found, best = part, runs
+    return found, best

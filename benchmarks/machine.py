@@ -1,0 +1,28 @@
+"""The machine that a benchmark ran on."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """What a kept result says of where it comes from."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = f"{len(models)} × {models[0]}" if models else name
+    return {
+        "date": date.today().isoformat(),
+        "cpu": name,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "threads": threads or torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
