@@ -273,7 +273,8 @@ class KFACMixin(Optimizer, Joinable):
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
         group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
-        if group["kl_clip_lr"] == 0 and self._kfac_options.kl_clip is not None:
+        clips = self._kfac_options.kl_clip is not None
+        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.moments == "parameters":
             warnings.warn(
                 "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
                 'and let a schedule start lower, or use kl_clip_lr="current"',
@@ -602,6 +603,9 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 
 @_sign
 class KFACLAMB(KFACMixin, LAMB):
-    """LAMB with K-FAC inside: LAMB sees preconditioned gradients, its clipping included."""
+    """LAMB with K-FAC inside: LAMB sees preconditioned gradients, its clipping included.
+
+    With ``moments="eigenbasis"`` its inner moments live in the eigenbasis of K-FAC's factors.
+    """
 
     _base = LAMB

@@ -1247,3 +1247,8 @@ def test_an_overflow_leaves_moments_alone(cls):
             assert opt.preconditioner.steps == count + 1
     assert set(counts(opt).values()) == {7}
     assert_near(model, plain, rtol=1e-9)
+
+
+def test_a_schedule_that_starts_at_zero_is_no_trouble(recwarn):
+    pair(lr=0.0)  # there is no clip whose α would be 0
+    assert not [w for w in recwarn if "KL clip" in str(w.message)]
