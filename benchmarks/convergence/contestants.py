@@ -116,8 +116,8 @@ _ADAM = {
 }
 _EIGENBASIS = {**_ADAM, "lr": between(1e-3, 1e-1), "every": one_of(1, 2, 5)}
 _PLAIN = {
-    "damping": between(1e-4, 1e-1),
-    "kl_clip": between(1e-4, 1e-1),
+    "damping": between(3e-3, 1e-1),
+    "kl_clip": between(1e-5, 1e-2),
     "every": one_of(1, 2, 5),
 }
 
