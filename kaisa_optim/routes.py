@@ -147,7 +147,7 @@ def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tu
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
     """What tensors of these sizes in bytes take on the wire together."""
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+    return sum(map(_padded, sizes))
 
 
 def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:

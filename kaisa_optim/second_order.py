@@ -353,13 +353,13 @@ class SecondOrder:
         self, pair: Pair, gradient: Tensor, members: list[Layer], damping_of: DampingOf
     ) -> Tensor:
         """The preconditioned gradients of ``members``, stacked like ``gradient``."""
-        of = _picked(pair, members, gradient)
+        slots = _slots(pair, members)
+        of = _picked(pair, slots, gradient)
         if self.method == "inverse":
             inverse_g, inverse_a = of("g", "inverse"), of("a", "inverse")
             assert inverse_g is not None and inverse_a is not None
             return algebra.apply_inverse(gradient, inverse_g, inverse_a)
         if self.stored_product:
-            slots = _slots(pair, members)
             scale = pair.tensors["scale"][slots].to(gradient.dtype)
         else:
             values_g, values_a = of("g", "values"), of("a", "values")
@@ -381,7 +381,8 @@ class SecondOrder:
 
         Called once a step for each layer.
         """
-        of = _picked(pair, members, gradient)
+        slots = _slots(pair, members)
+        of = _picked(pair, slots, gradient)
         bases = of("g", "vectors"), of("a", "vectors")
         given = None
         if not all(present):
@@ -389,7 +390,6 @@ class SecondOrder:
         each = list(zip(*(settings_of[layer] for layer in members), strict=True))
         adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
         projected = algebra.into_basis(gradient, *bases)
-        slots = _slots(pair, members)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
 
@@ -406,9 +406,8 @@ def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
     return joined([pair.slots[layer] for layer in members], pair.g.key.device)
 
 
-def _picked(pair: Pair, members: list[Layer], like: Tensor) -> Callable[[str, str], Tensor | None]:
+def _picked(pair: Pair, slots: slice | Tensor, like: Tensor) -> Callable[[str, str], Tensor | None]:
     """What some layers have of one side, ready for arithmetic."""
-    slots = _slots(pair, members)
     sides = {"g": (pair.g, pair.g_slots), "a": (pair.a, pair.a_slots)}
 
     def of(side: str, name: str) -> Tensor | None:
