@@ -117,25 +117,21 @@ def turn(
 # ---- parameters ----
 
 
+def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Gradients under LAMB's limit on the norm of all, also of those that it will not see."""
+    return clipped_gradients(optimizer.param_groups) if isinstance(optimizer, LAMB) else {}
+
+
 @contextmanager
-def limited(optimizer: Optimizer) -> Iterator[None]:
-    """LAMB's limit on the norm of all gradients, also of those that it will not see."""
-    if not isinstance(optimizer, LAMB):
-        yield
-        return
-    groups = optimizer.param_groups
+def without_limit(optimizer: Optimizer) -> Iterator[None]:
+    """LAMB's step on gradients that :func:`limited` has made."""
+    groups = optimizer.param_groups if isinstance(optimizer, LAMB) else []
     limits = [group["max_grad_norm"] for group in groups]
-    new = clipped_gradients(groups)
-    raw = {p: p.grad for p in new}
     try:
-        for p, gradient in new.items():
-            p.grad = gradient
         for group in groups:
             group["max_grad_norm"] = None
         yield
     finally:
-        for p, own in raw.items():
-            p.grad = own
         for group, limit in zip(groups, limits, strict=True):
             group["max_grad_norm"] = limit
 

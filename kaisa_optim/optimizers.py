@@ -176,11 +176,11 @@ class KFACMixin(Optimizer, Joinable):
 
     def _step_in_eigenbasis(self) -> None:
         """The base steps only those parameters whose moments are its own."""
-        with eigenbasis.limited(self):
+        with _gradients(eigenbasis.limited(self)):
             with _gradients(eigenbasis.taken_in(self)):
                 directions = self.preconditioner.step(self.param_groups)
             checkpoint.make_room(self.state, directions)
-            with _gradients(dict.fromkeys(directions)):
+            with _gradients(dict.fromkeys(directions)), eigenbasis.without_limit(self):
                 self._base_step()
         eigenbasis.move(self, directions)
 
