@@ -94,6 +94,7 @@ class Account:
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
     moments: bool = False  # Adam's, kept in the eigenbasis
+    tracked: bool = False  # bases stay where they still fit
     factor_bytes: int | None = None  # of a number in a running average
     state_bytes: int | None = None  # of one in eigenvectors, inverses, products
     wire_bytes: int | None = None  # of one in factors and gradients on their way
@@ -121,7 +122,7 @@ class Account:
             for factor in _factors(work):
                 own = usage[factor.owner]
                 own["factors"] += factor.elements * (self.factor_bytes or work.itemsize)
-                own["counters"] += work.task.blocks * (work.itemsize + 4)
+                own["counters"] += work.task.blocks * (work.itemsize + 4 + 4 * self.tracked)
                 for kind, size in self._state(factor).items():
                     column[kind] += size
             if self.moments:
@@ -155,20 +156,28 @@ class Account:
 
     # ---- communication ----
 
-    def step(self, *, factors: Collection[str] = (), refresh: Collection[str] = ()) -> list[Usage]:
+    def step(
+        self,
+        *,
+        factors: Collection[str] = (),
+        refresh: Collection[str] = (),
+        kept: Collection[str] = (),
+        asked: Collection[str] = (),
+    ) -> list[Usage]:
         """What arrives at each rank in one step, by kind.
 
         A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
-        ``refresh`` which it decomposes.
+        ``refresh`` which it refreshes, ``kept`` which of these keep their bases, ``asked`` which
+        did so in the step before.
         """
         got = self._gradients()
         if self.grid.world > 1:
             fed, due = self._chosen(factors), self._chosen(refresh)
-            self._add(got["status"], self._words(fed, due))
+            self._add(got["status"], self._words(fed, due, len(set(asked))))
             self._add(got["factors"], self._sums(fed, due))
             for numbers in self._refreshed_together(fed, due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
-            self._add(got["second_order"], self._shared(due))
+            self._add(got["second_order"], self._shared(due, set(kept)))
         return _by_rank(got)
 
     def _chosen(self, names: Collection[str]) -> list[Work]:
@@ -178,7 +187,10 @@ class Account:
     def per_step(
         self, factor_update_steps: int, inv_update_steps: int, staggered: bool = True
     ) -> list[Means]:
-        """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
+        """What arrives at each rank in a step, by kind, as a mean over whole intervals.
+
+        Where bases may stay, it is the most that it can be: none does.
+        """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both
         fed = self.gathering_turns(factor_update_steps, staggered)
@@ -198,8 +210,19 @@ class Account:
             if share > 1e-12:
                 factors = () if at_fed is None else fed[at_fed]
                 refresh = () if at_due is None else due[at_due]
-                _weigh(mean, self.step(factors=factors, refresh=refresh), share)
+                kept = refresh if self.tracked else ()
+                _weigh(mean, self.step(factors=factors, refresh=refresh, kept=kept), share)
+        for asked in due.values() if self.tracked else ():
+            _weigh(mean, self._found_anew(asked), 1 / inv_update_steps)
         return mean
+
+    def _found_anew(self, asked: Collection[str]) -> list[Usage]:
+        """What a step has to do with bases that were found not to fit in the step before."""
+        plain, step = self.step(), self.step(refresh=asked, asked=asked)
+        return [
+            {kind: size - other[kind] for kind, size in one.items()}
+            for one, other in zip(step, plain, strict=True)
+        ]
 
     def gathering_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
         """The layers that gather statistics in each step of an interval, where any does.
@@ -220,13 +243,13 @@ class Account:
                 result[turn].append(work.task.name)
         return dict(result)
 
-    def _words(self, fed: list[Work], due: list[Work]) -> list[int]:
+    def _words(self, fed: list[Work], due: list[Work], asked: int) -> list[int]:
         """What the hosts ask each other."""
         size = 0
         # As long as some layer has no statistics, every step might bring them.
-        if fed or due or len(self.active) < len(self.layers):
+        if fed or due or asked or len(self.active) < len(self.layers):
             sections = sum(work.sections for work in self.layers)
-            size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections))
+            size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections + 2 * asked))
         if due:
             size += self._ring(8 * (1 + 3 * len(due)))
         return [size] * self.grid.world
@@ -278,20 +301,22 @@ class Account:
             for (_, itemsize), works in _grouped(part, lambda work: (work.device, work.itemsize)):
                 yield 2 * itemsize * sum(work.task.blocks for work in works)
 
-    def _shared(self, due: list[Work]) -> list[int]:
+    def _shared(self, due: list[Work], kept: set[str]) -> list[int]:
         """New second-order state on its way from its owners to the gradient workers."""
         got = [0] * self.grid.world
         everywhere = [0] * self.grid.columns
         for work in due:
             for factor in _factors(work):
-                size = self._sent(factor)
+                size = self._sent(factor, work.task.name in kept)
                 everywhere[factor.owner % self.grid.columns] += size
                 got[factor.owner] -= size
         self._add(got, [everywhere[rank % self.grid.columns] for rank in range(self.grid.world)])
         return got
 
-    def _sent(self, factor: _Factor) -> int:
+    def _sent(self, factor: _Factor, kept: bool) -> int:
         """A factor's state on the wire; of an inverse, half."""
+        if kept:
+            return cargo_bytes([factor.values * factor.work.itemsize])
         if self.method == "inverse":
             return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
         return cargo_bytes(self._state(factor).values())

@@ -147,6 +147,18 @@ def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_(min=0), vectors
 
 
+def in_basis(factors: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The diagonal of QᵀFQ ``[k, n]``, and ``[k]``: the norm outside of it, and of all.
+
+    For orthonormal Q both norms are those of columns of FQ, so that one product is enough.
+    """
+    product = factors @ vectors
+    values = torch.linalg.vecdot(product, vectors, dim=1)
+    whole = product.flatten(1).norm(dim=1)
+    product.addcmul_(vectors, values[:, None, :], value=-1)
+    return values.clamp_(min=0), product.flatten(1).norm(dim=1), whole
+
+
 def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
     """(F + γI)⁻¹ by Cholesky, γ ``[k]``; NaN where the damped factor is not positive definite."""
     damped = factors.clone()

@@ -143,9 +143,10 @@ def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
         owner = kfac.owner(layer, side)
-        second = kfac.second_order.specs(key, layer.blocks)
-        both = kfac.statistics.specs(key, layer.blocks) | second
-        specs.append((f"{side}_", owner, both))
+        kept = kfac.statistics.specs(key, layer.blocks)
+        kept |= kfac.second_order.tracking.specs(layer.blocks)
+        kept |= kfac.second_order.specs(key, layer.blocks)
+        specs.append((f"{side}_", owner, kept))
     g, a = keys["g"], keys["a"]
     products = kfac.second_order.pair_specs(layer.blocks, g.size, a.size, g.dtype)
     specs.append(("", kfac.owner(layer, "g"), products))
@@ -241,7 +242,7 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
         else:
-            second_order_present = second_order_present and name.endswith("rejected")
+            second_order_present = second_order_present and name.endswith(("rejected", "stale"))
     if fed:
         kfac.fed.add(layer)
     if ready and second_order_present:

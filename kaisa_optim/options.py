@@ -135,6 +135,7 @@ class Options:
     bucket_cap_mb: float = 25.0
     comm_dtype: torch.dtype | None = None
     moments: str = "parameters"
+    basis_tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -155,6 +156,16 @@ class Options:
                 'Invalid moments: "eigenbasis" takes Adam\'s second moment in place of the '
                 "eigenvalues; leave out compute_method and compute_eigenvalue_outer_product, or "
                 'use moments="parameters"'
+            )
+        if not _is_real(self.basis_tolerance) or not 0 <= self.basis_tolerance < 1:
+            raise ValueError(
+                f"Invalid basis_tolerance: {self.basis_tolerance!r}; it must be a share in [0, 1), "
+                "such as 0.1, or 0 for a new decomposition at every refresh"
+            )
+        if self.basis_tolerance and (self.compute_method != "eigen" or self.papers):
+            raise ValueError(
+                f"Invalid basis_tolerance: {self.basis_tolerance!r} belongs to "
+                'compute_method="eigen" and normalization="fisher"; leave it out'
             )
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(

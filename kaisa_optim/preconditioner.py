@@ -93,6 +93,7 @@ class Preconditioner:
             dtype=options.inv_dtype,
             max_failures=options.max_failures,
             moments=options.moments == "eigenbasis",
+            tolerance=options.basis_tolerance,
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
@@ -230,6 +231,7 @@ class Preconditioner:
         damping_of, decay_of = hyperparameter("damping"), hyperparameter("factor_decay")
         self.fed.update(tally.counts)
         due = self._due()
+        self.second_order.begin(due, self._turn())
         outcome = Outcome()
         bases = self.second_order.bases(self.layout, due)
         ready = [layer for layer in due if layer not in tally.counts]
@@ -237,6 +239,7 @@ class Preconditioner:
         for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
             ready = [layer for layer in layers if layer in due]
             self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+        self.second_order.tracking.send(self.shelf)
         if due:
             renewed = self._settle(due, outcome)
             self.second_order.share(self.layout, renewed, self.owner)
@@ -313,7 +316,10 @@ class Preconditioner:
         """Whether ranks have something to agree on in this step; one rank always has."""
         capture = self._capture
         assert capture is not None
-        return self.ranks.world == 1 or bool(capture.wanted or capture.missing or self._due())
+        asked = self.second_order.tracking.asked
+        return self.ranks.world == 1 or bool(
+            capture.wanted or capture.missing or asked or self._due()
+        )
 
     def _tally(self, groups: list[Group]) -> Tally | None:
         """Agree with the other ranks on what there is in this step; ``None`` for a step of nothing.
@@ -336,17 +342,20 @@ class Preconditioner:
             common**2,
             own_terms,
         ]
-        numbers = torch.tensor([*head, *with_gradient], dtype=torch.float64, device="cpu")
+        notes = self.second_order.tracking.flags(self.shelf)
+        numbers = torch.tensor([*head, *with_gradient, *notes], dtype=torch.float64, device="cpu")
         word = self.ranks.add_up(
             torch.cat([numbers, counts, (counts > 0).double()]), f"agreeing on step {self.steps}"
         )
-        failed, captured, graded, once, squared, terms, *present = word[: len(numbers)].tolist()
+        failed, captured, graded, once, squared, terms, *flags = word[: len(numbers)].tolist()
+        present, notes = flags[: len(layers)], flags[len(layers) :]
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
             agreement.raise_together(self.ranks, error, "capturing")
         if not agreement.alike(self.ranks.world, once, squared):
             agreement.raise_difference(self.ranks, self._common(groups), "hyperparameters")
         self._check_gradients(layers, with_gradient, present)
+        self.second_order.tracking.hear(notes)
         if self._unproven:
             self._compare_weights()
         if captured:
@@ -467,13 +476,17 @@ class Preconditioner:
         return self.owner(layer, "g") % self.ranks.grid.columns
 
     def _due(self) -> list[Layer]:
-        """Layers to refresh in this step: all at once, or each in its turn."""
-        if self.steps == 0:
-            return sorted(self.fed, key=lambda layer: layer.number)
-        interval = self.inv_update_steps
-        turn = self._turns("refresh", interval).get(self.steps % interval, ())
-        due = self.fed.intersection(turn) | (self.fed - self.second_order.ready)
+        """Layers to refresh in this step: in their turn, or because they need it."""
+        stale = {layer for layer, _ in self.second_order.tracking.stale}
+        due = self.fed.intersection(self._turn() | stale) | (self.fed - self.second_order.ready)
         return sorted(due, key=lambda layer: layer.number)
+
+    def _turn(self) -> frozenset[Layer]:
+        """Whose turn it is to be refreshed: all at once, or one after the other."""
+        if self.steps == 0:
+            return frozenset(self.fed)
+        interval = self.inv_update_steps
+        return self._turns("refresh", interval).get(self.steps % interval, frozenset())
 
     def _turns(self, kind: str, interval: int) -> dict[int, frozenset[Layer]]:
         """The layers whose turn it is in each step of an interval, for "gathering" or "refresh"."""
@@ -830,7 +843,7 @@ class Preconditioner:
     def forget(self, layer: Layer) -> None:
         """Drop what is known of a layer: it is estimated anew when it is next used."""
         self.fed.discard(layer)
-        self.second_order.ready.discard(layer)
+        self.second_order.forget(layer)
         if self._capture is not None:
             self._capture.missing.add(layer)
 
@@ -846,7 +859,7 @@ class Preconditioner:
         column = self.ranks.rank % self.ranks.grid.columns
         self.layout = Layout(layer for layer in self.active if self._column(layer) == column)
         self.statistics.allocate(self.shelf)
-        self.second_order.allocate(self.layout)
+        self.second_order.allocate(self.shelf, self.layout)
         for layer in self.fed.intersection(self.active):
             for name, view in self.views(layer):
                 if name in kept[layer]:
@@ -867,6 +880,7 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)
+        self.second_order.tracking.resume(self.layers.values())
         self._unsettled = self._unproven = self.ranks.world > 1
         self._aim()
 
@@ -961,6 +975,7 @@ class Preconditioner:
             split=second_order.split,
             stored_product=second_order.stored_product,
             moments=second_order.moments,
+            tracked=options.basis_tolerance > 0,
             scaled=options.comm_dtype == torch.float16,
             bucket_bytes=self.ranks.bucket_bytes,
             **sizes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,10 +30,10 @@ from .stacks import (
     slots_of,
     stack_key,
 )
+from .tracking import Key, Tracking
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
-Key = tuple[Layer, str]
 OwnerOf = Callable[[Layer, str], int]
 
 
@@ -74,8 +74,10 @@ class SecondOrder:
         dtype: torch.dtype | None,
         max_failures: int,
         moments: bool,
+        tolerance: float,
     ) -> None:
         self.ranks = ranks
+        self.tracking = Tracking(tolerance)
         self.moments = moments  # Adam's are kept, in the eigenbasis
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
@@ -86,7 +88,9 @@ class SecondOrder:
         self.ready: set[Layer] = set()
         self.failures: dict[Layer, int] = {}  # in a row
 
-    def allocate(self, layout: Layout) -> None:
+    def allocate(self, shelf: Shelf, layout: Layout) -> None:
+        for stack in shelf.stacks.values():
+            stack.new(self.tracking.specs(stack.count))
         for stack in layout.stacks.values():
             stack.new(self.specs(stack.key, stack.count))
         for pair in layout.pairs:
@@ -94,7 +98,7 @@ class SecondOrder:
                 pair.tensors[name] = torch.zeros(shape, dtype=dtype, device=pair.g.key.device)
 
     def specs(self, key: StackKey, count: int) -> Specs:
-        """What is kept of ``count`` factors of one shape."""
+        """What workers have of ``count`` factors of one shape."""
         dtype = self.dtype or key.dtype
         if self.method == "inverse":
             return {"inverse": (key.shape(count), dtype)}
@@ -111,6 +115,14 @@ class SecondOrder:
 
     # ---- refresh ----
 
+    def begin(self, due: Sequence[Layer], turn: Collection[Layer]) -> None:
+        """Settle how each layer in ``due`` is refreshed; ``turn`` are those whose turn it is."""
+        self.tracking.begin(due, turn, self.ready.difference(self.failures))
+
+    def forget(self, layer: Layer) -> None:
+        self.ready.discard(layer)
+        self.tracking.forget(layer)
+
     def refresh(
         self,
         shelf: Shelf,
@@ -119,7 +131,7 @@ class SecondOrder:
         damping_of: DampingOf,
         outcome: Outcome,
     ) -> None:
-        """Decompose what this rank keeps of the layers in ``due``; notes in ``outcome`` what not.
+        """Renew what this rank keeps of the layers in ``due``; notes in ``outcome`` what failed.
 
         All ranks call it for the same layers, also those that keep none.
         """
@@ -141,14 +153,21 @@ class SecondOrder:
         shifts: dict[Key, Tensor],
         outcome: Outcome,
     ) -> None:
-        rejections = _rejections(shelf, set(due))
+        plan = self.tracking.plan
+        rejections = _rejections(
+            shelf, {x for x in due if plan.get((x, "a")) or plan.get((x, "g"))}
+        )
         outcome.rejected.update(rejections)
         outcome.empty.update(layer for layer, nothing in rejections.items() if nothing)
         wanted = set(due) - outcome.empty
         for stack in shelf.stacks.values():
-            factors = [f for f in stack.factors if f.layer in wanted]
-            if factors:
-                outcome.failed |= self._refresh_stack(stack, factors, layout, shifts)
+            mine = [f for f in stack.factors if f.layer in wanted and (f.layer, f.side) in plan]
+            anew = [f for f in mine if plan[f.layer, f.side]]
+            kept = [f for f in mine if not plan[f.layer, f.side]]
+            if anew:
+                outcome.failed |= self._refresh_stack(stack, anew, layout, shifts)
+            if kept:
+                self._keep_bases(stack, kept, layout)
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""
@@ -176,8 +195,9 @@ class SecondOrder:
             for layer in same:
                 for side in "ag":
                     root = owner_of(layer, side)
-                    keys = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
-                    keys.append((layer, side))
+                    if (layer, side) in self.tracking.plan:
+                        keys = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
+                        keys.append((layer, side))
             circles = []
             for column, by_root in columns.items():
                 shipments = [
@@ -207,11 +227,19 @@ class SecondOrder:
     def _bytes(self, key: Key) -> int:
         layer, side = key
         shape = stack_key(layer, side)
-        specs = self.specs(shape, layer.blocks)
+        specs = self._sent(key)
         if self.method == "inverse" and not shape.diagonal:
             dtype = specs["inverse"][1]
             specs = {"half": ((layer.blocks, algebra.packed_size(shape.size)), dtype)}
         return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
+
+    def _sent(self, key: Key) -> Specs:
+        """What of a factor's state is new; with its basis, also what that travels with."""
+        layer, side = key
+        specs = self.specs(stack_key(layer, side), layer.blocks)
+        if not self.tracking.plan[key]:
+            specs.pop("vectors", None)
+        return specs
 
     def _states(
         self, layout: Layout, keys: list[Key], packed: list[tuple[Factor, Tensor]]
@@ -222,7 +250,7 @@ class SecondOrder:
             factor = layout.factors[key]
             shape = factor.stack.key
             if self.method != "inverse" or shape.diagonal:
-                tensors += [factor[name] for name in self.specs(shape, 1)]
+                tensors += [factor[name] for name in self._sent(key)]
             else:
                 # Its root unpacks it, too, so that all have the same bits.
                 tensors.append(algebra.pack(factor["inverse"]))
@@ -242,12 +270,22 @@ class SecondOrder:
                 scale[pair.slots[layer]] = _stored(product, scale.dtype)
 
     def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, list[Tensor | None]]:
-        """Copies of the bases that moments are in, before a refresh; None for a diagonal factor."""
+        """Copies of the bases that moments are in, before a refresh; None for those that stay."""
         return {
-            layer: [None if q is None else q.clone() for q in _vectors(layout, layer)]
+            layer: [None if q is None else q.clone() for q in self._turning(layout, layer)]
             for layer in due
             if self.moments and layer in self.ready and layer in layout.pair_of
         }
+
+    def _turning(self, layout: Layout, layer: Layer) -> list[Tensor | None]:
+        """The bases of G and A that this refresh finds anew; a diagonal factor has none."""
+        factors = [layout.factors[layer, side] for side in "ga"]
+        return [
+            f["vectors"]
+            if self.tracking.plan.get((layer, f.side)) and not f.stack.key.diagonal
+            else None
+            for f in factors
+        ]
 
     def turn(
         self, layout: Layout, layers: Sequence[Layer], before: dict[Layer, list[Tensor | None]]
@@ -264,9 +302,10 @@ class SecondOrder:
             dtype = pair.g.key.dtype
             turns = [
                 None if old is None or new is None else new.to(dtype).mT @ old.to(dtype)
-                for old, new in zip(before[layer], _vectors(layout, layer), strict=True)
+                for old, new in zip(before[layer], self._turning(layout, layer), strict=True)
             ]
-            eigenbasis.turn(pair.tensors, pair.slots[layer], *turns)
+            if turns != [None, None]:
+                eigenbasis.turn(pair.tensors, pair.slots[layer], *turns)
 
     def _split_damping(
         self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
@@ -309,12 +348,10 @@ class SecondOrder:
     def _refresh_stack(
         self, stack: Stack, factors: list[Factor], layout: Layout, shifts: dict[Key, Tensor]
     ) -> set[Layer]:
-        """Refresh these factors; the layers of those that failed every attempt."""
-        average = stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
-        state = layout.stacks[stack.key].tensors
-        # The owner is one of the workers: the results go where it applies them.
-        applied = [layout.factors[f.layer, f.side] for f in factors]
-        slots = slots_of(applied, applied[0].stack)
+        """Decompose these factors; the layers of those that failed every attempt."""
+        average, state, slots = self._work(stack, factors, layout)
+        if "stale" in stack.tensors:
+            stack.tensors["stale"][slots_of(factors, stack)] = 0
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
         if stack.key.diagonal:
             if shift is None:
@@ -330,6 +367,26 @@ class SecondOrder:
             state[name][slots] = _stored(result, state[name].dtype)
         parts = good.split([f.layer.blocks for f in factors])
         return {f.layer for f, part in zip(factors, parts, strict=True) if not part.all()}
+
+    def _work(
+        self, stack: Stack, factors: list[Factor], layout: Layout
+    ) -> tuple[Tensor, dict[str, Tensor], slice | Tensor]:
+        """Running averages, and where their state goes: the owner is one of the workers."""
+        average = stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
+        applied = [layout.factors[f.layer, f.side] for f in factors]
+        return average, layout.stacks[stack.key].tensors, slots_of(applied, applied[0].stack)
+
+    def _keep_bases(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
+        """New eigenvalues in the bases as they are, and a look at how well these still fit."""
+        average, state, slots = self._work(stack, factors, layout)
+        if stack.key.diagonal:
+            values, outside = average.clamp(min=0), average.new_zeros(len(average))
+            whole = values.norm(dim=1)
+        else:
+            vectors = state["vectors"][slots].to(average.dtype)
+            values, outside, whole = algebra.in_basis(average, vectors)
+        state["values"][slots] = values
+        self.tracking.look(factors, slots_of(factors, stack), outside, whole)
 
     def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:
         for layer in succeeded:
@@ -392,12 +449,6 @@ class SecondOrder:
         projected = algebra.into_basis(gradient, *bases)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
-
-
-def _vectors(layout: Layout, layer: Layer) -> list[Tensor | None]:
-    """A layer's bases, of G and of A; None for a diagonal factor."""
-    factors = [layout.factors[layer, side] for side in "ga"]
-    return [None if f.stack.key.diagonal else f["vectors"] for f in factors]
 
 
 def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:

@@ -40,6 +40,7 @@ OPTIONS = [
     ("loss_terms", [0, -3, NAN, INF, None, True], '"examples", "positions" or the number of terms'),
     ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
+    ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", None], r"share in \[0, 1\)"),
     ("factor_dtype", [torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
     ("inv_dtype", [torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     ("grad_scaler", ["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
@@ -54,6 +55,12 @@ OPTIONS = [
 def test_option(option, value, remedy):
     with pytest.raises(ValueError, match=rf"Invalid {option}: {re.escape(repr(value))}.*{remedy}"):
         KFACSGD(net(), lr=0.1, **{option: value})
+
+
+@pytest.mark.parametrize("other", [{"compute_method": "inverse"}, {"normalization": "kaisa"}])
+def test_a_basis_that_is_not_there(other):
+    with pytest.raises(ValueError, match=r"Invalid basis_tolerance: 0.1 belongs to"):
+        KFACSGD(net(), lr=0.1, basis_tolerance=0.1, **other)
 
 
 @pytest.mark.parametrize("value", ["none", "full "])

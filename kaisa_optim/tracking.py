@@ -1,0 +1,107 @@
+"""Bases that stay: what is left of a refresh where the eigenvectors of the last one still fit.
+
+At its turn, a factor F with a basis Q gets the diagonal of QᵀFQ as its eigenvalues, for one product
+of matrices instead of a decomposition. Its owner measures what is outside of that diagonal. Where
+that is too much, all ranks learn of it in the exchange of the next step, and find a new basis then:
+hosts never wait for a device to hear whether they have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers import Layer
+from .stacks import Factor, Shelf, Specs, Stack
+
+Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
+
+
+class Tracking:
+    """Which factors are decomposed at a refresh, and which keep their basis."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance  # of QᵀFQ, the norm outside of its diagonal, as a share
+        self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: to be decomposed
+        self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
+        self.stale: set[Key] = set()  # their bases no longer fit
+        self._arriving: dict[Stack, tuple[Tensor, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_arriving": {}}  # the stacks have the same
+
+    def specs(self, count: int) -> Specs:
+        """What an owner keeps of ``count`` factors."""
+        return {"stale": ((count,), torch.int32)} if self.tolerance else {}
+
+    # ---- what all ranks know alike ----
+
+    def begin(
+        self, due: Iterable[Layer], turn: Collection[Layer], known: Collection[Layer]
+    ) -> None:
+        """Plan a refresh: ``turn`` have theirs, ``known`` have bases that may stay."""
+        self.plan = {}
+        for layer in due:
+            for side in "ag":
+                anew = not self.tolerance or layer not in known or (layer, side) in self.stale
+                if anew or layer in turn:
+                    self.plan[layer, side] = anew
+        self.asked = list(dict.fromkeys(x for (x, _), anew in self.plan.items() if not anew))
+        self.stale.clear()
+
+    def forget(self, layer: Layer) -> None:
+        self.stale -= {(layer, "a"), (layer, "g")}
+        if layer in self.asked:
+            self.asked.remove(layer)
+
+    def resume(self, layers: Iterable[Layer]) -> None:
+        """After a load: what owners had found out is asked for once more."""
+        self.asked = list(layers) if self.tolerance else []
+        self._arriving.clear()
+
+    def hear(self, flags: Sequence[float]) -> None:
+        """The answers of all ranks, added up, to :meth:`flags`."""
+        keys = [(layer, side) for layer in self.asked for side in "ag"]
+        self.stale.update(key for key, flag in zip(keys, flags, strict=True) if flag)
+        self.asked = []
+
+    # ---- what an owner finds out ----
+
+    def look(
+        self, factors: list[Factor], slots: slice | Tensor, outside: Tensor, whole: Tensor
+    ) -> None:
+        """Note the factors of which too much is outside of the diagonal."""
+        kept = factors[0].stack.tensors
+        fits = outside <= self.tolerance * whole  # not, where either is not a number
+        # A sum that was left out is named by the full refresh.
+        kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
+
+    def send(self, shelf: Shelf) -> None:
+        """Start the notes' way to the host, beside the work that follows."""
+        for stack in shelf.stacks.values() if self.asked else ():
+            if stack.key.device.type == "cuda":
+                notes = stack.tensors["stale"]
+                host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
+                host.copy_(notes, non_blocking=True)
+                arrival = torch.cuda.current_stream(stack.key.device).record_event()
+                self._arriving[stack] = host, arrival
+
+    def flags(self, shelf: Shelf) -> list[float]:
+        """This rank's notes on what was asked, A and G of each layer; 0 for what others keep."""
+        notes: dict[Stack, list[int]] = {}
+        answers = []
+        for key in [(layer, side) for layer in self.asked for side in "ag"]:
+            factor = shelf.factors.get(key)
+            if factor is not None and factor.stack not in notes:
+                notes[factor.stack] = self._arrived(factor.stack).tolist()
+            answers.append(float(factor is not None and any(notes[factor.stack][factor.slots])))
+        return answers
+
+    def _arrived(self, stack: Stack) -> Tensor:
+        host, arrival = self._arriving.pop(stack, (stack.tensors["stale"], None))
+        if arrival is not None:
+            arrival.synchronize()
+        return host
