@@ -291,7 +291,7 @@ class Capture:
 
     @property
     def due(self) -> bool:
-        """Whether layers gather in this step; also where they do so under a checkpoint only."""
+        """Whether layers gather in this step, be it under a checkpoint, where no tap shows yet."""
         return bool(self.wanted or self.missing or self.tapped)
 
     def draw(
