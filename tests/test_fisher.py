@@ -27,6 +27,7 @@ from training import assert_same
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.fisher import KINDS
+from kaisa_optim.layers.linear import LinearLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -350,25 +351,47 @@ def test_gradients_and_input_factors_are_untouched():
 
 
 def test_only_steps_that_gather_have_another_pass():
-    """And it ends above the first layer that gathers in that step."""
+    """In others nothing is drawn, either."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     opt = optimizer(model, factor_update_steps=3, staggered=False)
-    passes = []
+    passes: list[int] = []
+    draws: list[int] = []
+
+    def kind(outputs: Tensor) -> Tensor:
+        draws.append(i)
+        return outputs
+
     for i in range(5):
-        count = [0]
         hidden = model[:2](torch.randn(4, 2, dtype=torch.float64))
-        hidden.register_hook(lambda _, count=count: count.__setitem__(0, count[0] + 1))
+        hidden.register_hook(lambda _, i=i: passes.append(i))
         outputs = model[2](hidden)
-        if i == 3:
-            opt.preconditioner.sample_fisher(outputs, "mse", exact=True)
-        else:
-            opt.preconditioner.sample_fisher(outputs, "mse")
+        opt.preconditioner.sample_fisher(outputs, kind)
         outputs.square().mean().backward()
         opt.step()
         opt.zero_grad()
-        passes.append(count[0])
-    assert passes == [2, 1, 1, 4, 1]
+    assert passes == [0, 0, 1, 2, 3, 3, 4] and draws == [0, 3]
+
+
+def test_inputs_are_worked_on_once_for_all_columns(monkeypatch):
+    """And only those of layers whose turn it is."""
+    made = []
+    real = LinearLayer.input_moment
+
+    def counted(layer: LinearLayer, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(layer.name)
+        return real(layer, *args, **kwargs)
+
+    monkeypatch.setattr(LinearLayer, "input_moment", counted)
+    model = seeded(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), 13)
+    opt = optimizer(model, factor_update_steps=3)
+    for _ in range(4):
+        opt.zero_grad()
+        outputs = model(torch.randn(4, 3, dtype=torch.float64))
+        opt.preconditioner.sample_fisher(outputs, "mse", exact=True)
+        outputs.square().mean().backward()
+        opt.step()
+    assert sorted(made[:3]) == sorted(made[3:]) == ["0", "1", "2"]
 
 
 def test_a_loss_scale_is_not_in_the_draws():
