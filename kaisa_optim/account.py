@@ -30,7 +30,7 @@ _STATE = ("eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "mom
 KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
-_STATUS_HEAD = 6  # numbers of a step's first exchange that belong to no layer
+_STATUS_HEAD = 8  # numbers of a step's first exchange that belong to no layer
 
 
 class Work(NamedTuple):

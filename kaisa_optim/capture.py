@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 _Covers = tuple[bool, bool]
-Sink = Callable[[Layer, "Run", _Covers, Moments | None], None]
+# The last: whether the moments are of gradients that were drawn.
+Sink = Callable[[Layer, "Run", _Covers, Moments | None, bool], None]
 
 
 class Run:
@@ -92,7 +93,7 @@ class _Tap(torch.autograd.Function):
     """Identity on a layer's output. Marked in place, so in-place activations may follow it."""
 
     @staticmethod
-    def forward(output: Tensor, x: Tensor | None, record: Any) -> Tensor:
+    def forward(output: Tensor, x: Tensor | None, record: Any, probe: Tensor | None) -> Tensor:
         return output
 
     @staticmethod
@@ -107,7 +108,25 @@ class _Tap(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if ctx.record is not None:
             ctx.record(x, grad)
-        return grad, None, None
+        return grad, None, None, None
+
+
+@dataclasses.dataclass(eq=False)
+class _Drawn:
+    """What drawn gradients made of one call of a layer, until the training pass takes it."""
+
+    moments: Moments | None = None
+    ever: bool = False
+
+    def add(self, moments: Moments) -> None:
+        if self.moments is not None:
+            moments = self.moments._replace(g=self.moments.g + moments.g)
+        self.moments, self.ever = moments, True
+
+    def take(self) -> Moments | None:
+        """Once: a second training pass through the same graph adds nothing."""
+        moments, self.moments = self.moments, None
+        return moments
 
 
 class _Hook:
@@ -157,6 +176,11 @@ class Capture:
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
         self.backwards = 0  # passes that reached a layer and trained it
+        self.draws = 0  # calls of draw since the last reset
+        self.tapped = False  # whether a pass since then may gather
+        self._drawing: dict[_Drawn, tuple[Run, Moments]] | None = None
+        # An input of every tap that gathers: differentiating by it runs them, and no parameter.
+        self._probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
         self._local = threading.local()  # DataParallel runs its replicas in threads
         self._lock = threading.Lock()  # whose backward passes then run in several, too
@@ -192,7 +216,8 @@ class Capture:
     def reset(self) -> None:
         """A step has consumed what was gathered."""
         self.shared.clear()
-        self.backwards = 0
+        self.backwards = self.draws = 0
+        self.tapped = False
         self.error = None
         self.was_paused = self.paused > 0
 
@@ -262,6 +287,40 @@ class Capture:
             self._loose.end = _sequence_nr()
         self._loose = None
 
+    # ---- drawn gradients ----
+
+    @property
+    def due(self) -> bool:
+        """Whether layers gather in this step, be it under a checkpoint, where no tap shows yet."""
+        return bool(self.wanted or self.missing or self.tapped)
+
+    def draw(
+        self,
+        outputs: Tensor,
+        columns: Iterable[Tensor],
+        scale_of: Callable[[Iterable[Run]], float],
+    ) -> None:
+        """Send ``columns``, gradients of the outputs, back to the layers that gather.
+
+        The G of all together, times ``scale_of`` the forward passes that they went through, stands
+        in for that of the training pass to come. No parameter receives anything.
+        """
+        self.draws += 1
+        drawing: dict[_Drawn, tuple[Run, Moments]] = {}
+        self._drawing = drawing
+        try:
+            for column in columns:
+                torch.autograd.grad(
+                    outputs, self._probe, column, retain_graph=True, allow_unused=True
+                )
+        finally:
+            self._drawing = None
+        if drawing:
+            scale = scale_of({run for run, _ in drawing.values()})
+            torch._foreach_mul_([moments.g for _, moments in drawing.values()], scale)
+        for drawn, (_, moments) in drawing.items():
+            drawn.add(moments)
+
     # ---- the layers' forward passes ----
 
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -304,20 +363,24 @@ class Capture:
         record = None
         if wanted:
             run, mode, anchor = self._current_run(layer, x), layer.mode(), _anchor(layer, covers)
-            outer = _graph_task()
+            outer, drawn = _graph_task(), _Drawn()
 
             def record(x: Tensor | None, grad: Tensor) -> None:
                 # A reentrant checkpoint's own backward is part of the one that it runs in.
                 task = _graph_task() if outer is None else outer
                 try:
-                    self._record(layer, anchor, run, covers, blocks, mode, x, grad, task, gathers)
+                    self._record(
+                        layer, anchor, run, covers, blocks, mode, x, grad, task, gathers, drawn
+                    )
                 except Exception as error:
                     if not self.keep_errors:
                         raise
                     self.error = self.error or error
 
         kept = layer.needs_input(covers) and (gathers or _checkpointed())
-        return _Tap.apply(output, _as_used(layer, x) if kept else None, record)
+        probe = self._probe if wanted and gathers else None
+        self.tapped |= probe is not None
+        return _Tap.apply(output, _as_used(layer, x) if kept else None, record, probe)
 
     # ---- the backward pass ----
 
@@ -333,20 +396,42 @@ class Capture:
         grad: Tensor,
         task: int | None,
         gathers: bool,
+        drawn: _Drawn,
     ) -> None:
-        if not _accumulates_into(anchor):
+        drawing = self._drawing
+        if drawing is None and not _accumulates_into(anchor):
             return
-        self.backwards += 1
         device = grad.device.type
         own = layer.weight if covers[0] else layer.bias
         assert own is not None
-        dtype = torch.promote_types(own.dtype, torch.float32)
+
+        def moments(known_a: Tensor | None = None) -> Moments:
+            return layer.moments(
+                x,
+                grad,
+                covers,
+                reduce=self.reduce,
+                dtype=torch.promote_types(own.dtype, torch.float32),
+                blocks=blocks,
+                mode=mode,
+                known_a=known_a,
+            )
+
         with (
             self._lock,
             torch.no_grad(),
             full_precision(),
             torch.autocast(device, enabled=False),
         ):
+            if drawing is not None:
+                if gathers:
+                    known = drawing[drawn][1] if drawn in drawing else drawn.moments
+                    new = moments(None if known is None else known.a)
+                    if drawn in drawing:
+                        new.g.add_(drawing[drawn][1].g)
+                    drawing[drawn] = run, new
+                return
+            self.backwards += 1
             self._close_loose()
             if not run.reached:
                 run.reached = True
@@ -355,12 +440,10 @@ class Capture:
             if not self._has_gradient(own, anchor) and self._begun.get(layer) != task:
                 self._begun[layer] = task
                 self.drop(layer)
-            moments = None
+            found = None
             if gathers:
-                moments = layer.moments(
-                    x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
-                )
-            self.sink(layer, run, covers, moments)
+                found = drawn.take() if drawn.ever else moments()
+            self.sink(layer, run, covers, found, drawn.ever)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Whether this backward adds to a gradient, also to one that fully_shard holds back."""

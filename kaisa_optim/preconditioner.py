@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agreement, eigenbasis, gradients, sharding
+from . import agreement, eigenbasis, fisher, gradients, sharding
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
@@ -191,6 +191,13 @@ class Preconditioner:
                 f'Invalid loss_terms: {value!r} has no meaning under normalization="kaisa", which '
                 'leaves K out; use normalization="fisher"'
             )
+        former = self.statistics.loss_terms
+        numbers = not isinstance(value, str) and not isinstance(former, str)
+        if self._capture is not None and self._capture.draws and value != former and not numbers:
+            raise ValueError(
+                f"Invalid loss_terms: {value!r} after sample_fisher, which drew for {former!r}; "
+                "set it before, or give the optimizer a number as its argument"
+            )
         self.statistics.loss_terms = value
 
     @property
@@ -208,6 +215,43 @@ class Preconditioner:
         plain = [name for name in _SCHEDULED if name not in self._schedules]
         values = {name: getattr(self, name) for name in (*plain, "grad_scaler")}
         return dataclasses.replace(self.options, **values)
+
+    # ---- the true Fisher ----
+
+    def sample_fisher(
+        self,
+        outputs: Tensor,
+        kind: fisher.Kind,
+        *,
+        dim: int | None = None,
+        weight: Tensor | None = None,
+        exact: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Take G from labels drawn from the model's own distribution, and not from the data's.
+
+        Call it between the forward pass and ``loss.backward()``, on all ranks, with the
+        ``outputs`` that the loss is of. ``kind`` is the loss: "cross_entropy" of logits, "mse",
+        "bce" of logits; or a callable that draws by itself and returns of ``outputs`` the loss,
+        summed over the terms that K counts, or its gradient. In steps that gather statistics it
+        costs one backward pass, in others nothing; no ``.grad`` changes.
+
+        ``dim`` is that of the classes (as in torch's cross_entropy by default) or features.
+        ``weight`` has a number for each loss, 0 for padding. ``exact`` takes the expectation in
+        place of a draw, with one backward pass for each number of an example's outputs.
+        ``generator`` draws; without one it is seeded by step and rank, whatever torch's seed is.
+        """
+        if self.options.papers:
+            raise ValueError(
+                'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
+                'normalization="fisher"'
+            )
+        draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)
+        capture = self._capture
+        assert capture is not None
+        if capture.due:
+            draws.seed(self.steps, self.ranks.rank, capture.draws)
+            draws.draw(capture, self.statistics)
 
     # ---- the step ----
 
@@ -332,12 +376,15 @@ class Preconditioner:
         if not self._exchanges():
             return Tally(0.0, 0.0, {}, {})
         counts, own_terms = self.statistics.counts(layers), self.statistics.terms()
+        own = [layer.name for layer, x in self.statistics.gathered.items() if x.own]
         with_gradient = [any(p.grad is not None for p in x.parameters) for x in layers]
         common = agreement.checksum(self._common(groups))
         head = [
             capture.error is not None,
             capture.backwards > 0 or capture.was_paused,
             any(with_gradient),
+            capture.draws > 0,
+            bool(own),
             common,
             common**2,
             own_terms,
@@ -347,13 +394,18 @@ class Preconditioner:
         word = self.ranks.add_up(
             torch.cat([numbers, counts, (counts > 0).double()]), f"agreeing on step {self.steps}"
         )
-        failed, captured, graded, once, squared, terms, *flags = word[: len(numbers)].tolist()
+        failed, captured, graded, drawn, trained, once, squared, terms, *flags = word[
+            : len(numbers)
+        ].tolist()
         present, notes = flags[: len(layers)], flags[len(layers) :]
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
             agreement.raise_together(self.ranks, error, "capturing")
         if not agreement.alike(self.ranks.world, once, squared):
             agreement.raise_difference(self.ranks, self._common(groups), "hyperparameters")
+        if drawn and trained:
+            draws, capture.draws = capture.draws, 0
+            fisher.raise_half(self.ranks, draws, own)
         self._check_gradients(layers, with_gradient, present)
         self.second_order.tracking.hear(notes)
         if self._unproven:
@@ -371,7 +423,8 @@ class Preconditioner:
         both = word[len(numbers) :].split([len(counts), len(counts)])
         totals, givers = (dict(zip(layers, x.split(sizes), strict=True)) for x in both)
         seen = {layer: total for layer, total in totals.items() if total.any()}
-        return Tally(own_terms, terms, seen, {layer: givers[layer] for layer in seen})
+        giving = {layer: givers[layer] for layer in seen}
+        return Tally(own_terms, terms, seen, giving, drawn > 0)
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         """What must be alike on all ranks in a step."""
@@ -767,6 +820,7 @@ class Preconditioner:
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
             self._capture.backwards, self._capture.was_paused = former.backwards, former.was_paused
+            self._capture.draws, self._capture.tapped = former.draws, former.tapped
             self._capture.witnesses = former.witnesses.intersection(self.layers.values())
         self.lay_out()
         self._aim()

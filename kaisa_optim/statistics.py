@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ class Gathered:
         # Of rows, for each section; of passes under the papers' normalization.
         self.count = torch.zeros(layer.sections, dtype=torch.float64, device="cpu")
         self.runs: set[Run] = set()
+        self.own = False  # whether gradients that train are in G, and not drawn ones alone
 
     def add(self, moments: Moments, count: float) -> None:
         whole = moments.blocks == slice(None)
@@ -59,6 +60,7 @@ class Tally:
     terms: float  # Σ K over the ranks
     counts: dict[Layer, Tensor]  # of rows, [sections]; only layers that have any
     givers: dict[Layer, Tensor]  # how many ranks have any, [sections]
+    drawn: bool = False  # G is of drawn gradients, each the root of one term's Hessian
 
 
 class Statistics:
@@ -83,7 +85,12 @@ class Statistics:
     # ---- within a step ----
 
     def add(
-        self, layer: Layer, run: Run, covers: tuple[bool, bool], moments: Moments | None
+        self,
+        layer: Layer,
+        run: Run,
+        covers: tuple[bool, bool],
+        moments: Moments | None,
+        drawn: bool = False,
     ) -> None:
         """One pass through a layer; without moments where others have their turn."""
         gathered = self.gathered.get(layer)
@@ -94,7 +101,8 @@ class Statistics:
             return
         if moments.rows == 0:
             return  # an empty batch says nothing
-        if self.loss_scale is not None:
+        gathered.own |= not drawn
+        if self.loss_scale is not None and not drawn:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
                 scale = scale.to(moments.g.device)
@@ -133,7 +141,11 @@ class Statistics:
             return 1.0
         if not isinstance(self.loss_terms, str):
             return self.loss_terms if self.gathered else 0.0
-        runs: set[Run] = set().union(*(gathered.runs for gathered in self.gathered.values()))
+        return self.terms_of(set().union(*(x.runs for x in self.gathered.values())))
+
+    def terms_of(self, runs: Iterable[Run]) -> float:
+        """How many examples or positions these forward passes had."""
+        assert isinstance(self.loss_terms, str)
         return float(sum(getattr(run, self.loss_terms) for run in runs))
 
     # ---- at a step ----
@@ -241,7 +253,9 @@ class Statistics:
             return (1 / (gathered.count.clamp(min=1) * tally.givers[layer].clamp(min=1))).tolist()
         if side == "a":
             return (1 / tally.counts[layer].clamp(min=1)).tolist()
-        return [tally.own_terms**2 / tally.terms if tally.terms else 0.0] * layer.sections
+        # Drawn gradients are those of the terms' sum, and not of their mean.
+        own = 1.0 if tally.drawn else tally.own_terms**2
+        return [own / tally.terms if tally.terms else 0.0] * layer.sections
 
     def _update_stack(
         self,

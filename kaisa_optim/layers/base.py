@@ -208,15 +208,21 @@ class Layer:
         dtype: torch.dtype,
         blocks: slice = slice(None),
         mode: Any = None,
+        known_a: Tensor | None = None,
     ) -> Moments:
-        """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s."""
+        """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s.
+
+        ``known_a`` is the input's, where an earlier pass has made it.
+        """
         g = self.output_rows(x, grad)
         batch, positions = g.shape[1:3]
         g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
         moment_g = second_moment(g, diagonal=self.g_dim_of(covers) > self.wide)
         rows = batch if reduce else batch * positions
         diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
-        if covers[0] and x is not None:
+        if known_a is not None:
+            moment_a = known_a
+        elif covers[0] and x is not None:
             moment_a = self._shared_moment(
                 x, grad, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )

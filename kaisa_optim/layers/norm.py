@@ -60,6 +60,7 @@ class _Norm(Layer):
         dtype: torch.dtype,
         blocks: slice = slice(None),
         mode: Any = None,
+        known_a: Tensor | None = None,
     ) -> Moments:
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]
