@@ -32,10 +32,13 @@ def test_resnet50_is_the_published_one():
     with torch.device("meta"):
         network = ResNet()
         out = network(torch.empty(2, 3, 224, 224))
+        pixels = [56] * 3 + [28] * 4 + [14] * 6 + [7] * 3
+        x = torch.empty(2, 64, 56, 56)
+        for block, size in zip(network.blocks, pixels, strict=True):
+            x = block(x)
+            assert x.shape[2:] == (size, size)
     assert parameters(network) == 25_557_032
     assert out.shape == (2, 1000)
-    last = network.blocks[-1]
-    assert last.conv2.weight.shape == (512, 512, 3, 3) and len(network.blocks) == 16
 
 
 def test_bert_large_is_the_published_one():
@@ -143,9 +146,9 @@ def test_stages_add_up_to_the_mean_step():
 
 def test_ratios_are_taken_within_a_round():
     base = [[(0.001, 0.001)], [(0.010, 0.010)], [(0.002, 0.002)]]  # another load in each
-    own = [[(0.002, 0.002)], [(0.015, 0.015)], [(0.003, 0.003)]]
+    own = [[(0.002, 0.001)], [(0.014, 0.010)], [(0.002, 0.006)]]
     one = steps.compared("KFACSGD", own, base)
-    assert (one.ms, one.ratio, one.part) == pytest.approx((6.0, 1.5, 2.0))
+    assert (one.ms, one.ratio, one.part) == pytest.approx((8.0, 1.5, 4.0))
 
 
 def measured(name: str, part: float, peak: float | None = None) -> steps.Measured:
@@ -191,12 +194,12 @@ def test_a_figure_that_is_missed_says_so():
 def test_growth_is_held_against_the_bases_in_the_same_round():
     times = {
         "SGD": ([10.0, 20.0, 10.0], [11.0, 30.0, 12.0]),
-        "KFACSGD, opt": ([20.0, 40.0, 20.0], [24.0, 60.0, 22.0]),
+        "KFACSGD, opt": ([20.0, 40.0, 20.0], [24.0, 66.0, 22.0]),
     }
     found = ranks.growths(times)
     assert found["SGD"] == pytest.approx((10.0, 12.0, 1.2, 1.0))
-    # Growths 1.2, 1.5, 1.1 over 1.1, 1.5, 1.2.
-    assert found["KFACSGD, opt"] == pytest.approx((20.0, 24.0, 1.2, 1.0))
+    # Growths 1.2, 1.65, 1.1 over 1.1, 1.5, 1.2.
+    assert found["KFACSGD, opt"] == pytest.approx((20.0, 24.0, 1.2, 1.2 / 1.1))
     slower = ranks.growths({**times, "KFACSGD, opt": ([20.0] * 3, [33.0, 45.0, 36.0])})
     assert slower["KFACSGD, opt"].beside == pytest.approx(1.5)
 

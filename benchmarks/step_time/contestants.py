@@ -197,7 +197,9 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     for peer, make in PEERS.items() if task.peers else ():
         try:
             if peer in NEEDS:
-                __import__(NEEDS[peer])
+                with warnings.catch_warnings():  # that apex is missing, for one
+                    warnings.simplefilter("ignore")
+                    __import__(NEEDS[peer])
             elif not hasattr(torch.optim, "Muon"):
                 raise ImportError
         except ImportError:

@@ -45,10 +45,12 @@ def masked(batch: int, vocabulary: int = 30522) -> tuple[Tensor, Tensor]:
     return words, words[:, :: Bert.EVERY].clone()
 
 
-def _bert(network: Callable[[], nn.Module], batch: int, passes: int, **rest: Any) -> Task:
+def _bert(
+    title: str, network: Callable[[], nn.Module], batch: int, passes: int, **rest: Any
+) -> Task:
     terms = batch * len(range(0, LENGTH, Bert.EVERY))
     return Task(
-        "BERT-Large",
+        title,
         network,
         lambda: masked(batch),
         {"loss_terms": passes * terms},
@@ -90,7 +92,7 @@ TASKS = {
     ),
     # 65,536 tokens a step.
     "bert-large": _bert(
-        Bert, batch=64, passes=8, intervals=(LONG,), wanted={("KFACSGD", LONG): 1.2}
+        "BERT-Large", Bert, batch=64, passes=8, intervals=(LONG,), wanted={("KFACSGD", LONG): 1.2}
     ),
 }
 SHORT = {
@@ -111,7 +113,9 @@ SHORT = {
         half=True,
         peers=False,
     ),
-    "bert-large": _bert(lambda: Bert(width=64, layers=1), batch=2, passes=2, intervals=((2, 4),)),
+    "bert-large": _bert(
+        "one-layer BERT", lambda: Bert(width=64, layers=1), batch=2, passes=2, intervals=((2, 4),)
+    ),
 }
 # What each kind of device trains where nothing else is asked for.
 FITTING = {"cpu": ("resnet32", "transformer"), "cuda": ("resnet50", "bert-large")}
