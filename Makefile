@@ -22,7 +22,8 @@ REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 help:
 	@echo "make demo    train a network on two ranks with K-FAC beside its base optimizers"
 	@echo "             (DEMO_ARGS=--short, RANKS=2)"
-	@echo "make bench   time K-FAC's steps beside the base optimizer's (BENCH_ARGS=--short)"
+	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
+	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
 	@echo "make test    run the tests, with coverage (TEST_ARGS=...)"
 	@echo "make lint    ruff: rules and formatting; make format repairs what it can"
 	@echo "make types   mypy"

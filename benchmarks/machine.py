@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +27,14 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
         "threads": threads or torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **_versions("kaisa_optim", "numpy", "kfac-pytorch", "pytorch-optimizer"),
     }
+
+
+def _versions(*names: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

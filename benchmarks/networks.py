@@ -46,8 +46,51 @@ class CifarResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions; the middle one has the stride, where there is one."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn1, self.bn2, self.bn3 = map(nn.BatchNorm2d, (width, width, outputs))
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
+        return (self.shortcut(x) + self.bn3(self.conv3(new))).relu()
+
+
+class ResNet(nn.Module):
+    """He et al. (2016), table 1, with bottlenecks; (3, 4, 6, 3) is ResNet-50."""
+
+    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn = nn.BatchNorm2d(64)
+        self.blocks, inputs = nn.Sequential(), 64
+        for stage, count in enumerate(blocks):
+            width = 64 * 2**stage
+            for i in range(count):
+                stride = 2 if stage > 0 and i == 0 else 1
+                self.blocks.append(Bottleneck(inputs, width, stride))
+                inputs = 4 * width
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.bn(self.conv(x)).relu(), 3, 2, 1)
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
 class Block(nn.Module):
     """Attention and a feed-forward part, each after a layer norm."""
+
+    causal = True
 
     def __init__(self, width: int, heads: int, wide: int) -> None:
         super().__init__()
@@ -56,15 +99,30 @@ class Block(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.wide, self.narrow = nn.Linear(width, wide), nn.Linear(wide, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
+    def attend(self, x: Tensor) -> Tensor:
         query, key, value = (
-            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.narrow(F.gelu(self.wide(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class BertBlock(Block):
+    """All tokens see all; a layer norm after each part."""
+
+    causal = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attend(x))
+        return self.norm2(x + self.feed(x))
 
 
 class Transformer(nn.Module):
@@ -89,6 +147,34 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
+
+
+class Bert(nn.Module):
+    """BERT-Large for masked words (Devlin et al., 2019), its decoder tied to the words.
+
+    Every seventh token is predicted, about the 15 % that are masked.
+    """
+
+    EVERY = 7
+
+    def __init__(
+        self, vocabulary: int = 30522, length: int = 512, width: int = 1024, layers: int = 24
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.places, self.kinds = nn.Embedding(length, width), nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width)
+        blocks = (BertBlock(width, width // 64, 4 * width) for _ in range(layers))
+        self.blocks = nn.Sequential(*blocks)
+        self.transform, self.last_norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.words(tokens) + self.places(places) + self.kinds(torch.zeros_like(tokens))
+        x = self.blocks(self.norm(x))[:, :: self.EVERY]
+        return self.head(self.last_norm(F.gelu(self.transform(x))))
 
 
 class Autoencoder(nn.Sequential):

@@ -1,0 +1,211 @@
+"""Who trains: the base optimizer, K-FAC and its peers, in turns."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from kaisa_optim import KFACSGD
+
+from .tasks import Task
+
+TURN = 10  # steps of one contestant before the next one's
+BATCHES = 10  # that a contestant goes through: factors must move, or refreshes would be too easy
+NEVER = 10**9  # steps
+
+Name = TypeVar("Name", bound=Hashable)
+Seconds = tuple[float, float]  # of a step: forward and backward, and the optimizer's part
+# What steps a network, one after the other; of ours there is one, with its preconditioner.
+Maker = Callable[[nn.Module, Task, int, int], Sequence[Any]]
+
+
+class Trainer:
+    """One contestant: a network and what steps it."""
+
+    def __init__(
+        self,
+        task: Task,
+        device: str,
+        make: Maker,
+        intervals: tuple[int, int],
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
+        torch.manual_seed(0)
+        self.task, self.device = task, device
+        model = task.network().to(device)
+        batches = [task.batch() for _ in range(BATCHES)]
+        if task.half and batches[0][0].dim() == 4:  # as tensor cores want their convolutions
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
+        self.batches = itertools.cycle([(x.to(device), y.to(device)) for x, y in batches])
+        self.model = wrap(model)
+        self.optimizers = make(self.model, task, *intervals)
+
+    def run(self, steps: int) -> list[Seconds]:
+        """Seconds of each step, on the device."""
+        marks = []
+        for _ in range(steps):
+            start = self._mark()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            for _ in range(self.task.passes):
+                self.forward_and_backward()
+            middle = self._mark()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            marks.append((start, middle, self._mark()))
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return [(_between(a, b), _between(b, c)) for a, b, c in marks]
+
+    def forward_and_backward(self) -> None:
+        inputs, labels = next(self.batches)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.task.half):
+            out = self.model(inputs)
+            loss = F.cross_entropy(out.flatten(0, -2), labels.flatten())
+        (loss / self.task.passes).backward()
+
+    def quiet(self, steps: int) -> list[Seconds]:
+        """Steps of K-FAC that only precondition, with the decompositions as they are."""
+        kfac = self.optimizers[0].preconditioner
+        kfac.factor_update_steps = kfac.inv_update_steps = NEVER
+        return self.run(steps)
+
+    def operations(self) -> int:
+        """Floating-point operations of a step's forward and backward passes."""
+        with FlopCounterMode(display=False) as counter:
+            self.forward_and_backward()
+        return int(counter.get_total_flops()) * self.task.passes
+
+    def _mark(self) -> Any:
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def race(
+    trainers: Mapping[Name, Trainer],
+    interval: int,
+    rounds: int,
+    before_turn: Callable[[], None] = lambda: None,
+) -> list[dict[Name, list[Seconds]]]:
+    """The steps of each in each round, one interval long, after a first one that does not count.
+
+    ``before_turn`` is called before each turn.
+    """
+    for trainer in trainers.values():
+        trainer.run(2)  # the first steps gather and refresh everything
+    found: list[dict[Name, list[Seconds]]] = []
+    for _ in range(rounds):
+        found.append({name: [] for name in trainers})
+        for start in range(0, interval, TURN):
+            for name, trainer in trainers.items():
+                before_turn()
+                found[-1][name] += trainer.run(min(TURN, interval - start))
+    return found
+
+
+# ---- makers ----
+
+
+def sgd(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+
+
+def ours(**options: Any) -> Maker:
+    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the base optimizer updates these")
+            optimizer = KFACSGD(
+                model,
+                lr=0.01,
+                momentum=0.9,
+                factor_update_steps=every,
+                inv_update_steps=refreshed,
+                **task.options,
+                **options,
+            )
+        return [optimizer]
+
+    return make
+
+
+class Preconditioner:
+    """The papers' preconditioner, as one of the optimizers."""
+
+    def __init__(self, preconditioner: Any) -> None:
+        self.step = preconditioner.step
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def kfac_pytorch(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    """The papers' code, with its defaults; it covers Linear and Conv2d."""
+    from kfac.preconditioner import KFACPreconditioner
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    preconditioner = KFACPreconditioner(
+        model, factor_update_steps=every, inv_update_steps=refreshed, lr=0.01
+    )
+    return [Preconditioner(preconditioner), optimizer]
+
+
+def soap(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    """Its factors are updated in every step, its bases in every tenth, as its authors do."""
+    from pytorch_optimizer import SOAP
+
+    return [SOAP(model.parameters(), lr=1e-3, precondition_frequency=10)]
+
+
+def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    """torch's, for matrices inside of the network; AdamW for the rest."""
+    hidden = {
+        p
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and not name.startswith(("head", "words", "places"))
+    }
+    return [
+        torch.optim.Muon(list(hidden), lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p not in hidden], lr=1e-3),
+    ]
+
+
+OURS = {"KFACSGD": ours(), "KFACSGD, inverse": ours(compute_method="inverse")}
+PEERS = {"kfac-pytorch": kfac_pytorch, "SOAP": soap, "Muon": muon}
+NEEDS = {"kfac-pytorch": "kfac", "SOAP": "pytorch_optimizer"}
+
+
+def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
+    """Those that can run on this machine, the base first, and the names of the absent."""
+    found: dict[str, Maker] = {"SGD": sgd, **OURS}
+    absent = []
+    for peer, make in PEERS.items() if task.peers else ():
+        try:
+            if peer in NEEDS:
+                with warnings.catch_warnings():  # that apex is missing, for one
+                    warnings.simplefilter("ignore")
+                    __import__(NEEDS[peer])
+            elif not hasattr(torch.optim, "Muon"):
+                raise ImportError
+        except ImportError:
+            absent.append(peer)
+            continue
+        # Muon takes no convolutions, and bfloat16 products of CPUs are no measure of it.
+        if peer != "Muon" or (task.batch()[0].dim() == 2 and device == "cuda"):
+            found[peer] = make
+    return found, absent

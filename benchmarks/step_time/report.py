@@ -1,0 +1,46 @@
+"""What every part of the benchmark hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    short: bool
+    threads: int
+    steps: int
+    device: str
+    tasks: Sequence[str]
+    ranks: int
+    blocks: int
+
+
+class Figure(NamedTuple):
+    """A number that stands for many, in plain words around it."""
+
+    before: str
+    value: float
+    after: str = ""
+    wanted: float | None = None  # at most
+
+    def __str__(self) -> str:
+        text = f"{self.before}: {self.value:.2f}{self.after}"
+        if self.wanted is None:
+            return text
+        reached = "reached" if self.value <= self.wanted else "missed"
+        return f"{text} (at most {self.wanted:.2f} wanted: {reached})"
+
+
+@dataclass
+class Report:
+    """A part's results: for JSON, in plain words, and as a plot."""
+
+    results: Any
+    figures: list[Figure]
+    plot: Callable[[Path], None]

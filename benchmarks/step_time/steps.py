@@ -1,0 +1,247 @@
+"""Whole steps: the base optimizer's, K-FAC's and its peers', on one device.
+
+All contestants of a task train copies of one network on the same batches, in turns of ten steps. A
+ratio compares the means of two contestants over the same interval of refreshes; what is printed is
+the median over the intervals. "floor" is what the floating-point operations of preconditioning add
+to those of the forward and backward passes, were all equally fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure as Drawing
+
+from kaisa_optim.layers import Layer
+
+from .contestants import NEVER, TURN, Maker, Seconds, Trainer, contestants, race
+from .report import Figure, Report, Settings
+from .tasks import Task, shown, tasks
+
+STAGES = ("forward and backward", "gather factors", "update and refresh", "precondition and step")
+PAPERS = "kfac-pytorch"
+# What K-FAC may add to a step, and to memory, as a share of what the papers' code adds.
+PART_WANTED = {"resnet32": 1 / 5, "transformer": 1 / 2}
+MEMORY_WANTED = 1 / 3
+SLOWEST_WANTED = 1.5
+
+
+@dataclass
+class Measured:
+    """One contestant at one pair of intervals."""
+
+    name: str
+    ms: float  # mean step, the median over the intervals
+    ratio: float  # to the base
+    part: float  # what it adds to the base's step, in ms
+    slowest: float = 0.0  # 95th percentile of the steps, over their median
+    beside: float | None = None  # its part, over kfac-pytorch's
+    floor: float | None = None  # of the ratio, by counted operations
+    stages: dict[str, float] = field(default_factory=dict)
+    peak_mb: float | None = None  # above the base's
+    host_syncs: str | None = None  # on CUDA: "none", or what torch said of the first
+
+
+def run(settings: Settings) -> Report:
+    found: dict[str, list[Measured]] = {}
+    figures = []
+    for name in settings.tasks:
+        task = tasks(settings.short)[name]
+        makers, absent = contestants(task, settings.device)
+        if absent:
+            print(f"not installed, so absent: {', '.join(absent)}")
+        for intervals in task.intervals:
+            title = f"{task.title} {shown(intervals)}"
+            print(f"{title} (steps between statistics / between refreshes)", flush=True)
+            results = measure(task, makers, settings.device, intervals, settings.steps)
+            if settings.device == "cpu":
+                add_peaks(results, functools.partial(peak, name, settings.short, intervals))
+            print("\n".join(table(results)), end="\n\n", flush=True)
+            found[title] = results
+            figures += list(summary(name, task, intervals, results))
+    return Report(
+        {title: [asdict(one) for one in results] for title, results in found.items()},
+        figures,
+        functools.partial(plot, found),
+    )
+
+
+def measure(
+    task: Task, makers: dict[str, Maker], device: str, intervals: tuple[int, int], steps: int
+) -> list[Measured]:
+    every, refreshed = intervals
+    trainers = {name: Trainer(task, device, make, intervals) for name, make in makers.items()}
+    rounds = race(trainers, refreshed, max(1, steps // refreshed))
+    passes = trainers["SGD"].operations()
+    results = []
+    for name, trainer in trainers.items():
+        own = [round_[name] for round_ in rounds]
+        one = compared(name, own, [round_["SGD"] for round_ in rounds])
+        if name.startswith("KFACSGD"):
+            kfac = trainer.optimizers[0].preconditioner
+            steps_of_all = [times for round_ in own for times in round_]
+            one.stages, one.slowest = stages(steps_of_all, trainer.quiet(TURN))
+            inverse = kfac.options.compute_method == "inverse"
+            one.floor = 1 + applying(kfac.layers.values(), inverse) / passes
+        if device == "cuda":
+            one.host_syncs = host_syncs(trainer, every)
+        results.append(one)
+    set_beside(results)
+    return results
+
+
+def compared(
+    name: str, own: Sequence[Sequence[Seconds]], base: Sequence[Sequence[Seconds]]
+) -> Measured:
+    """From the steps of each round, its own and the base's."""
+    means, bases = ([1e3 * statistics.fmean(map(sum, r)) for r in rounds] for rounds in (own, base))
+    pairs = list(zip(means, bases, strict=True))
+    return Measured(
+        name,
+        statistics.median(means),
+        statistics.median(mean / other for mean, other in pairs),
+        statistics.median(mean - other for mean, other in pairs),
+    )
+
+
+def set_beside(results: Sequence[Measured]) -> None:
+    """Ours, over what the papers' code adds, where that was measured."""
+    papers = next((one.part for one in results if one.name == PAPERS), 0.0)
+    for one in results:
+        if papers > 0 and one.name.startswith("KFACSGD"):
+            one.beside = one.part / papers
+
+
+def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str, float], float]:
+    """Where K-FAC's time goes, in ms a step: beside ``quiet`` steps, which only precondition.
+
+    Also the slowest steps, over the median: as layers take turns, all gather about alike.
+    """
+    passes, applied = (1e3 * statistics.median(part) for part in zip(*quiet, strict=True))
+    all_passes, all_steps = (1e3 * statistics.fmean(part) for part in zip(*times, strict=True))
+    whole = sorted(map(sum, times))
+    slowest = whole[int(0.95 * (len(whole) - 1))] / statistics.median(whole)
+    amounts = (passes, all_passes - passes, all_steps - applied, applied)
+    return dict(zip(STAGES, amounts, strict=True)), slowest
+
+
+def applying(layers: Iterable[Layer], inverse: bool) -> int:
+    """Floating-point operations of preconditioning each layer's gradient once."""
+    total = 0
+    for layer in layers:
+        g, a = layer.g_dim, layer.a_dim
+        sides = (0 if layer.diagonal_g else 2 * g * g * a) + (
+            0 if layer.diagonal_a else 2 * g * a * a
+        )
+        # Eigenbases: into them and out of them.
+        total += layer.blocks * sides * (1 if inverse else 2)
+    return total
+
+
+def host_syncs(trainer: Trainer, every: int) -> str:
+    """Whether the host waits for the device in steps that gather, but do not refresh."""
+    for optimizer in trainer.optimizers:
+        if hasattr(optimizer, "preconditioner"):
+            optimizer.preconditioner.factor_update_steps = every
+            optimizer.preconditioner.inv_update_steps = NEVER
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.run(2 * every)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "none"
+
+
+# ---- memory ----
+
+
+def add_peaks(results: Sequence[Measured], peak_of: functools.partial[float]) -> None:
+    peaks = [peak_of(one.name) for one in results]
+    for one, own in zip(results[1:], peaks[1:], strict=True):
+        one.peak_mb = own - peaks[0]
+
+
+def peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: str) -> float:
+    """Peak of a process that trains three steps, in MB; of all its memory."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once for all of them
+    with context.Pool(1) as pool:
+        return pool.apply(_peak, (task_name, short, intervals, contestant))
+
+
+def _peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: str) -> float:
+    torch.set_num_threads(1)
+    task = tasks(short)[task_name]
+    makers, _ = contestants(task, "cpu")
+    Trainer(task, "cpu", makers[contestant], intervals).run(3)
+    # Not getrusage: its peak begins with the parent's.
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 2**10
+
+
+# ---- output ----
+
+
+def table(results: Sequence[Measured]) -> Iterator[str]:
+    base = results[0]
+    yield (
+        f"{'':20} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
+        f" {'slowest':>8} {'peak MB':>8}"
+    )
+    for one in results:
+        added = "" if one is base else f"{one.part:.1f}"
+        floor = "" if one.floor is None else f"{one.floor:.2f}"
+        beside = "" if one.beside is None else f"{one.beside:.2f} of it"
+        slowest = f"{one.slowest:.2f}" if one.slowest else ""
+        memory = "" if one.peak_mb is None else f"{one.peak_mb:+.0f}"
+        yield (
+            f"{one.name:20} {one.ms:9.1f} {one.ratio:6.2f} {floor:>6} {added:>8} {beside:>14}"
+            f" {slowest:>8} {memory:>8}"
+        )
+        if one.host_syncs is not None:
+            yield f"{'':20} host syncs: {one.host_syncs}"
+
+
+def summary(
+    name: str, task: Task, intervals: tuple[int, int], results: Sequence[Measured]
+) -> Iterator[Figure]:
+    papers = next((one for one in results if one.name == PAPERS), None)
+    title = f"{task.title} {shown(intervals)}"
+    for one in results[1:]:
+        wanted = task.wanted.get((one.name, intervals))
+        yield Figure(f"{title}, {one.name}", one.ratio, " × SGD's step", wanted)
+        if one.beside is not None:
+            before = f"{title}, {one.name}, K-FAC part beside {PAPERS}'s"
+            yield Figure(before, one.beside, wanted=PART_WANTED.get(name))
+        if one.slowest:
+            before = f"{title}, {one.name}, slowest steps"
+            yield Figure(before, one.slowest, " × the median", SLOWEST_WANTED)
+        if one.beside is not None and one.peak_mb is not None and papers and papers.peak_mb:
+            before = f"{title}, {one.name}, peak memory above SGD's beside {PAPERS}'s"
+            yield Figure(before, one.peak_mb / papers.peak_mb, wanted=MEMORY_WANTED)
+
+
+def plot(found: dict[str, list[Measured]], path: Path) -> None:
+    """Stages of our steps, one bar for each task, interval and method."""
+    bars = [(f"{title}\n{one.name}", one) for title, all_ in found.items() for one in all_]
+    bars = [(title, one) for title, one in bars if one.stages]
+    figure = Drawing(figsize=(9, 1 + 0.6 * len(bars)), layout="tight")
+    axes = figure.subplots()
+    left = [0.0] * len(bars)
+    for stage in STAGES:
+        widths = [max(0.0, one.stages[stage]) for _, one in bars]
+        axes.barh([title for title, _ in bars], widths, left=left, label=stage)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    axes.legend()
+    figure.savefig(path, dpi=120)

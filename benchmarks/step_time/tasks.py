@@ -1,0 +1,129 @@
+"""What is trained: networks with their batches, losses and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.networks import Bert, CifarResNet, ResNet, Transformer
+
+LONG = (10, 100)  # steps between a layer's statistics, and between its refreshes
+OFTEN = (1, 10)
+LENGTH = 128  # tokens of a sequence
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, its batches, and the intervals to measure."""
+
+    title: str
+    network: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    options: dict[str, Any]  # that K-FAC needs for this loss
+    intervals: tuple[tuple[int, int], ...] = (LONG, OFTEN)
+    passes: int = 1  # micro-batches of a step
+    half: bool = False  # under autocast to bfloat16
+    peers: bool = True  # whether these are measured too
+    # The ratios to the base that are to be reached, by contestant and intervals.
+    wanted: dict[tuple[str, tuple[int, int]], float] = field(default_factory=dict)
+
+
+def images(batch: int, size: int = 32, classes: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+
+
+def tokens(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(96, (batch, LENGTH)), torch.randint(96, (batch, LENGTH))
+
+
+def masked(batch: int, vocabulary: int = 30522) -> tuple[Tensor, Tensor]:
+    words = torch.randint(vocabulary, (batch, LENGTH))
+    return words, words[:, :: Bert.EVERY].clone()
+
+
+def _bert(
+    title: str, network: Callable[[], nn.Module], batch: int, passes: int, **rest: Any
+) -> Task:
+    terms = batch * len(range(0, LENGTH, Bert.EVERY))
+    return Task(
+        title,
+        network,
+        lambda: masked(batch),
+        {"loss_terms": passes * terms},
+        passes=passes,
+        half=True,
+        peers=False,
+        **rest,
+    )
+
+
+TASKS = {
+    "resnet32": Task(
+        "ResNet-32",
+        CifarResNet,
+        lambda: images(128),
+        {},
+        wanted={("KFACSGD", LONG): 1.15, ("KFACSGD", OFTEN): 2.0},
+    ),
+    "transformer": Task(
+        "transformer",
+        Transformer,
+        lambda: tokens(16),
+        {"loss_terms": "positions"},
+        wanted={
+            ("KFACSGD", LONG): 1.45,
+            ("KFACSGD", OFTEN): 2.0,
+            ("KFACSGD, inverse", LONG): 1.25,
+        },
+    ),
+    "resnet50": Task(
+        "ResNet-50",
+        ResNet,
+        lambda: images(128, 224, 1000),
+        {},
+        (LONG,),
+        half=True,
+        peers=False,
+        wanted={("KFACSGD", LONG): 1.25},
+    ),
+    # 65,536 tokens a step.
+    "bert-large": _bert(
+        "BERT-Large", Bert, batch=64, passes=8, intervals=(LONG,), wanted={("KFACSGD", LONG): 1.2}
+    ),
+}
+SHORT = {
+    "resnet32": Task("ResNet-8", lambda: CifarResNet(8), lambda: images(16), {}, ((2, 4),)),
+    "transformer": Task(
+        "one-layer transformer",
+        lambda: Transformer(width=64, layers=1, wide=128),
+        lambda: tokens(2),
+        {"loss_terms": "positions"},
+        ((2, 4),),
+    ),
+    "resnet50": Task(
+        "ResNet with one bottleneck",
+        lambda: ResNet((1,)),
+        lambda: images(2, 64),
+        {},
+        ((2, 4),),
+        half=True,
+        peers=False,
+    ),
+    "bert-large": _bert(
+        "one-layer BERT", lambda: Bert(width=64, layers=1), batch=2, passes=2, intervals=((2, 4),)
+    ),
+}
+# What each kind of device trains where nothing else is asked for.
+FITTING = {"cpu": ("resnet32", "transformer"), "cuda": ("resnet50", "bert-large")}
+
+
+def tasks(short: bool) -> dict[str, Task]:
+    return SHORT if short else TASKS
+
+
+def shown(intervals: tuple[int, int]) -> str:
+    return "{}/{}".format(*intervals)

@@ -1,0 +1,309 @@
+"""The step-time benchmark: what it trains, what it counts, and how it compares."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.networks import Bert, ResNet
+from benchmarks.step_time import __main__ as benchmark
+from benchmarks.step_time import ranks, refresh, scaling, steps
+from benchmarks.step_time.contestants import NEVER, Trainer, ours, sgd
+from benchmarks.step_time.report import Figure
+from benchmarks.step_time.tasks import SHORT, TASKS, Task
+from kaisa_optim import KFACSGD
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# ---- networks ----
+
+
+def test_resnet50_is_the_published_one():
+    with torch.device("meta"):
+        network = ResNet()
+        out = network(torch.empty(2, 3, 224, 224))
+        pixels = [56] * 3 + [28] * 4 + [14] * 6 + [7] * 3
+        x = torch.empty(2, 64, 56, 56)
+        for block, size in zip(network.blocks, pixels, strict=True):
+            x = block(x)
+            assert x.shape[2:] == (size, size)
+    assert parameters(network) == 25_557_032
+    assert out.shape == (2, 1000)
+
+
+def test_bert_large_is_the_published_one():
+    with torch.device("meta"):
+        network = Bert()
+        out = network(torch.empty(2, 128, dtype=torch.long))
+    # The published model for masked words; its encoder has a pooler besides, which is not here.
+    assert parameters(network) == 335_174_458
+    encoder = (network.words, network.places, network.kinds, network.norm, network.blocks)
+    assert sum(map(parameters, encoder)) + parameters(nn.Linear(1024, 1024)) == 335_141_888
+    assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
+
+
+def test_all_tokens_of_bert_see_all():
+    torch.manual_seed(0)
+    network = Bert(vocabulary=10, length=8, width=64, layers=1).double()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    other = tokens.clone()
+    other[0, 5] = 1  # a later token, which is not predicted
+    assert not torch.allclose(network(tokens)[0, 0], network(other)[0, 0])
+
+
+@pytest.mark.parametrize("name", [name for name, task in SHORT.items() if task.half])
+def test_tasks_under_autocast_weigh_their_loss_as_they_average_it(name):
+    task = SHORT[name]
+    trainer = Trainer(task, "cpu", ours(), (2, 4))
+    trainer.run(1)
+    _, labels = next(trainer.batches)
+    (optimizer,) = trainer.optimizers
+    kfac = optimizer.preconditioner
+    if kfac.loss_terms != "examples":
+        assert kfac.loss_terms == task.passes * labels.numel()
+    # One weight, read in two places, is no layer's own.
+    assert ("head" in kfac.layers) == (name == "resnet50") and "words" not in kfac.layers
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_full_task_steps_by_65536_tokens():
+    task = TASKS["bert-large"]
+    words, labels = task.batch()
+    assert task.passes * words.numel() == 65_536
+    assert task.options["loss_terms"] == task.passes * labels.numel()
+
+
+# ---- contestants ----
+
+
+def linear(passes: int = 1) -> Task:
+    return Task(
+        "a line", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))), {},
+        passes=passes,
+    )  # fmt: skip
+
+
+def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
+    trainer = Trainer(linear(passes=3), "cpu", lambda *_: [], (1, 1))
+    twin = Trainer(linear(), "cpu", lambda *_: [], (1, 1))
+    trainer.run(1)
+    batches = list(itertools.islice(twin.batches, 3))
+    inputs = torch.cat([x for x, _ in batches])
+    assert len(torch.unique(inputs, dim=0)) == 12
+    F.cross_entropy(twin.model(inputs), torch.cat([y for _, y in batches])).backward()
+    torch.testing.assert_close(trainer.model.weight.grad, twin.model.weight.grad)
+
+
+def test_passes_of_a_step_are_counted():
+    # Two products of 2 · 4 · 3 · 2: there, and the weight's gradient; inputs need none.
+    assert Trainer(linear(passes=3), "cpu", sgd, (1, 1)).operations() == 3 * 2 * 48
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_operations_of_preconditioning_are_those_that_run(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 5), nn.Conv1d(3, 4, 2, groups=1))
+    optimizer = KFACSGD(model, lr=0.1, compute_method=method, max_factor_size=19)
+    kfac = optimizer.preconditioner
+    model(torch.randint(20, (8, 3))).square().mean().backward()
+    optimizer.step()
+    kfac.factor_update_steps = kfac.inv_update_steps = NEVER
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert sum(x.diagonal_a for x in kfac.layers.values()) == 1
+    expected = steps.applying(kfac.layers.values(), inverse=method == "inverse")
+    assert counter.get_total_flops() == expected
+
+
+# ---- steps ----
+
+
+def test_stages_add_up_to_the_mean_step():
+    times = [(0.010, 0.020), (0.012, 0.050), (0.011, 0.020), (0.019, 0.020)]
+    quiet = [(0.010, 0.004), (0.010, 0.005), (0.090, 0.006)]
+    found, slowest = steps.stages(times, quiet)
+    assert found == pytest.approx(
+        {
+            "forward and backward": 10.0,
+            "gather factors": 3.0,
+            "update and refresh": 22.5,
+            "precondition and step": 5.0,
+        }
+    )
+    assert sum(found.values()) == pytest.approx(1e3 * sum(map(sum, times)) / len(times))
+    assert slowest == pytest.approx(39 / 35)
+
+
+def test_ratios_are_taken_within_a_round():
+    base = [[(0.001, 0.001)], [(0.010, 0.010)], [(0.002, 0.002)]]  # another load in each
+    own = [[(0.002, 0.001)], [(0.014, 0.010)], [(0.002, 0.006)]]
+    one = steps.compared("KFACSGD", own, base)
+    assert (one.ms, one.ratio, one.part) == pytest.approx((8.0, 1.5, 4.0))
+
+
+def measured(name: str, part: float, peak: float | None = None) -> steps.Measured:
+    return steps.Measured(name, 10 + part, 1 + part / 10, part, peak_mb=peak)
+
+
+def test_the_part_beside_the_papers_code():
+    task = TASKS["resnet32"]
+    results = [
+        measured("SGD", 0.0),
+        measured("KFACSGD", 1.0, 100.0),
+        measured("kfac-pytorch", 8.0, 400.0),
+    ]
+    steps.set_beside(results)
+    assert [one.beside for one in results] == [None, 0.125, None]
+    header, _, line, *_ = steps.table(results)
+    assert line.index("0.12 of it") + len("0.12 of it") == header.index(steps.PAPERS) + 12
+    lines = [str(figure) for figure in steps.summary("resnet32", task, (10, 100), results)]
+    assert lines == [
+        "ResNet-32 10/100, KFACSGD: 1.10 × SGD's step (at most 1.15 wanted: reached)",
+        "ResNet-32 10/100, KFACSGD, K-FAC part beside kfac-pytorch's: 0.12 "
+        "(at most 0.20 wanted: reached)",
+        "ResNet-32 10/100, KFACSGD, peak memory above SGD's beside kfac-pytorch's: 0.25 "
+        "(at most 0.33 wanted: reached)",
+        "ResNet-32 10/100, kfac-pytorch: 1.80 × SGD's step",
+    ]
+
+
+def test_without_the_papers_code_nothing_is_beside_it():
+    results = [measured("SGD", 0.0), measured("KFACSGD", 1.0)]
+    steps.set_beside(results)
+    assert results[1].beside is None
+
+
+def test_a_figure_that_is_missed_says_so():
+    assert str(Figure("growth", 1.2, " ×", 1.1)) == "growth: 1.20 × (at most 1.10 wanted: missed)"
+    assert str(Figure("growth", math.nan, "", 1.1)).endswith("missed)")
+
+
+# ---- ranks ----
+
+
+def test_growth_is_held_against_the_bases_in_the_same_round():
+    times = {
+        "SGD": ([10.0, 20.0, 10.0], [11.0, 30.0, 12.0]),
+        "KFACSGD, opt": ([20.0, 40.0, 20.0], [24.0, 66.0, 22.0]),
+    }
+    found = ranks.growths(times)
+    assert found["SGD"] == pytest.approx((10.0, 12.0, 1.2, 1.0))
+    # Growths 1.2, 1.65, 1.1 over 1.1, 1.5, 1.2.
+    assert found["KFACSGD, opt"] == pytest.approx((20.0, 24.0, 1.2, 1.2 / 1.1))
+    slower = ranks.growths({**times, "KFACSGD, opt": ([20.0] * 3, [33.0, 45.0, 36.0])})
+    assert slower["KFACSGD, opt"].beside == pytest.approx(1.5)
+
+
+def test_times_are_means_over_the_ranks():
+    found = ranks.mean_of_ranks([([1.0, 2.0], [5.0, 6.0]), ([3.0, 4.0], [7.0, 10.0])])
+    assert found == ([2.0, 3.0], [6.0, 8.0])
+
+
+def test_hybrid_assignments_need_four_ranks():
+    assert ranks.assignments(2) == {"layer-wise": 0.5, "opt": 1.0}
+    assert ranks.assignments(3) == {"layer-wise": 1 / 3, "opt": 1.0}
+    assert ranks.assignments(4) == {"layer-wise": 0.25, "opt": 1.0, "hybrid 1/2": 0.5}
+
+
+# ---- scaling ----
+
+
+def test_exponents_of_power_laws():
+    sizes = (64, 128, 256, 512)
+    assert scaling.exponent(sizes, [3 * n**2.5 for n in sizes]) == pytest.approx(2.5)
+    costs = {n: scaling.Cost(1.0, 1000 + n**3) for n in sizes}
+    whole, last = scaling.exponents(costs)
+    assert last == pytest.approx(math.log2((1000 + 512**3) / (1000 + 256**3)))
+    assert whole < last < 3
+    assert math.isnan(scaling.exponent(sizes, [1.0, -0.1, 2.0, 4.0]))
+
+
+def test_sizes_grow_one_at_a_time():
+    found = scaling.sizes(short=False)
+    assert [count for count, _ in found["layers"].values()] == [12, 24, 48, 96]
+    assert len({width for _, width in found["layers"].values()}) == 1
+    assert len({count for count, _ in found["width"].values()}) == 1
+    network = scaling.Equal(*found["layers"][12])
+    assert {layer.weight.shape for layer in network.layers} == {(128, 128)}
+    assert len(network.layers) == 12
+
+
+# ---- refresh ----
+
+
+def test_averages_forget_and_are_corrected_for_their_start():
+    average = refresh.Average(6, 3, 16)
+    for _ in range(5):
+        average.update()
+    rows = refresh.Rows(6, 3)  # the same ones again
+    moments = [x.T @ x / 16 for x in (rows.draw(16).double() for _ in range(5))]
+    weights = [0.95**age for age in (4, 3, 2, 1, 0)]
+    expected = sum(w * m for w, m in zip(weights, moments, strict=True)) / sum(weights)
+    torch.testing.assert_close(average.value.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_basis_of_the_last_refresh_is_informative_but_not_exact():
+    average = refresh.Average(64, 0, 256)
+    for _ in range(refresh.BURN_IN):
+        average.update()
+    values, basis = torch.linalg.eigh(average.value)
+    for _ in range(refresh.UPDATES):
+        average.update()
+    left = refresh.off_diagonal(average.value, basis)
+    without = refresh.off_diagonal(average.value, torch.eye(64))
+    assert 0.01 < left < without / 3
+    assert values[-1] > 10 * values.median()  # few directions have the most
+
+
+def test_what_a_basis_leaves_off_the_diagonal():
+    factor = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    assert refresh.off_diagonal(factor, torch.eye(2)) == pytest.approx((2 / 10) ** 0.5)
+    assert refresh.off_diagonal(factor, torch.linalg.eigh(factor)[1]) < 1e-6
+
+
+def test_blocks_have_bert_bases_factors():
+    sizes = sorted(
+        size
+        for layer in refresh.blocks_layers(1, refresh.WIDTH)
+        for size in (layer.in_features + 1, layer.out_features)
+    )
+    assert sizes == [768] * 5 + [769] * 5 + [3072, 3073]
+
+
+# ---- the command ----
+
+
+def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--short", "--parts", "scaling", "refresh", "--threads", "1"]
+    benchmark.main([*arguments, "--out", "kept"])
+    shown = capsys.readouterr().out
+    stems = ("step_time_refresh_cpu_short", "step_time_scaling_cpu_short")
+    names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
+    found = [json.loads((tmp_path / "kept" / f"{stem}.json").read_text()) for stem in stems]
+    for record in found:
+        assert record["machine"]["torch"] == torch.__version__
+        assert record["settings"]["short"] and record["settings"]["threads"] == 1
+        assert record["summary"] and all(f"  {line}\n" in shown for line in record["summary"])
+        assert "wanted" not in "".join(record["summary"])
+    results = found[0]["results"]
+    assert results["ratio"] == results["ours"] / results["eigh"]
+    benchmark.main(["--short", "--parts", "refresh", "--threads", "1"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_parts_that_a_device_has_not_are_named(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--device", "cuda", "--parts", "steps", "ranks"])
+    assert "--device cuda has no part ranks; use --device cpu" in capsys.readouterr().err
