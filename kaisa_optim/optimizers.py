@@ -71,6 +71,7 @@ class KFACMixin(Optimizer, Joinable):
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
         moments: str = "parameters",
+        statistics_fraction: Number = 1.0,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -110,6 +111,7 @@ class KFACMixin(Optimizer, Joinable):
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
             moments=moments,
+            statistics_fraction=statistics_fraction,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
@@ -482,7 +484,7 @@ class _StepsOn(JoinHook):
             self.optimizer._has_joined = False
 
 
-_SET = ("kl_clip", "factor_update_steps", "inv_update_steps")
+_SET = ("kl_clip", "factor_update_steps", "inv_update_steps", "statistics_fraction")
 
 
 def _settings(optimizer: KFACMixin) -> tuple[list[dict[str, Any]], dict[str, Any]]:

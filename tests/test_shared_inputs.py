@@ -58,10 +58,12 @@ def factors(way: str, passes: int = 1, **options) -> tuple[dict[str, Tensor], in
 @pytest.mark.parametrize("way", ["once", "twice", "checkpointed"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("normalization", ["fisher", "kaisa"])
-def test_a_shared_moment_is_each_layers_own(way, passes, normalization, monkeypatch):
-    shared, made = factors(way, passes, normalization=normalization)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_shared_moment_is_each_layers_own(way, passes, normalization, fraction, monkeypatch):
+    options = {"normalization": normalization, "statistics_fraction": fraction}
+    shared, made = factors(way, passes, **options)
     monkeypatch.setattr(LinearLayer, "input_rows_key", lambda layer: None)
-    apart, made_apart = factors(way, passes, normalization=normalization)
+    apart, made_apart = factors(way, passes, **options)
     assert shared.keys() == apart.keys()
     for name, factor in apart.items():
         torch.testing.assert_close(shared[name], factor, rtol=1e-12, atol=1e-14)
