@@ -13,6 +13,8 @@ import torch
 from cluster import Plan, assert_alike, error, network, train, train_alone, values
 from ranks import RankError, run
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
@@ -387,6 +389,24 @@ def test_ranks_with_different_fractions_are_named():
         run(2, _set_on_one_rank)
 
 
+def _joined() -> float:
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(network("chain"))
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, statistics_fraction=0.25)
+    with Join([model, opt]):
+        for i in range(2 - rank):
+            opt.zero_grad()
+            model(normal(4, 7, seed=i)).square().mean().backward()
+            opt.step()
+            if rank == 0:  # the other one has no more data then
+                opt.preconditioner.statistics_fraction = 0.5
+    return opt.preconditioner.statistics_fraction
+
+
+def test_ranks_without_data_follow_the_fraction_of_those_that_go_on():
+    assert run(2, _joined) == [0.5, 0.5]
+
+
 # ---- state ----
 
 
@@ -456,6 +476,23 @@ def test_under_autocast_only_the_part_is_copied(way):
     torch.testing.assert_close(found[1][0].double(), 8 * 4 * g.mT @ g)
     if way == "plain":
         assert (2, 4) in held
+
+
+@pytest.mark.parametrize("way", ["plain", "not reentrant"])
+def test_a_forward_settles_what_is_taken_of_it(way):
+    """A checkpoint must save the same tensors again, though the fraction is another one by then."""
+    x = normal(8, 4).float()
+    found = []
+    for then in (0.25, 0.5):
+        net = Checkpointed(prepared(nn.Linear(4, 3)).float(), way)
+        opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).float().square().mean()
+        opt.preconditioner.statistics_fraction = then
+        loss.backward()
+        opt.step()
+        found.append(factors_of(opt)["layer"])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_kind_whose_input_has_other_dimensions_says_so():

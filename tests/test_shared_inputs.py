@@ -72,6 +72,20 @@ def test_a_shared_moment_is_each_layers_own(way, passes, normalization, fraction
         assert (made, made_apart) == (3 * passes, 4 * passes)
 
 
+def test_another_part_of_an_input_is_another_moment():
+    model = Projections("once").double()
+    opt = KFACSGD(model, lr=0.1, skip_layers="body|value", statistics_fraction=0.5)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    rows = torch.cat([x, torch.ones(4, 1, dtype=torch.float64)], 1)
+    for layer, fraction in ((model.query, 0.5), (model.key, 1.0)):
+        opt.preconditioner.statistics_fraction = fraction
+        layer(x).sum().backward()
+    opt.step()
+    for name, taken in (("query", rows[::2]), ("key", rows)):
+        a = opt.preconditioner.factors(name)[0][0]
+        torch.testing.assert_close(a, taken.mT @ taken / len(taken))
+
+
 def test_an_input_that_is_written_into_is_another_one():
     torch.manual_seed(0)
     model = Projections("once").double()
