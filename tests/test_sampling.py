@@ -99,6 +99,9 @@ def test_which_rows_are_taken(sizes, fraction, turn, expected):
     found = part.of(numbers.expand(1, *sizes)).unique().tolist()
     assert (found, part.counts) == (taken, dim)
     assert part.weight == sizes[dim] / len(taken)
+    whole = [*sizes, 1][:2]
+    counts = [len(taken) if i == dim else n for i, n in enumerate(whole)]
+    assert part.whole_counts(*counts) == tuple(whole)
 
 
 def test_all_are_taken_where_nothing_can_be_left_out():
@@ -187,6 +190,14 @@ def test_factors_are_those_of_the_rows_that_are_taken(kind, sharing):
     for step, (a, _), (g, short) in zip(found, every_a, every_g, strict=True):
         expected = ref.factors(a, g, short * terms, sharing, diagonal_a=diagonal)
         assert_factors(step["0"], expected)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.LayerNorm(4)])
+def test_moments_count_the_whole_pass(layer):
+    net = nn.Sequential(layer).double()
+    opt = KFACSGD(net, lr=0.1, statistics_fraction=0.25)
+    net(normal(6, 2, 4)).sum().backward()
+    assert opt.preconditioner.statistics.counts(list(opt.preconditioner.layers.values())) == 12
 
 
 def test_wide_sides():
