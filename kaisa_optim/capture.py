@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
 from .layers import Layer, Moments, Shared
+from .sampling import WHOLE, Part, Sample
 from .sharding import gathered_in, is_sharded, waiting_gradients
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -173,6 +174,7 @@ class Capture:
         # Whom passes reach first: they tell which passes train, whosever turn it is.
         self.witnesses: set[Layer] = set()
         self.reduce = reduce
+        self.sample: Sample | None = None  # of the rows of a pass; None: all
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
         self.backwards = 0  # passes that reached a layer and trained it
@@ -358,9 +360,11 @@ class Capture:
         again = self._run_again()
         paused = self.paused if again is None else again.paused
         wanted = not paused and (gathers or (layer in self.witnesses and bool(self.wanted)))
-        if not wanted and not _checkpointed():
+        checkpointed = _checkpointed()
+        if not wanted and not checkpointed:
             return output
         record = None
+        part = layer.part(x, output, self.sample, reduce=self.reduce) if gathers else WHOLE
         if wanted:
             run, mode, anchor = self._current_run(layer, x), layer.mode(), _anchor(layer, covers)
             outer, drawn = _graph_task(), _Drawn()
@@ -370,17 +374,29 @@ class Capture:
                 task = _graph_task() if outer is None else outer
                 try:
                     self._record(
-                        layer, anchor, run, covers, blocks, mode, x, grad, task, gathers, drawn
+                        layer,
+                        anchor,
+                        run,
+                        covers,
+                        blocks,
+                        mode,
+                        part,
+                        x,
+                        grad,
+                        task,
+                        gathers,
+                        drawn,
                     )
                 except Exception as error:
                     if not self.keep_errors:
                         raise
                     self.error = self.error or error
 
-        kept = layer.needs_input(covers) and (gathers or _checkpointed())
+        kept = layer.needs_input(covers) and (gathers or checkpointed)
+        held = _as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if wanted and gathers else None
         self.tapped |= probe is not None
-        return _Tap.apply(output, _as_used(layer, x) if kept else None, record, probe)
+        return _Tap.apply(output, held, record, probe)
 
     # ---- the backward pass ----
 
@@ -392,6 +408,7 @@ class Capture:
         covers: _Covers,
         blocks: slice,
         mode: Any,
+        part: Part,
         x: Tensor | None,
         grad: Tensor,
         task: int | None,
@@ -415,6 +432,7 @@ class Capture:
                 blocks=blocks,
                 mode=mode,
                 known_a=known_a,
+                part=part,
             )
 
         with (
@@ -460,14 +478,17 @@ class Capture:
             self.paused -= 1
 
 
-def _as_used(layer: Layer, x: Tensor) -> Tensor:
-    """The input as autocast hands it to the layer, which keeps such a copy and not ``x``."""
+def _as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
+    """The input as autocast hands it to the layer, which keeps such a copy and not ``x``.
+
+    Of what has to be copied for that, only the part.
+    """
     device = x.device.type
     if not layer.cast_by_autocast or not torch.is_autocast_enabled(device):
         return x
     if not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    return x.detach().to(torch.get_autocast_dtype(device))
+    return part.of(x.detach()).to(torch.get_autocast_dtype(device))
 
 
 def _substituted(module: nn.Module, layer: Layer) -> bool:

@@ -72,6 +72,7 @@ class KFACMixin(Optimizer, Joinable):
         process_group: Any = None,
         moments: str = "parameters",
         basis_tolerance: float = 0.0,
+        statistics_fraction: Number = 1.0,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -112,6 +113,7 @@ class KFACMixin(Optimizer, Joinable):
             comm_dtype=comm_dtype,
             moments=moments,
             basis_tolerance=basis_tolerance,
+            statistics_fraction=statistics_fraction,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
@@ -484,7 +486,7 @@ class _StepsOn(JoinHook):
             self.optimizer._has_joined = False
 
 
-_SET = ("kl_clip", "factor_update_steps", "inv_update_steps")
+_SET = ("kl_clip", "factor_update_steps", "inv_update_steps", "statistics_fraction")
 
 
 def _settings(optimizer: KFACMixin) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -50,6 +50,15 @@ def check_loss_terms(value: Any) -> str | float:
     return float(value)
 
 
+def check_statistics_fraction(value: Any) -> float:
+    if not _is_real(value) or not 0 < value <= 1:
+        raise ValueError(
+            f"Invalid statistics_fraction: {value!r}; it must be in (0, 1], such as 0.25, or 1 for "
+            "statistics of all examples"
+        )
+    return float(value)
+
+
 def check_interval(name: str, value: Any) -> int:
     if not _is_whole(value) or value < 1:
         raise ValueError(
@@ -136,6 +145,7 @@ class Options:
     comm_dtype: torch.dtype | None = None
     moments: str = "parameters"
     basis_tolerance: float = 0.0
+    statistics_fraction: Number = 1.0
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -188,6 +198,8 @@ class Options:
             check_kl_clip(self.kl_clip)
         if not callable(self.loss_terms):
             check_loss_terms(self.loss_terms)
+        if not callable(self.statistics_fraction):
+            check_statistics_fraction(self.statistics_fraction)
         for name in ("factor_update_steps", "inv_update_steps"):
             if not callable(getattr(self, name)):
                 check_interval(name, getattr(self, name))

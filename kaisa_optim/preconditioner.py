@@ -26,6 +26,7 @@ from .gradients import Preconditioned
 from .layers import Layer
 from .options import Options
 from .routes import chunks
+from .sampling import sample_of
 from .second_order import Outcome, SecondOrder
 from .stacks import Layout, Pair, Shelf, alike, by_device, stack_key
 from .statistics import Statistics, Tally
@@ -37,7 +38,13 @@ logger = logging.getLogger("kaisa_optim")
 
 
 # Numbers that may be given as callables of the step, beside those of the parameter groups.
-_SCHEDULED = ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms")
+_SCHEDULED = (
+    "kl_clip",
+    "factor_update_steps",
+    "inv_update_steps",
+    "loss_terms",
+    "statistics_fraction",
+)
 
 
 class Preconditioner:
@@ -177,6 +184,16 @@ class Preconditioner:
     @inv_update_steps.setter
     def inv_update_steps(self, value: int) -> None:
         self._inv_update_steps = checks.check_interval("inv_update_steps", value)
+
+    @property
+    def statistics_fraction(self) -> float:
+        """The part of the examples, or of few examples' positions, that factors are taken from."""
+        return self._statistics_fraction
+
+    @statistics_fraction.setter
+    def statistics_fraction(self, value: float) -> None:
+        self._statistics_fraction = checks.check_statistics_fraction(value)
+        self._aim()
 
     @property
     def loss_terms(self) -> str | float:
@@ -435,7 +452,13 @@ class Preconditioner:
             for name, value in group.items()
             if isinstance(value, plain)
         }
-        names = ("steps", "kl_clip", "factor_update_steps", "inv_update_steps")
+        names = (
+            "steps",
+            "kl_clip",
+            "factor_update_steps",
+            "inv_update_steps",
+            "statistics_fraction",
+        )
         values |= {name: getattr(self, name) for name in names}
         trained = {f"trained weight, bias of {x.name!r}": x.covers for x in self.layers.values()}
         return values | trained
@@ -741,10 +764,15 @@ class Preconditioner:
         capture = getattr(self, "_capture", None)
         if capture is None:
             return
-        interval = self.factor_update_steps
+        interval, fraction = self.factor_update_steps, self.statistics_fraction
         if "factor_update_steps" in self._schedules:
             value = self._schedules["factor_update_steps"](self.steps)
             interval = checks.check_interval("factor_update_steps", value)
+        if "statistics_fraction" in self._schedules:
+            value = self._schedules["statistics_fraction"](self.steps)
+            fraction = checks.check_statistics_fraction(value)
+        # A layer has one turn in an interval: the next time it takes the next rows.
+        capture.sample = sample_of(fraction, self.steps // interval)
         turn = self._turns("gathering", interval).get(self.steps % interval)
         capture.wanted = turn or frozenset()
 

@@ -38,6 +38,11 @@ OPTIONS = [
     ("kl_clip_lr", ["group"], "choose from 'initial', 'current'"),
     ("loss_terms", ["tokens"], "choose from 'examples', 'positions'"),
     ("loss_terms", [0, -3, NAN, INF, None, True], '"examples", "positions" or the number of terms'),
+    (
+        "statistics_fraction",
+        [0, -0.5, 1.01, NAN, INF, "0.25", None, True],
+        r"\(0, 1\], such as 0.25",
+    ),
     ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", None], r"share in \[0, 1\)"),
@@ -94,6 +99,7 @@ def test_options_that_contradict_each_other():
         ("factor_update_steps", 1, 0),
         ("inv_update_steps", 1, 0.5),
         ("loss_terms", 4.0, "tokens"),
+        ("statistics_fraction", 0.5, 2.0),
     ],
 )
 def test_callable_that_returns_a_bad_value(option, good, bad):
@@ -115,6 +121,7 @@ def test_callable_that_returns_a_bad_value(option, good, bad):
         ("factor_update_steps", 0),
         ("inv_update_steps", 2.5),
         ("loss_terms", "tokens"),
+        ("statistics_fraction", 0.0),
         ("grad_scaler", "dynamic"),
     ],
 )

@@ -902,10 +902,11 @@ def test_a_copy_keeps_what_was_set_since(duplicate):
     opt = KFACSGD(model, lr=0.1, damping=0.1, factor_decay=0.5)
     kfac = opt.preconditioner
     kfac.kl_clip, kfac.factor_update_steps, kfac.inv_update_steps = 1e-5, 2, 3
-    kfac.loss_terms, kfac.grad_scaler = 4, 2.0
+    kfac.loss_terms, kfac.grad_scaler, kfac.statistics_fraction = 4, 2.0, 0.5
     opt.param_groups[0]["damping"] = 0.2
     twin = duplicate(opt)
-    for name in ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms"):
+    names = ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms")
+    for name in (*names, "statistics_fraction"):
         assert getattr(twin.preconditioner, name) == getattr(kfac, name)
     train(model, opt, range(4))
     train(twin.preconditioner.model, twin, range(4))

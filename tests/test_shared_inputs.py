@@ -58,16 +58,32 @@ def factors(way: str, passes: int = 1, **options) -> tuple[dict[str, Tensor], in
 @pytest.mark.parametrize("way", ["once", "twice", "checkpointed"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("normalization", ["fisher", "kaisa"])
-def test_a_shared_moment_is_each_layers_own(way, passes, normalization, monkeypatch):
-    shared, made = factors(way, passes, normalization=normalization)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_shared_moment_is_each_layers_own(way, passes, normalization, fraction, monkeypatch):
+    options = {"normalization": normalization, "statistics_fraction": fraction}
+    shared, made = factors(way, passes, **options)
     monkeypatch.setattr(LinearLayer, "input_rows_key", lambda layer: None)
-    apart, made_apart = factors(way, passes, normalization=normalization)
+    apart, made_apart = factors(way, passes, **options)
     assert shared.keys() == apart.keys()
     for name, factor in apart.items():
         torch.testing.assert_close(shared[name], factor, rtol=1e-12, atol=1e-14)
     if way == "once" and normalization == "fisher":
         # The body's, one of two layers with a bias, and that of the one without.
         assert (made, made_apart) == (3 * passes, 4 * passes)
+
+
+def test_another_part_of_an_input_is_another_moment():
+    model = Projections("once").double()
+    opt = KFACSGD(model, lr=0.1, skip_layers="body|value", statistics_fraction=0.5)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    rows = torch.cat([x, torch.ones(4, 1, dtype=torch.float64)], 1)
+    for layer, fraction in ((model.query, 0.5), (model.key, 1.0)):
+        opt.preconditioner.statistics_fraction = fraction
+        layer(x).sum().backward()
+    opt.step()
+    for name, taken in (("query", rows[::2]), ("key", rows)):
+        a = opt.preconditioner.factors(name)[0][0]
+        torch.testing.assert_close(a, taken.mT @ taken / len(taken))
 
 
 def test_an_input_that_is_written_into_is_another_one():

@@ -46,6 +46,9 @@ class ProjectionLayer(Layer):
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return grad.unflatten(2, (-1, self.outputs)).permute(2, 1, 0, 3)
 
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (1, 0)
+
     def bias_view(self, tensor: Tensor) -> Tensor:
         rows = self.blocks * self.outputs
         return tensor[self.at : self.at + rows].unflatten(0, (self.blocks, self.outputs))

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..algebra import second_moment
+from ..sampling import WHOLE, Part, Sample
 
 
 class Moments(NamedTuple):
-    """Sums that one backward pass of one layer adds to the statistics of ``blocks``."""
+    """Sums that one backward pass of one layer adds to the statistics of ``blocks``.
+
+    Those of a part of the pass are weighted up, and stand for the whole of it, as the counts do.
+    """
 
     a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
     g: Tensor  # Σ (∂L/∂s)(∂L/∂s)ᵀ, likewise
@@ -190,6 +194,25 @@ class Layer:
         """Whether this input is a single example without a batch dimension."""
         return False
 
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        """Dimensions that input and output have alike and that ``statistics_fraction`` may thin
+        out: that of the examples, then one of positions, if any."""
+        return () if self.unbatched(output) else (0,)
+
+    def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
+        """The part of a pass to take statistics of; under ``reduce``, of whole examples."""
+        if sample is None:
+            return WHOLE
+        dims = self.row_dims(output)
+        part = sample.part(output.shape, dims[:1] if reduce else dims)
+        if part is not WHOLE and x.shape[part.dim : part.dim + 1] != (part.whole,):
+            raise ValueError(
+                f"Invalid row_dims: {dims}; layer {self.name!r} has an input {tuple(x.shape)} and "
+                f"an output {tuple(output.shape)}, of which statistics_fraction takes the same "
+                "rows; name dimensions that both have alike, or none: ()"
+            )
+        return part
+
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
         """Whether the statistics need the module's input to be kept for the backward pass."""
         return covers[0]
@@ -209,38 +232,38 @@ class Layer:
         blocks: slice = slice(None),
         mode: Any = None,
         known_a: Tensor | None = None,
+        part: Part = WHOLE,
     ) -> Moments:
         """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s.
 
         ``known_a`` is the input's, where an earlier pass has made it.
         """
-        g = self.output_rows(x, grad)
-        batch, positions = g.shape[1:3]
+        g = self.output_rows(None if x is None else part.of(x), part.of(grad))
+        batch, positions = part.whole_counts(*g.shape[1:3])
         g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
-        moment_g = second_moment(g, diagonal=self.g_dim_of(covers) > self.wide)
+        moment_g = _weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide), part)
         rows = batch if reduce else batch * positions
         diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
         if known_a is not None:
             moment_a = known_a
         elif covers[0] and x is not None:
             moment_a = self._shared_moment(
-                x, grad, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
+                x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )
         else:
             shape = (g.shape[0], 1) if diagonal else (g.shape[0], 1, 1)
             moment_a = g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
 
-    def _shared_moment(self, x: Tensor, grad: Tensor, **asked: Any) -> Tensor:
+    def _shared_moment(self, x: Tensor, grad: Tensor, part: Part, **asked: Any) -> Tensor:
         """The input's moment; layers that have one input, as query, key and value, make it once."""
         key = self.input_rows_key()
-        if key is None:
-            return self.input_moment(x, grad, **asked)
-        said = key, *asked.values()
-        moment = self.shared.find(x, said)
+        said = key, part, *asked.values()
+        moment = None if key is None else self.shared.find(x, said)
         if moment is None:
-            moment = self.input_moment(x, grad, **asked)
-            self.shared.keep(x, said, moment)
+            moment = _weighted(self.input_moment(part.of(x), part.of(grad), **asked), part)
+            if key is not None:
+                self.shared.keep(x, said, moment)
         return moment
 
     def input_moment(
@@ -292,6 +315,10 @@ class Layer:
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", {self.blocks} blocks" if self.blocks > 1 else ""
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
+
+
+def _weighted(moment: Tensor, part: Part) -> Tensor:
+    return moment if part.weight == 1 else moment.mul_(part.weight)
 
 
 def _function(kind: type[Layer]) -> Any:

@@ -34,6 +34,9 @@ class EmbeddingLayer(Layer):
         assert isinstance(self.module, nn.Embedding)
         return self.module.padding_idx
 
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (0, 1)[: output.dim() - 1]
+
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         assert x is not None
         tokens = self._tokens(x)

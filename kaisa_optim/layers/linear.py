@@ -38,3 +38,6 @@ class LinearLayer(Layer):
 
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (0, 1)[: output.dim() - 1]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..sampling import WHOLE, Part
 from .base import Layer, Moments, register_layer
 
 _CHUNK_ELEMENTS = 1 << 24
@@ -61,32 +62,38 @@ class _Norm(Layer):
         blocks: slice = slice(None),
         mode: Any = None,
         known_a: Tensor | None = None,
+        part: Part = WHOLE,
     ) -> Moments:
+        # Before the part is taken: the forward normalized by the whole batch.
+        mode = self._settled(x, mode, dtype) if covers[0] and x is not None else mode
+        x, grad = None if x is None else part.of(x), part.of(grad)
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]
         positions = grad.numel() // max(1, batch * self.blocks)
-        mode = self._settled(x, mode, dtype) if covers[0] and x is not None else mode
         size = sum(covers)
         g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
         # Wide copies are made of a part of the batch at a time: memory stays bounded.
         chunk = batch if whole else max(1, _CHUNK_ELEMENTS // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
-            part = slice(None) if whole else slice(start, start + chunk)
-            shift = self._flat(grad[part].to(dtype))
+            span = slice(None) if whole else slice(start, start + chunk)
+            shift = self._flat(grad[span].to(dtype))
             columns = [shift] if covers[1] else []
             if covers[0]:
                 assert x is not None
-                normalized = self._normalized(x[part].to(dtype), mode)
+                normalized = self._normalized(x[span].to(dtype), mode)
                 columns.insert(0, shift * self._flat(normalized))
             if reduce:
                 columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
             for i, row in enumerate(columns):
                 for j, column in enumerate(columns[: i + 1]):
                     g[:, i, j] += (row * column).sum((0, self.positions_dim))
+        if part.weight != 1:
+            g.mul_(part.weight)
         if size == 2:
             g[:, 0, 1] = g[:, 1, 0]
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
+        batch, positions = part.whole_counts(batch, positions)
         rows = batch if reduce else batch * positions
         shape = (1, 1) if self.wide < 1 else (1, 1, 1)
         return Moments(g.new_full(shape, rows), g, rows, positions, blocks)
@@ -108,6 +115,9 @@ class LayerNormLayer(_Norm):
 
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == len(self._shape())
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (0, 1)[: output.dim() - len(self._shape())]
 
     def _normalized(self, x: Tensor, mode: Any) -> Tensor:
         if isinstance(self.module, nn.RMSNorm):
