@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
-from .layers import Layer, Moments, Shared
+from .layers import Basis, Layer, Moments, Shared
 from .sharding import gathered_in, is_sharded, waiting_gradients
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -144,7 +144,9 @@ class Capture:
         *,
         reduce: bool,
         keep_errors: bool = False,
+        basis_of: Callable[[Layer], Basis | None] | None = None,
     ) -> None:
+        self.basis_of = basis_of  # in which gradients' second moments are wanted, if in any
         self.keep_errors = keep_errors  # until a step asks for them, instead of raising
         self.error: Exception | None = None
         self.sink = sink
@@ -360,7 +362,20 @@ class Capture:
                 moments = layer.moments(
                     x, grad, covers, reduce=self.reduce, dtype=dtype, blocks=blocks, mode=mode
                 )
+                moments = self._projected(layer, x, grad, covers, moments)
             self.sink(layer, run, covers, moments)
+
+    def _projected(
+        self, layer: Layer, x: Tensor | None, grad: Tensor, covers: _Covers, moments: Moments
+    ) -> Moments:
+        """With the gradients' second moments in the layer's basis, where there is one of them."""
+        known = self.basis_of is not None and covers == layer.covers and moments.rows > 0
+        basis = self.basis_of(layer) if known and self.basis_of is not None else None
+        if basis is None:
+            return moments
+        g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
+        found = layer.projected_moment(x, grad, moments.g, (g, a), covers, reduce=self.reduce)
+        return moments._replace(projected=found)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Whether this backward adds to a gradient, also to one that fully_shard holds back."""

@@ -71,6 +71,7 @@ class KFACMixin(Optimizer, Joinable):
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
         moments: str = "parameters",
+        eigenvalue_correction: bool | str = False,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -110,6 +111,7 @@ class KFACMixin(Optimizer, Joinable):
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
             moments=moments,
+            eigenvalue_correction=eigenvalue_correction,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import algebra, eigenbasis
+from . import algebra, correction, eigenbasis
 from .collectives import Circle, Ranks, Shipment
+from .correction import Gradients
 from .eigenbasis import Settings
-from .layers import Layer
+from .layers import Basis, Layer
 from .routes import cargo_bytes, chunks
 from .stacks import (
     Factor,
@@ -30,6 +31,7 @@ from .stacks import (
     slots_of,
     stack_key,
 )
+from .statistics import Statistics, Tally
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
@@ -74,9 +76,11 @@ class SecondOrder:
         dtype: torch.dtype | None,
         max_failures: int,
         moments: bool,
+        correction: str | None,
     ) -> None:
         self.ranks = ranks
         self.moments = moments  # Adam's are kept, in the eigenbasis
+        self.correction = correction  # of the eigenvalues: by "examples", by "gradients"
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
         self.split = split
@@ -107,6 +111,8 @@ class SecondOrder:
         """The same of ``count`` pairs of factors."""
         if self.moments:
             return eigenbasis.specs(count, g, a, arithmetic)
+        if self.correction:
+            return correction.specs(count, g, a, arithmetic)
         return {"scale": ((count, g, a), self.dtype or arithmetic)} if self.stored_product else {}
 
     # ---- refresh ----
@@ -229,6 +235,19 @@ class SecondOrder:
                 packed.append((factor, tensors[-1]))
         return tensors
 
+    def basis(self, layout: Layout, layer: Layer) -> Basis | None:
+        """What captured gradients of a layer are projected to, if there is anything yet."""
+        return _vectors(layout, layer) if layer in self.ready else None
+
+    def take_examples(
+        self, layout: Layout, statistics: Statistics, tally: Tally, decay_of: correction.DecayOf
+    ) -> None:
+        """Correct eigenvalues by what was captured in the bases as they still are."""
+        if self.correction == "examples":
+            layers = [layer for layer in tally.counts if layer in self.ready]
+            with algebra.full_precision():
+                correction.take_examples(self.ranks, layout, statistics, tally, layers, decay_of)
+
     def multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
         """Form the eigenvalue products of layers with a new state, where they are stored."""
         if not self.stored_product:
@@ -241,32 +260,39 @@ class SecondOrder:
                 scale = pair.tensors["scale"]
                 scale[pair.slots[layer]] = _stored(product, scale.dtype)
 
-    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, list[Tensor | None]]:
+    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None for a diagonal factor."""
-        return {
-            layer: [None if q is None else q.clone() for q in _vectors(layout, layer)]
-            for layer in due
-            if self.moments and layer in self.ready and layer in layout.pair_of
-        }
+        if not (self.moments or self.correction):
+            return {}
+        copies = {}
+        for layer in due:
+            if layer in self.ready and layer in layout.pair_of:
+                g, a = _vectors(layout, layer)
+                copies[layer] = (None if g is None else g.clone(), None if a is None else a.clone())
+        return copies
 
-    def turn(
-        self, layout: Layout, layers: Sequence[Layer], before: dict[Layer, list[Tensor | None]]
-    ) -> None:
+    def turn(self, layout: Layout, layers: Sequence[Layer], before: Mapping[Layer, Basis]) -> None:
         """Express moments in the new bases; those of layers without an older one start anew."""
         for layer in layers:
             pair = layout.pair_of.get(layer)
-            if pair is None or not self.moments:
+            if pair is None or not (self.moments or self.correction):
                 continue
+            slots = pair.slots[layer]
             if layer not in before:
                 for tensor in pair.tensors.values():
-                    tensor[pair.slots[layer]] = 0
-                continue
+                    tensor[slots] = 0
             dtype = pair.g.key.dtype
+            now = _vectors(layout, layer)
             turns = [
                 None if old is None or new is None else new.to(dtype).mT @ old.to(dtype)
-                for old, new in zip(before[layer], _vectors(layout, layer), strict=True)
+                for old, new in zip(before.get(layer, (None, None)), now, strict=True)
             ]
-            eigenbasis.turn(pair.tensors, pair.slots[layer], *turns)
+            if self.moments:
+                eigenbasis.turn(pair.tensors, slots, *turns)
+            else:
+                g, a = (layout.factors[layer, side]["values"] for side in "ga")
+                product = g[:, :, None] * a[:, None, :]
+                correction.start_or_turn(pair.tensors, slots, product, *turns)
 
     def _split_damping(
         self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
@@ -350,15 +376,31 @@ class SecondOrder:
     # ---- application ----
 
     def precondition(
-        self, pair: Pair, gradient: Tensor, members: list[Layer], damping_of: DampingOf
+        self,
+        pair: Pair,
+        gradient: Tensor,
+        members: list[Layer],
+        damping_of: DampingOf,
+        taken: Gradients | None,
     ) -> Tensor:
-        """The preconditioned gradients of ``members``, stacked like ``gradient``."""
+        """The preconditioned gradients of ``members``, stacked like ``gradient``.
+
+        Afterwards those of some members are ``taken`` for the correction of the eigenvalues.
+        """
         slots = _slots(pair, members)
         of = _picked(pair, slots, gradient)
         if self.method == "inverse":
             inverse_g, inverse_a = of("g", "inverse"), of("a", "inverse")
             assert inverse_g is not None and inverse_a is not None
             return algebra.apply_inverse(gradient, inverse_g, inverse_a)
+        bases = of("g", "vectors"), of("a", "vectors")
+        if self.correction:
+            damping = _common_or_each(members, damping_of, pair)
+            projected = algebra.into_basis(gradient, *bases)
+            new = projected * correction.reciprocal(pair.tensors, slots, damping)
+            if taken is not None and any(layer in taken.decays for layer in members):
+                correction.take_gradients(pair, slots, projected, members, taken)
+            return algebra.out_of_basis(new, *bases)
         if self.stored_product:
             scale = pair.tensors["scale"][slots].to(gradient.dtype)
         else:
@@ -367,7 +409,7 @@ class SecondOrder:
             scale = algebra.outer_reciprocal(
                 values_g, values_a, _common_or_each(members, damping_of, pair)
             )
-        return algebra.apply_eigen(gradient, of("g", "vectors"), of("a", "vectors"), scale)
+        return algebra.apply_eigen(gradient, *bases, scale)
 
     def direction(
         self,
@@ -394,10 +436,13 @@ class SecondOrder:
         return algebra.out_of_basis(found, *bases)
 
 
-def _vectors(layout: Layout, layer: Layer) -> list[Tensor | None]:
+def _vectors(layout: Layout, layer: Layer) -> Basis:
     """A layer's bases, of G and of A; None for a diagonal factor."""
-    factors = [layout.factors[layer, side] for side in "ga"]
-    return [None if f.stack.key.diagonal else f["vectors"] for f in factors]
+    g, a = (layout.factors[layer, side] for side in "ga")
+    return (
+        None if g.stack.key.diagonal else g["vectors"],
+        None if a.stack.key.diagonal else a["vectors"],
+    )
 
 
 def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
