@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import reference as ref
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from cluster import Plan, assert_alike, error, even, train, train_alone
+from cluster import Plan, assert_alike, average, error, even, train, train_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import CAN_SHARD, run
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from training import assert_near, assert_same
 from watch import Watch, factors_of, normal, rows_of
 
-from kaisa_optim import KFACSGD, Layer, algebra, correction, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, Layer, algebra, correction, register_layer
 from kaisa_optim.layers import base
 
 pytestmark = [
@@ -186,7 +187,7 @@ def test_attention(name, sharing):
     torch.manual_seed(3)
     mha = nn.MultiheadAttention(4, 2, dropout=0.0, **case.make).double()
     net, inputs = Net(mha), attention_inputs(case, 4)
-    opt = exact(net, weight_sharing=sharing)
+    opt = exact(net, weight_sharing=sharing, loss_terms=2.0)  # not all have the batch first
     for i in range(2):
         opt.zero_grad()
         out, _, taps = ref.attention_by_hand(mha, *inputs)
@@ -208,11 +209,11 @@ def test_attention(name, sharing):
 
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 10_000)
-often = settings(deadline=None, max_examples=60, derandomize=True)
+often = settings(deadline=None, max_examples=25, derandomize=True)
 
 
 def orthogonal(blocks: int, n: int, seed: int) -> Tensor:
-    return torch.linalg.qr(normal(blocks, n, n, seed=seed)).Q
+    return torch.linalg.qr(normal(blocks, n, n, seed=seed)).Q.contiguous()
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 3), seeds, st.booleans(), st.booleans())
@@ -265,12 +266,23 @@ def chain() -> nn.Sequential:
     ).double()
 
 
-def backward(model: nn.Module, i: int, sizes: tuple[int, ...] = (ROWS,), scale: float = 1) -> None:
-    """Micro-batches; each loss weighs as much as its rows."""
+def backward(
+    model: nn.Module,
+    i: int,
+    sizes: tuple[int, ...] = (ROWS,),
+    scale: float = 1,
+    part: slice | None = None,
+) -> None:
+    """Micro-batches; each loss weighs as much as its rows. ``part`` is a rank's of one batch."""
     x, y = normal(sum(sizes), 5, seed=100 + i), normal(sum(sizes), 3, seed=200 + i)
+    if part is not None:
+        x, y = x[part], y[part]
+        sizes = (len(x),)
     for part_x, part_y in zip(x.split(sizes), y.split(sizes), strict=True):
         loss = (model(part_x) - part_y).square().sum() / sum(sizes)
         (scale * loss).backward()
+    if part is not None:
+        average(model.parameters())
 
 
 def learn(model: nn.Module, opt: Any, steps: Iterable[int], **how: Any) -> None:
@@ -390,19 +402,25 @@ def test_the_first_step_is_that_of_k_fac(mode):
     assert (model[0].weight - plain[0].weight).abs().max() > 1e-4
 
 
-@each_mode
-@pytest.mark.parametrize("staggered", [False, True])
-def test_layers_that_take_turns(mode, staggered):
-    """Each layer's S is in the basis in which it was seen: it is nearly the average's diagonal."""
-    model, opt = pair(mode, staggered=staggered, factor_update_steps=2, factor_decay=0.9, lr=1e-9)
-    learn(model, opt, range(3))
-    totals = []
-    for i in range(60):
-        learn(model, opt, [3 + i % 2])
-        kept = [views(opt, name) for name in LAYERS]
-        totals.append([float(x["corrected"].sum() / x["g_values"].sum()) for x in kept])
-        assert all((x["corrected"] >= 0).all() for x in kept)
-    assert torch.tensor(totals).isfinite().all()
+@each_sharing
+def test_layers_that_take_turns(sharing):
+    """Of one batch and weights that stand still, S is the diagonal at every time."""
+    model, opt = pair(
+        lr=1e-30, staggered=True, factor_update_steps=2, inv_update_steps=3, weight_sharing=sharing
+    )
+    seen = set()
+    for _ in range(9):
+        learn(model, opt, [0])
+        watched = copy.deepcopy(model)
+        watch = Watch(watched, *LAYERS)
+        backward(watched, 0)
+        for name in LAYERS:
+            if views(opt, name)["corrected_mass"] > 0:
+                rows = rows_of(watched.get_submodule(name), watch.trained(name))
+                a, g = (part[:, :, None] for part in rows)
+                check_spectrum(opt, name, fisher(a, g, ROWS, sharing))
+                seen.add(name)
+    assert seen == set(LAYERS)
 
 
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())
@@ -538,14 +556,34 @@ def test_sharded_parameters():
     check_sharded(Sharding(options=options))
 
 
-def refused(**options: Any) -> str:
+def without_a_gradient() -> list[tuple[Tensor, Tensor, bool]]:
+    """S before and after a step with statistics of a layer, whose gradient someone has taken."""
+    model, opt = pair("gradients", assignment="layer-wise")
+    learn(model, opt, range(2))
+    before = spectra(opt)
+    opt.zero_grad()
+    backward(model, 2)
+    model[2].weight.grad = model[2].bias.grad = None
+    opt.step()
+    after = spectra(opt)
+    return [(before[name]["corrected"], after[name]["corrected"], name == "2") for name in before]
+
+
+def test_a_gradient_that_is_missing_everywhere_is_not_a_zero():
+    kept = [layer for rank in run(2, without_a_gradient) for layer in rank]
+    assert [left_out for *_, left_out in kept].count(True) == 1
+    for before, after, left_out in kept:
+        assert torch.equal(before, after) == left_out
+
+
+def refused(options: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as caught:
         pair(**options)
     return str(caught.value)
 
 
 def test_all_ranks_refuse_examples_of_which_some_lack_the_basis():
-    for text in run(2, functools.partial(refused, assignment="layer-wise")):
+    for text in run(2, refused, {"assignment": "layer-wise"}):
         assert 'eigenvalue_correction: "examples"' in text and "1 of 2" in text
         assert 'assignment="opt"' in text and 'eigenvalue_correction="gradients"' in text
 
@@ -561,7 +599,8 @@ def through_a_file(state: Any) -> Any:
 
 
 def spectra(opt: Any) -> dict[str, dict[str, Tensor]]:
-    kept = {name: views(opt, name) for name in LAYERS}
+    kfac = opt.preconditioner
+    kept = {x.name: dict(kfac.layout.views(x)) for x in kfac.layout.pair_of}
     names = ("corrected", "corrected_mass")
     return {name: {n: x[n].clone() for n in names} for name, x in kept.items()}
 
@@ -598,10 +637,11 @@ def test_copies_go_on_bit_for_bit(mode, copied):
 def consolidated(mode: str, where: dict[str, Any]) -> tuple[Any, Any]:
     """Rank 1's state after 6 steps, gathered; and its parameters after those to come."""
     model, opt = pair(mode, **where)
-    learn(model, opt, range(6))
+    half = slice(dist.get_rank(), None, 2)
+    learn(model, opt, range(6), part=half)
     opt.consolidate_state_dict(to=1)
-    state = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    learn(model, opt, range(6, 11))
+    state = copy.deepcopy((model.state_dict(), opt.state_dict())) if dist.get_rank() else None
+    learn(model, opt, range(6, 11), part=half)
     return state, ref.parameters_of(model)
 
 
@@ -615,7 +655,7 @@ def test_a_consolidated_state_goes_on_alone(mode, where):
         warnings.simplefilter("error")
         opt.load_state_dict(state[1])
     learn(model, opt, range(6, 11))
-    assert_near(model, {name: p for name, p in expected.items()})
+    assert_near(model, expected)
 
 
 @each_mode
@@ -648,16 +688,14 @@ def test_a_state_without_corrected_eigenvalues_starts_from_products(mode):
     ],
 )
 def test_options_that_cannot_work_together(value, options, words):
-    text = refused(mode=value, **options)
+    text = refused({"mode": value, **options})
     assert text.startswith("Invalid eigenvalue_correction: ")
     for word in words:
         assert word in text
 
 
 def test_adam_in_the_eigenbasis_has_its_own():
-    from kaisa_optim import KFACAdam
-
-    with pytest.raises(ValueError, match="Invalid eigenvalue_correction: True .*moments"):
+    with pytest.raises(ValueError, match=r"Invalid eigenvalue_correction: True .*moments"):
         KFACAdam(chain(), moments="eigenbasis", eigenvalue_correction=True)
 
 
