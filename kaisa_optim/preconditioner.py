@@ -952,9 +952,10 @@ class Preconditioner:
 
         It is the mean over whole intervals (``factor_update_steps``, ``inv_update_steps``) as they
         are now, with every layer in use: "factors" on their way to the ranks that keep them,
-        "second_order" results to the gradient workers, "gradients" to all others, and the "status"
-        that ranks exchange. It follows from shapes, without communication; on one process nothing
-        arrives. The gradients' own all-reduce, as DistributedDataParallel's, is not in it.
+        "second_order" results (of corrected eigenvalues, sums) to the gradient workers, "gradients"
+        to all others, and the "status" that ranks exchange. It follows from shapes, without
+        communication; on one process nothing arrives. The gradients' own all-reduce, as
+        DistributedDataParallel's, is not in it.
         """
         means = self.account.per_step(
             self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)
