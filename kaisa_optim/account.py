@@ -26,7 +26,14 @@ Means = dict[str, float]
 
 N = TypeVar("N", int, float)
 
-_STATE = ("eigenvectors", "eigenvalues", "inverses", "eigenvalue_products", "moments")
+_STATE = (
+    "eigenvectors",
+    "eigenvalues",
+    "corrected_eigenvalues",
+    "inverses",
+    "eigenvalue_products",
+    "moments",
+)
 KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
@@ -95,6 +102,7 @@ class Account:
     stored_product: bool = False
     moments: bool = False  # Adam's, kept in the eigenbasis
     tracked: bool = False  # bases stay where they still fit
+    correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
     state_bytes: int | None = None  # of one in eigenvectors, inverses, products
     wire_bytes: int | None = None  # of one in factors and gradients on their way
@@ -128,6 +136,9 @@ class Account:
             if self.moments:
                 column["moments"] += 2 * _gradient(work) * work.itemsize
                 column["counters"] += work.task.blocks * work.itemsize
+            if self.correction:
+                column["corrected_eigenvalues"] += _gradient(work) * work.itemsize
+                column["counters"] += work.task.blocks * work.itemsize
             if self.stored_product:
                 stored = self.state_bytes or work.itemsize
                 column["eigenvalue_products"] += _gradient(work) * stored
@@ -148,11 +159,14 @@ class Account:
     def pending(self, names: Collection[str]) -> int:
         """Sums of these layers on each rank, from their backward pass to the step, at most."""
         alone = self.grid.world == 1
-        return sum(
+        chosen = self._chosen(names)
+        factors = sum(
             (factor.elements if alone else factor.size) * work.itemsize
-            for work in self._chosen(names)
+            for work in chosen
             for factor in _factors(work)
         )
+        by_examples = self.correction == "examples"
+        return factors + by_examples * sum(_gradient(work) * work.itemsize for work in chosen)
 
     # ---- communication ----
 
@@ -163,18 +177,21 @@ class Account:
         refresh: Collection[str] = (),
         kept: Collection[str] = (),
         asked: Collection[str] = (),
+        first: bool = False,
     ) -> list[Usage]:
         """What arrives at each rank in one step, by kind.
 
         A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
         ``refresh`` which it refreshes, ``kept`` which of these keep their bases, ``asked`` which
-        did so in the step before.
+        did so in the step before. In the ``first`` of all, there is no eigenbasis yet.
         """
         got = self._gradients()
         if self.grid.world > 1:
             fed, due = self._chosen(factors), self._chosen(refresh)
             self._add(got["status"], self._words(fed, due, len(set(asked))))
             self._add(got["factors"], self._sums(fed, due))
+            for numbers in self._projected(fed) if not first else ():
+                self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             for numbers in self._refreshed_together(fed, due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             self._add(got["second_order"], self._shared(due, set(kept)))
@@ -280,6 +297,14 @@ class Account:
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)
             for chunk in chunks(parcels, lambda factor: factor.size, limit):
                 yield itemsize, chunk, Bucket(chunk, self.grid.world)
+
+    def _projected(self, fed: list[Work]) -> Iterator[int]:
+        """Bytes of the second moments in eigenbases that are added up together."""
+        if self.correction != "examples":
+            return
+        for (_, itemsize), works in _grouped(fed, lambda work: (work.device, work.itemsize)):
+            for chunk in chunks(works, _gradient, self.bucket_bytes // itemsize):
+                yield itemsize * sum(map(_gradient, chunk))
 
     def _refreshed_together(self, fed: list[Work], due: list[Work]) -> Iterator[int]:
         """Bytes of mean eigenvalues that owners compare, for each time that they do."""

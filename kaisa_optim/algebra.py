@@ -123,6 +123,42 @@ def _gram(rows: Tensor) -> Tensor:
     return moment
 
 
+def projected_moment(
+    rows_g: Tensor,
+    rows_a: Tensor,
+    vectors_g: Tensor | None,
+    vectors_a: Tensor | None,
+    *,
+    append_one: bool,
+    by_example: bool,
+) -> Tensor:
+    """Σ (Q_Gᵀ g aᵀ Q_A)² over rows ``[k, batch, positions, n]``, elementwise: ``[k, g, a]``.
+
+    ``by_example`` adds up g aᵀ over an example's positions before the square.
+    """
+    batch = rows_g.shape[1:3]
+    g, a = rows_g.flatten(1, 2), rows_a.flatten(1, 2)
+    if vectors_g is not None:
+        g = g @ vectors_g
+    if vectors_a is not None and append_one:
+        a = a @ vectors_a[:, :-1] + vectors_a[:, -1:]
+    elif vectors_a is not None:
+        a = a @ vectors_a
+    elif append_one:
+        a = torch.nn.functional.pad(a, (0, 1), value=1.0)
+    if not by_example or batch[1] == 1:
+        return g.square().mT @ a.square()
+    gradients = g.unflatten(1, batch).mT @ a.unflatten(1, batch)
+    return gradients.square_().sum(1)
+
+
+def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
+    """The diagonal of Qᵀ M Q, ``[k, n]``; a moment given as ``[k, n]`` is diagonal."""
+    if moment.dim() == 2 or vectors is None:
+        return moment
+    return (vectors * (moment @ vectors)).sum(-2).clamp_(min=0)
+
+
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
     """The trace over the dimension, ``[k]``."""
     values = factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)

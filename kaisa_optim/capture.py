@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .algebra import full_precision
-from .layers import Layer, Moments, Shared
+from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .sharding import gathered_in, is_sharded, waiting_gradients
 
@@ -164,7 +164,9 @@ class Capture:
         *,
         reduce: bool,
         keep_errors: bool = False,
+        basis_of: Callable[[Layer], Basis | None] | None = None,
     ) -> None:
+        self.basis_of = basis_of  # in which gradients' second moments are wanted, if in any
         self.keep_errors = keep_errors  # until a step asks for them, instead of raising
         self.error: Exception | None = None
         self.sink = sink
@@ -459,9 +461,34 @@ class Capture:
                 self._begun[layer] = task
                 self.drop(layer)
             found = None
-            if gathers:
-                found = drawn.take() if drawn.ever else moments()
+            if gathers and drawn.ever:
+                found = drawn.take()
+            elif gathers:
+                found = self._projected(layer, x, grad, covers, moments(), part)
             self.sink(layer, run, covers, found, drawn.ever)
+
+    def _projected(
+        self,
+        layer: Layer,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: _Covers,
+        moments: Moments,
+        part: Part,
+    ) -> Moments:
+        """With the gradients' second moments in the layer's basis, where there is one of them."""
+        known = self.basis_of is not None and covers == layer.covers and moments.rows > 0
+        basis = self.basis_of(layer) if known and self.basis_of is not None else None
+        if basis is None:
+            return moments
+        g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
+        if part.weight != 1:
+            x, grad = None if x is None else part.of(x), part.of(grad)
+            moment_g = moments.g / part.weight
+            found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self.reduce)
+            return moments._replace(projected=found.mul_(part.weight))
+        found = layer.projected_moment(x, grad, moments.g, (g, a), covers, reduce=self.reduce)
+        return moments._replace(projected=found)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Whether this backward adds to a gradient, also to one that fully_shard holds back."""

@@ -73,6 +73,7 @@ class KFACMixin(Optimizer, Joinable):
         moments: str = "parameters",
         basis_tolerance: float = 0.0,
         statistics_fraction: Number = 1.0,
+        eigenvalue_correction: bool | str = False,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -114,6 +115,7 @@ class KFACMixin(Optimizer, Joinable):
             moments=moments,
             basis_tolerance=basis_tolerance,
             statistics_fraction=statistics_fraction,
+            eigenvalue_correction=eigenvalue_correction,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None

@@ -146,6 +146,7 @@ class Options:
     moments: str = "parameters"
     basis_tolerance: float = 0.0
     statistics_fraction: Number = 1.0
+    eigenvalue_correction: bool | str = False
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -177,6 +178,7 @@ class Options:
                 f"Invalid basis_tolerance: {self.basis_tolerance!r} belongs to "
                 'compute_method="eigen" and normalization="fisher"; leave it out'
             )
+        self._check_correction()
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(
                 f"Invalid damping_split: {self.damping_split!r} belongs to "
@@ -231,6 +233,30 @@ class Options:
         if self.staggered is None:
             self._settle("staggered", not self.papers)
 
+    def _check_correction(self) -> None:
+        choices = (False, True, "examples", "gradients")
+        value = self.eigenvalue_correction
+        if not any(value is x for x in choices[:2]) and value not in choices[2:]:
+            raise ValueError(
+                f"Invalid eigenvalue_correction: {value!r}; choose from "
+                f"{', '.join(map(repr, choices))}"
+            )
+        if value is False:
+            return
+        if value is True:
+            self._settle("eigenvalue_correction", "examples")
+        for name, wrong, why in (
+            ("compute_method", "inverse", "inverses have no eigenvalues"),
+            ("compute_eigenvalue_outer_product", True, "the corrected ones are no product"),
+            ("moments", "eigenbasis", "Adam's second moment is in their place"),
+            ("normalization", "kaisa", "it leaves K out, which their scale needs"),
+        ):
+            if getattr(self, name) == wrong:
+                raise ValueError(
+                    f"Invalid eigenvalue_correction: {value!r} with {name}={wrong!r}: {why}; leave "
+                    "one of the two out"
+                )
+
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else
 
@@ -247,3 +273,8 @@ class Options:
     def papers(self) -> bool:
         """Whether the papers' own scaling is asked for."""
         return self.normalization == "kaisa"
+
+    @property
+    def correction(self) -> str | None:
+        """What eigenvalues are corrected by: "examples", "gradients", or nothing."""
+        return str(self.eigenvalue_correction) if self.eigenvalue_correction else None

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agreement, eigenbasis, fisher, gradients, sharding
+from . import agreement, correction, eigenbasis, fisher, gradients, sharding
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
 from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
+from .correction import Gradients
 from .coverage import Coverage, cover, unwrapped
 from .gradients import Preconditioned
-from .layers import Layer
+from .layers import Basis, Layer
 from .options import Options
 from .routes import chunks
 from .sampling import sample_of
@@ -101,6 +102,7 @@ class Preconditioner:
             max_failures=options.max_failures,
             moments=options.moments == "eigenbasis",
             tolerance=options.basis_tolerance,
+            correction=options.correction,
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
@@ -263,6 +265,11 @@ class Preconditioner:
                 'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
                 'normalization="fisher"'
             )
+        if self.second_order.correction == "examples":
+            raise ValueError(
+                'Invalid eigenvalue_correction: "examples" takes the gradients that train, not '
+                'those of drawn labels; use "gradients", or leave out sample_fisher'
+            )
         draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)
         capture = self._capture
         assert capture is not None
@@ -295,6 +302,7 @@ class Preconditioner:
         self.second_order.begin(due, self._turn())
         outcome = Outcome()
         bases = self.second_order.bases(self.layout, due)
+        self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
         ready = [layer for layer in due if layer not in tally.counts]
         self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
         for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
@@ -306,7 +314,7 @@ class Preconditioner:
             self.second_order.share(self.layout, renewed, self.owner)
             self.second_order.multiply(self.layout, renewed, damping_of)
             self.second_order.turn(self.layout, renewed, bases)
-        apply = self._apply(groups, damping_of)
+        apply = self._apply(groups, damping_of, self._taken(tally, decay_of))
         if self.ranks.grid.columns == 1:
             stacks = self._preconditioned(apply)
         else:
@@ -577,11 +585,23 @@ class Preconditioner:
             }
         return self._turns_of[key]
 
-    def _apply(self, groups: list[Group], damping_of: Callable[[Layer], float]) -> Apply:
+    def _taken(self, tally: Tally, decay_of: Callable[[Layer], float]) -> Gradients | None:
+        """What this step's gradients add to the eigenvalues that they correct, if any."""
+        if self.second_order.correction != "gradients":
+            return None
+        graded = [x for x in tally.counts if any(p.grad is not None for p in x.parameters)]
+        return Gradients(tally.terms, {layer: decay_of(layer) for layer in graded})
+
+    def _apply(
+        self,
+        groups: list[Group],
+        damping_of: Callable[[Layer], float],
+        taken: Gradients | None,
+    ) -> Apply:
         """What turns gradients of one shape into what the base optimizer is to step with."""
         if not self.second_order.moments:
             return lambda pair, raw, members: self.second_order.precondition(
-                pair, raw, members, damping_of
+                pair, raw, members, damping_of, taken
             )
         # Of all layers, so that all ranks refuse what does not fit one of them.
         settings_of = {layer: self._settings(groups, layer) for layer in self.active}
@@ -844,6 +864,7 @@ class Preconditioner:
             reduce=self.options.weight_sharing == "reduce",
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
+            basis_of=self._basis_of if self.options.correction == "examples" else None,
         )
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
@@ -866,7 +887,12 @@ class Preconditioner:
                 papers_only=self.options.papers,
                 warn=self._capture is None,
             )
+            if self.options.correction == "examples":
+                world = self.ranks.world
+                correction.check_workers(self.strategy.gradient_workers(world), world)
             for layer in found.layers.values():
+                if self.options.correction == "examples":
+                    correction.check(layer)
                 for name in checks.PER_GROUP:
                     if layer.parameters:
                         self._shared(layer, groups, name)
@@ -917,6 +943,9 @@ class Preconditioner:
             work.assign(strategy, new, grid, self.options.colocate_factors, load)
         )
         self.second_order.parted = any(p.a != p.g for p in self.placements.values())
+
+    def _basis_of(self, layer: Layer) -> Basis | None:
+        return self.second_order.basis(self.layout, layer)
 
     def _detach(self) -> None:
         if self._capture is not None:
@@ -1009,6 +1038,7 @@ class Preconditioner:
             "scale": "eigenvalue_products",
             "exp_avg": "moments",
             "exp_avg_sq": "moments",
+            "corrected": "corrected_eigenvalues",
         }
         usage: dict[str, int] = {}
         for name, tensor in (*self.shelf.tensors(), *self.layout.tensors()):
@@ -1023,9 +1053,10 @@ class Preconditioner:
 
         It is the mean over whole intervals (``factor_update_steps``, ``inv_update_steps``) as they
         are now, with every layer in use: "factors" on their way to the ranks that keep them,
-        "second_order" results to the gradient workers, "gradients" to all others, and the "status"
-        that ranks exchange. It follows from shapes, without communication; on one process nothing
-        arrives. The gradients' own all-reduce, as DistributedDataParallel's, is not in it.
+        "second_order" results (of corrected eigenvalues, sums) to the gradient workers, "gradients"
+        to all others, and the "status" that ranks exchange. It follows from shapes, without
+        communication; on one process nothing arrives. The gradients' own all-reduce, as
+        DistributedDataParallel's, is not in it.
         """
         means = self.account.per_step(
             self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)
@@ -1058,6 +1089,7 @@ class Preconditioner:
             stored_product=second_order.stored_product,
             moments=second_order.moments,
             tracked=options.basis_tolerance > 0,
+            correction=second_order.correction,
             scaled=options.comm_dtype == torch.float16,
             bucket_bytes=self.ranks.bucket_bytes,
             **sizes,

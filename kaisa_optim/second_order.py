@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import algebra, eigenbasis
+from . import algebra, correction, eigenbasis
 from .collectives import Circle, Ranks, Shipment
+from .correction import Gradients
 from .eigenbasis import Settings
-from .layers import Layer
+from .layers import Basis, Layer
 from .routes import cargo_bytes, chunks
 from .stacks import (
     Factor,
@@ -30,6 +31,7 @@ from .stacks import (
     slots_of,
     stack_key,
 )
+from .statistics import Statistics, Tally
 from .tracking import Key, Tracking
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -75,10 +77,12 @@ class SecondOrder:
         max_failures: int,
         moments: bool,
         tolerance: float,
+        correction: str | None,
     ) -> None:
         self.ranks = ranks
         self.tracking = Tracking(tolerance)
         self.moments = moments  # Adam's are kept, in the eigenbasis
+        self.correction = correction  # of the eigenvalues: by "examples", by "gradients"
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
         self.split = split
@@ -111,6 +115,8 @@ class SecondOrder:
         """The same of ``count`` pairs of factors."""
         if self.moments:
             return eigenbasis.specs(count, g, a, arithmetic)
+        if self.correction:
+            return correction.specs(count, g, a, arithmetic)
         return {"scale": ((count, g, a), self.dtype or arithmetic)} if self.stored_product else {}
 
     # ---- refresh ----
@@ -257,6 +263,19 @@ class SecondOrder:
                 packed.append((factor, tensors[-1]))
         return tensors
 
+    def basis(self, layout: Layout, layer: Layer) -> Basis | None:
+        """What captured gradients of a layer are projected to, if there is anything yet."""
+        return _vectors(layout, layer) if layer in self.ready else None
+
+    def take_examples(
+        self, layout: Layout, statistics: Statistics, tally: Tally, decay_of: correction.DecayOf
+    ) -> None:
+        """Correct eigenvalues by what was captured in the bases as they still are."""
+        if self.correction == "examples":
+            layers = [layer for layer in tally.counts if layer in self.ready]
+            with algebra.full_precision():
+                correction.take_examples(self.ranks, layout, statistics, tally, layers, decay_of)
+
     def multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
         """Form the eigenvalue products of layers with a new state, where they are stored."""
         if not self.stored_product:
@@ -269,43 +288,49 @@ class SecondOrder:
                 scale = pair.tensors["scale"]
                 scale[pair.slots[layer]] = _stored(product, scale.dtype)
 
-    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, list[Tensor | None]]:
+    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None for those that stay."""
-        return {
-            layer: [None if q is None else q.clone() for q in self._turning(layout, layer)]
-            for layer in due
-            if self.moments and layer in self.ready and layer in layout.pair_of
-        }
+        if not (self.moments or self.correction):
+            return {}
+        copies = {}
+        for layer in due:
+            if layer in self.ready and layer in layout.pair_of:
+                g, a = self._turning(layout, layer)
+                copies[layer] = (None if g is None else g.clone(), None if a is None else a.clone())
+        return copies
 
-    def _turning(self, layout: Layout, layer: Layer) -> list[Tensor | None]:
+    def _turning(self, layout: Layout, layer: Layer) -> Basis:
         """The bases of G and A that this refresh finds anew; a diagonal factor has none."""
-        factors = [layout.factors[layer, side] for side in "ga"]
-        return [
-            f["vectors"]
-            if self.tracking.plan.get((layer, f.side)) and not f.stack.key.diagonal
+        g, a = (
+            layout.factors[layer, side]["vectors"]
+            if self.tracking.plan.get((layer, side)) and not stack_key(layer, side).diagonal
             else None
-            for f in factors
-        ]
+            for side in "ga"
+        )
+        return g, a
 
-    def turn(
-        self, layout: Layout, layers: Sequence[Layer], before: dict[Layer, list[Tensor | None]]
-    ) -> None:
+    def turn(self, layout: Layout, layers: Sequence[Layer], before: Mapping[Layer, Basis]) -> None:
         """Express moments in the new bases; those of layers without an older one start anew."""
         for layer in layers:
             pair = layout.pair_of.get(layer)
-            if pair is None or not self.moments:
+            if pair is None or not (self.moments or self.correction):
                 continue
+            slots = pair.slots[layer]
             if layer not in before:
                 for tensor in pair.tensors.values():
-                    tensor[pair.slots[layer]] = 0
-                continue
+                    tensor[slots] = 0
             dtype = pair.g.key.dtype
+            now = self._turning(layout, layer)
             turns = [
                 None if old is None or new is None else new.to(dtype).mT @ old.to(dtype)
-                for old, new in zip(before[layer], self._turning(layout, layer), strict=True)
+                for old, new in zip(before.get(layer, (None, None)), now, strict=True)
             ]
-            if turns != [None, None]:
-                eigenbasis.turn(pair.tensors, pair.slots[layer], *turns)
+            if not self.moments:
+                g, a = (layout.factors[layer, side]["values"] for side in "ga")
+                product = g[:, :, None] * a[:, None, :]
+                correction.start_or_turn(pair.tensors, slots, product, *turns)
+            elif turns != [None, None]:
+                eigenbasis.turn(pair.tensors, slots, *turns)
 
     def _split_damping(
         self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
@@ -407,15 +432,31 @@ class SecondOrder:
     # ---- application ----
 
     def precondition(
-        self, pair: Pair, gradient: Tensor, members: list[Layer], damping_of: DampingOf
+        self,
+        pair: Pair,
+        gradient: Tensor,
+        members: list[Layer],
+        damping_of: DampingOf,
+        taken: Gradients | None,
     ) -> Tensor:
-        """The preconditioned gradients of ``members``, stacked like ``gradient``."""
+        """The preconditioned gradients of ``members``, stacked like ``gradient``.
+
+        Afterwards those of some members are ``taken`` for the correction of the eigenvalues.
+        """
         slots = _slots(pair, members)
         of = _picked(pair, slots, gradient)
         if self.method == "inverse":
             inverse_g, inverse_a = of("g", "inverse"), of("a", "inverse")
             assert inverse_g is not None and inverse_a is not None
             return algebra.apply_inverse(gradient, inverse_g, inverse_a)
+        bases = of("g", "vectors"), of("a", "vectors")
+        if self.correction:
+            damping = _common_or_each(members, damping_of, pair)
+            projected = algebra.into_basis(gradient, *bases)
+            new = projected * correction.reciprocal(pair.tensors, slots, damping)
+            if taken is not None and any(layer in taken.decays for layer in members):
+                correction.take_gradients(pair, slots, projected, members, taken)
+            return algebra.out_of_basis(new, *bases)
         if self.stored_product:
             scale = pair.tensors["scale"][slots].to(gradient.dtype)
         else:
@@ -424,7 +465,7 @@ class SecondOrder:
             scale = algebra.outer_reciprocal(
                 values_g, values_a, _common_or_each(members, damping_of, pair)
             )
-        return algebra.apply_eigen(gradient, of("g", "vectors"), of("a", "vectors"), scale)
+        return algebra.apply_eigen(gradient, *bases, scale)
 
     def direction(
         self,
@@ -449,6 +490,15 @@ class SecondOrder:
         projected = algebra.into_basis(gradient, *bases)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
+
+
+def _vectors(layout: Layout, layer: Layer) -> Basis:
+    """A layer's bases, of G and of A; None for a diagonal factor."""
+    g, a = (layout.factors[layer, side] for side in "ga")
+    return (
+        None if g.stack.key.diagonal else g["vectors"],
+        None if a.stack.key.diagonal else a["vectors"],
+    )
 
 
 def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:

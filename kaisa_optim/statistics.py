@@ -12,7 +12,7 @@ from .algebra import full_precision, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Shelf, Specs, Stack, StackKey, slots_of, stack_key
+from .stacks import Factor, Shelf, Specs, Stack, StackKey, per_block, slots_of, stack_key
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
@@ -25,6 +25,7 @@ class Gathered:
         self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
+        self.projected: Tensor | None = None
         # Of rows, for each section; of passes under the papers' normalization.
         self.count = torch.zeros(layer.sections, dtype=torch.float64, device="cpu")
         self.runs: set[Run] = set()
@@ -34,10 +35,15 @@ class Gathered:
         whole = moments.blocks == slice(None)
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
+        if moments.projected is not None:
+            self.projected = _add(
+                self.projected, moments.projected, self.blocks, moments.blocks, whole
+            )
         self.count[moments.blocks] += count
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.a, self.g) if t is not None)
+        sums = (self.a, self.g, self.projected)
+        return sum(t.numel() * t.element_size() for t in sums if t is not None)
 
 
 def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool) -> Tensor:
@@ -106,7 +112,9 @@ class Statistics:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
                 scale = scale.to(moments.g.device)
-            moments.g.div_(scale).div_(scale)
+            for sums in (moments.g, moments.projected):
+                if sums is not None:
+                    sums.div_(scale).div_(scale)
         count: float = moments.rows
         if self.papers:
             # Each pass is a covariance of rows over the positions; passes are then averaged.
@@ -246,6 +254,23 @@ class Statistics:
             torch._foreach_mul_(parts, scales)
         return values
 
+    def projected(self, layers: Sequence[Layer], tally: Tally) -> list[Tensor]:
+        """This rank's share of what K Σ (Q_Gᵀ ∇ Q_A)² of these layers comes to."""
+        terms, parts, scales = [], [], []
+        for layer in layers:
+            gathered, key = self.gathered.get(layer), stack_key(layer, "g")
+            if gathered is None or gathered.projected is None:
+                shape = (layer.blocks, layer.g_dim, layer.a_dim)
+                terms.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
+                continue
+            terms.append(gathered.projected)
+            gathered.projected = None
+            parts.append(terms[-1])
+            scales.append(self._scales(layer, "g", gathered, tally)[0])
+        if parts:
+            torch._foreach_mul_(parts, scales)
+        return terms
+
     def _scales(self, layer: Layer, side: str, gathered: Gathered, tally: Tally) -> list[float]:
         """What to multiply each section of a sum with, on the host."""
         if self.papers:
@@ -267,14 +292,9 @@ class Statistics:
     ) -> None:
         values = [sums[f.layer, f.side] for f in factors]
         new = torch.cat(values) if len(values) > 1 else values[0].contiguous()
-        device, dtype = stack.key.device, stack.key.dtype
-        decays, present = [], []
-        for factor in factors:
-            layer, per_section = factor.layer, factor.layer.blocks // factor.layer.sections
-            decays += [decay_of(layer)] * layer.blocks
-            given = tally.counts[layer] > 0
-            present += given.repeat_interleave(per_section).tolist()
-        decay, given = (_on_device(column, dtype, device) for column in (decays, present))
+        dtype = stack.key.dtype
+        layers = [factor.layer for factor in factors]
+        decay = per_block(layers, decay_of, stack.key)
         matrix = (slice(None), *(None,) * (new.dim() - 1))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         trace = (new if stack.key.diagonal else new.diagonal(dim1=-2, dim2=-1)).sum(-1)
@@ -283,18 +303,35 @@ class Statistics:
         slots = slots_of(factors, stack)
         average, weight, rejected = (stack.tensors[k] for k in ("average", "weight", "rejected"))
         old = weight[slots]
-        # The first value is taken as it is, also by a decay of 1, which then keeps it.
-        first = (old == 0) & (decay == 1)
-        grown = torch.where(first, 1, decay * old + (1 - decay))
-        step = torch.where(first, 1, (1 - decay) / grown)
-        taken = finite & (given > 0)
-        grown, step = torch.where(taken, grown, old), torch.where(taken, step, 0)[matrix]
+        grown, step = weighed(old, decay, finite & given(layers, tally, stack.key))
+        step = step[matrix]
         if isinstance(slots, slice) and average.dtype == dtype:
             average[slots].lerp_(new, step)
         else:
             average[slots] = average[slots].to(dtype).lerp(new, step).to(average.dtype)
         weight[slots] = grown
         rejected[slots] += (~finite).int()
+
+
+def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:
+    """Which of these layers' blocks any rank has rows of."""
+    flags: list[bool] = []
+    for layer in layers:
+        per_section = layer.blocks // layer.sections
+        flags += (tally.counts[layer] > 0).repeat_interleave(per_section).tolist()
+    return _on_device(flags, torch.bool, like.device)
+
+
+def weighed(mass: Tensor, decay: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    """What running averages weigh after a new value, and the step that they take towards it.
+
+    Those that are not ``taken`` stay. The first value is taken as it is, also by a decay of 1,
+    which then keeps it.
+    """
+    first = (mass == 0) & (decay == 1)
+    grown = torch.where(first, 1, decay * mass + (1 - decay))
+    step = torch.where(first, 1, (1 - decay) / grown)
+    return torch.where(taken, grown, mass), torch.where(taken, step, 0)
 
 
 def _packed(moment: Tensor) -> Tensor:
@@ -310,7 +347,7 @@ def _sections(layers: Sequence[Layer]) -> set[int]:
     return {layer.sections for layer in layers}
 
 
-def _on_device(values: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     if len(set(values)) == 1:  # then nothing has to be copied to the device
         return torch.full((len(values),), values[0], dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)

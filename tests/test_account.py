@@ -170,7 +170,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
     ]
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
-    everything = account.step(factors=account.names, refresh=account.names)
+    everything = account.step(factors=account.names, refresh=account.names, first=True)
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
@@ -226,6 +226,14 @@ CASES = {
     "diagonal": Case(options={"max_factor_size": 6}),
     "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
     "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
+    "corrected": Case("tokens", {"eigenvalue_correction": True, "factor_dtype": brain}),
+    "corrected in parts": Case(
+        options={"eigenvalue_correction": True, "bucket_cap_mb": 5e-4, "comm_dtype": brain}
+    ),
+    "corrected, mixed": Case("mixed", {"eigenvalue_correction": True, "bucket_cap_mb": 2e-4}),
+    "corrected by gradients": Case(
+        options={"eigenvalue_correction": "gradients", "assignment": "layer-wise"}
+    ),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
     "frozen": Case(frozen="again"),

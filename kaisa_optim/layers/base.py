@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..algebra import second_moment
+from ..algebra import projected_diagonal, projected_moment, second_moment
 from ..sampling import WHOLE, Part, Sample
+
+# Of copies of rows, made at once.
+_CHUNK_ELEMENTS = 1 << 24
 
 
 class Moments(NamedTuple):
@@ -30,8 +33,11 @@ class Moments(NamedTuple):
     rows: int
     positions: int
     blocks: slice
+    projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], where it is wanted
 
 
+# Eigenvectors of G and of A ``[blocks, n, n]``; None for a diagonal factor.
+Basis = tuple[Tensor | None, Tensor | None]
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 
 
@@ -280,6 +286,46 @@ class Layer:
         a = self.input_rows(x, grad)
         a = (a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)).to(dtype)
         return second_moment(a, diagonal=diagonal, append_one=append_one)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        """Σ (Q_Gᵀ ∇ Q_A)² over gradients ∇ of a row each, or of an example each under ``reduce``.
+
+        ``moment_g`` is this pass's Σ (∂L/∂s)(∂L/∂s)ᵀ, in whose dtype the result is.
+        """
+        if not covers[0] or x is None:  # A is the number 1
+            return projected_diagonal(moment_g, basis[0])[..., None]
+        per_row = moment_g.shape[0] * (self.g_dim_of(covers) + self.a_dim_of(covers))
+        at_once = moment_g.shape[0] * self.g_dim_of(covers) * self.a_dim_of(covers)
+        total: Tensor | None = None
+        for x_part, grad_part in self.parts(x, grad):
+            g, a = self.output_rows(x_part, grad_part), self.input_rows(x_part, grad_part)
+            summed = reduce and g.shape[2] > 1
+            # Wide copies are made of a part of the batch at a time: memory stays bounded.
+            examples = max(1, _CHUNK_ELEMENTS // (g.shape[2] * per_row + summed * at_once))
+            for g_rows, a_rows in zip(g.split(examples, 1), a.split(examples, 1), strict=True):
+                term = projected_moment(
+                    g_rows.to(moment_g.dtype),
+                    a_rows.to(moment_g.dtype),
+                    *basis,
+                    append_one=covers[1],
+                    by_example=summed,
+                )
+                total = term if total is None else total.add_(term)
+        assert total is not None  # split gives at least one chunk
+        return total
+
+    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Input and output gradient, or parts of the batch where rows take much more room."""
+        yield x, grad
 
     # ---- the gradient as a matrix ----
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,17 +67,20 @@ class _Spatial(Layer):
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        x, grad = self._batched(x), self._batched(grad)
-        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
-        chunk = max(1, _PATCH_ELEMENTS // per_image)
         total: Tensor | None = None
-        for images, gradients in zip(x.split(chunk), grad.split(chunk), strict=True):
+        for images, gradients in self.parts(x, grad):
             rows = self.input_rows(images, gradients)
             rows = (rows.mean(2, dtype=dtype) if reduce else rows.flatten(1, 2)).to(dtype)
             moment = second_moment(rows, diagonal=diagonal, append_one=append_one)
             total = moment if total is None else total.add_(moment)
         assert total is not None  # split gives at least one chunk
         return total
+
+    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        x, grad = self._batched(x), self._batched(grad)
+        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
+        chunk = max(1, _PATCH_ELEMENTS // per_image)
+        yield from zip(x.split(chunk), grad.split(chunk), strict=True)
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)

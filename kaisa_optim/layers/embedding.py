@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .base import Layer, register_layer
+from .base import Basis, Layer, register_layer
 
 
 @register_layer(nn.Embedding)
@@ -68,14 +68,48 @@ class EmbeddingLayer(Layer):
         moment = torch.zeros(self.inputs, dtype=dtype, device=x.device)
         return moment.index_add_(0, tokens.flatten().long(), value.flatten())[None]
 
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        assert x is not None
+        tokens = self._tokens(x).long()
+        rows = self.output_rows(x, grad)[0].to(moment_g.dtype)
+        if basis[0] is not None:
+            rows = rows @ basis[0]
+        if reduce:
+            tokens, rows = _summed(tokens, rows)
+        moment = rows.new_zeros(self.inputs, self.outputs)
+        return moment.index_add_(0, tokens.flatten(), rows.square().flatten(0, 1)).mT[None]
+
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.mT[None]
 
 
-def _occurrences(tokens: Tensor) -> Tensor:
-    """How often each token of sorted rows is in its row."""
+def _runs(tokens: Tensor) -> Tensor:
+    """The number, in its row, of the run of equal tokens that each of sorted rows is in."""
     begins = torch.ones_like(tokens)
     begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-    run = begins.cumsum(1) - 1
+    return begins.cumsum(1) - 1
+
+
+def _summed(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of equal tokens of an example added up; in places left over, zeros for token 0."""
+    tokens, order = tokens.sort(1)
+    run = _runs(tokens)
+    rows = rows.gather(1, order[..., None].expand_as(rows))
+    sums = torch.zeros_like(rows).scatter_add_(1, run[..., None].expand_as(rows), rows)
+    return torch.zeros_like(tokens).scatter_(1, run, tokens), sums
+
+
+def _occurrences(tokens: Tensor) -> Tensor:
+    """How often each token of sorted rows is in its row."""
+    run = _runs(tokens)
     lengths = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
     return lengths.gather(1, run)

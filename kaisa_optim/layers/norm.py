@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..algebra import projected_diagonal
 from ..sampling import WHOLE, Part
-from .base import Layer, Moments, register_layer
+from .base import Basis, Layer, Moments, register_layer
 
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -97,6 +98,18 @@ class _Norm(Layer):
         rows = batch if reduce else batch * positions
         shape = (1, 1) if self.wide < 1 else (1, 1, 1)
         return Moments(g.new_full(shape, rows), g, rows, positions, blocks)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        return projected_diagonal(moment_g, basis[0])[..., None]
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
         return [matrix[:, i, 0] for i in range(sum(self.covers))]
