@@ -71,6 +71,9 @@ class KFACMixin(Optimizer, Joinable):
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
         moments: str = "parameters",
+        grafting: bool = False,
+        warmup_steps: int = 0,
+        early_refreshes: Iterable[int] = (),
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -110,6 +113,9 @@ class KFACMixin(Optimizer, Joinable):
             bucket_cap_mb=bucket_cap_mb,
             comm_dtype=comm_dtype,
             moments=moments,
+            grafting=grafting,
+            warmup_steps=warmup_steps,
+            early_refreshes=early_refreshes,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None

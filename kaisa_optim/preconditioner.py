@@ -158,7 +158,10 @@ class Preconditioner:
 
     @kl_clip.setter
     def kl_clip(self, value: float | None) -> None:
-        self._kl_clip = checks.check_kl_clip(value)
+        value = checks.check_kl_clip(value)
+        if self.options.grafting:
+            checks.refuse_clip_of_grafted(value)
+        self._kl_clip = value
 
     @property
     def factor_update_steps(self) -> int:
@@ -253,11 +256,14 @@ class Preconditioner:
             if terms:
                 new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
                 gradients.clip(terms, new, self.kl_clip, lambda p: self._alpha(p, groups))
-        self._advance()
         whole = gradients.unstack(stacks, self._in_parts)
         if self.second_order.moments:
             whole = self._directions(whole, stacks)
-        return whole | parts
+        whole |= parts
+        if self.steps < self.options.warmup_steps:
+            gradients.blend(whole, self.steps / self.options.warmup_steps)
+        self._advance()
+        return whole
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""
@@ -467,8 +473,8 @@ class Preconditioner:
         return self.owner(layer, "g") % self.ranks.grid.columns
 
     def _due(self) -> list[Layer]:
-        """Layers to refresh in this step: all at once, or each in its turn."""
-        if self.steps == 0:
+        """Layers to refresh in this step: all at once at first and early, or each in its turn."""
+        if self.steps == 0 or self.steps in self.options.early_refreshes:
             return sorted(self.fed, key=lambda layer: layer.number)
         interval = self.inv_update_steps
         turn = self._turns("refresh", interval).get(self.steps % interval, ())
@@ -521,6 +527,8 @@ class Preconditioner:
         pair = self.layout.pair_of[members[0]]
         raw = gradients.stack(pair, members, gradient_of)
         new = apply(pair, raw, members)
+        if self.options.grafting:
+            gradients.graft(members, raw, new)
         return Preconditioned(members, new, gradients.products(members, raw, new))
 
     def _handed_out(self, apply: Apply) -> list[Preconditioned]:
@@ -679,8 +687,9 @@ class Preconditioner:
         if "factor_update_steps" in self._schedules:
             value = self._schedules["factor_update_steps"](self.steps)
             interval = checks.check_interval("factor_update_steps", value)
-        turn = self._turns("gathering", interval).get(self.steps % interval)
-        capture.wanted = turn or frozenset()
+        turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
+        early = self.steps in self.options.early_refreshes  # with the statistics of that very step
+        capture.wanted = frozenset(self.active) if early else turn
 
     def _gathering_steps(self) -> int:
         """In how many steps of an interval some layers gather statistics."""
@@ -929,7 +938,8 @@ class Preconditioner:
         are now, with every layer in use: "factors" on their way to the ranks that keep them,
         "second_order" results to the gradient workers, "gradients" to all others, and the "status"
         that ranks exchange. It follows from shapes, without communication; on one process nothing
-        arrives. The gradients' own all-reduce, as DistributedDataParallel's, is not in it.
+        arrives. Not in it are ``early_refreshes``, each as much as the first step, and the
+        gradients' own all-reduce, as DistributedDataParallel's.
         """
         means = self.account.per_step(
             self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)
