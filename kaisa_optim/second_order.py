@@ -393,6 +393,14 @@ class SecondOrder:
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
 
+    def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
+        """δᵀ(G ⊗ A)δ in all, of changes δ stacked like gradients; in eigenbases."""
+        of = _picked(pair, _slots(pair, members), change)
+        values_g, values_a = of("g", "values"), of("a", "values")
+        assert values_g is not None and values_a is not None
+        squares = algebra.into_basis(change, of("g", "vectors"), of("a", "vectors")).square()
+        return (values_g[:, None, :] @ squares @ values_a[:, :, None]).sum()
+
 
 def _vectors(layout: Layout, layer: Layer) -> list[Tensor | None]:
     """A layer's bases, of G and of A; None for a diagonal factor."""
