@@ -203,6 +203,20 @@ def test_a_step_that_is_not_to_lower_the_loss_decides_nothing():
     assert opt.param_groups[0]["damping"] == 0.1
 
 
+def test_a_step_uphill_decides_nothing():
+    """Momentum goes on along a gradient that has turned."""
+    model = network()
+    opt = KFACSGD(model, lr=0.01, momentum=0.9, damping=0.1)
+    adaptive = AdaptiveDamping(opt, interval=2)
+    for scale in (1, -0.01):
+        opt.zero_grad()
+        loss = backward(model, 0, scale=lambda loss, scale=scale: loss * scale)
+        opt.step()
+        adaptive.step(loss, lambda loss=loss: loss + 1.0)
+    assert math.isnan(adaptive.ratio)
+    assert opt.param_groups[0]["damping"] == 0.1
+
+
 @pytest.mark.parametrize(("start", "rises"), [(1e-4, True), (5.0, False)])
 def test_damping_goes_where_the_model_holds(start, rises):
     """On one batch: far too bold steps meet more damping, far too timid ones less."""
