@@ -1,6 +1,7 @@
 """Second-order optimizers: K-FAC inside real torch.optim classes."""
 
 from .assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
+from .damping import AdaptiveDamping
 from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
 from .optimizers import KFACLAMB, KFACSGD, KFACAdam, with_kfac
@@ -12,6 +13,7 @@ __all__ = [
     "KFACLAMB",
     "KFACSGD",
     "LAMB",
+    "AdaptiveDamping",
     "Grid",
     "Hybrid",
     "KFACAdam",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .layers import Layer
 from .routes import cargo_bytes
+from .sharding import is_sharded, local
 from .stacks import Pair, stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]
@@ -33,11 +34,41 @@ class Preconditioned(NamedTuple):
 def products(members: list[Layer], raw: Tensor, new: Tensor) -> Tensor:
     """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it."""
     columns = (raw * new).sum(1)
-    both = torch.stack([columns.sum(1), columns[:, -1]], 1)
+    return _of_layers(members, torch.stack([columns.sum(1), columns[:, -1]], 1))
+
+
+def _of_layers(members: list[Layer], values: Tensor) -> Tensor:
+    """Sums over the blocks of each layer, ``[blocks, n]`` to ``[members, n]``."""
     sizes = [layer.blocks for layer in members]
     if len(set(sizes)) == 1:
-        return both.unflatten(0, (len(members), -1)).sum(1)
-    return torch.stack([part.sum(0) for part in both.split(sizes)])
+        return values.unflatten(0, (len(members), -1)).sum(1)
+    return torch.stack([part.sum(0) for part in values.split(sizes)])
+
+
+def _of_blocks(members: list[Layer], values: Tensor) -> Tensor:
+    """A number of each layer for each of its blocks, ``[members]`` to ``[blocks]``."""
+    sizes = [layer.blocks for layer in members]
+    if len(set(sizes)) == 1:
+        return values.repeat_interleave(sizes[0])
+    pairs = zip(values.unbind(), sizes, strict=True)
+    return torch.cat([value.expand(size) for value, size in pairs])
+
+
+def graft(members: list[Layer], raw: Tensor, new: Tensor) -> None:
+    """Give each layer's ``new`` gradient the length of its raw one; where that is 0, it is 0."""
+    squares = torch.stack([x.square().sum((1, 2)) for x in (raw, new)], 1)
+    wanted, own = _of_layers(members, squares).sqrt_().unbind(1)
+    scale = torch.where(own == 0, 0, wanted / own)
+    new.mul_(_of_blocks(members, scale)[:, None, None])
+
+
+def blend(new: dict[Tensor, Tensor], share: float) -> None:
+    """Mix raw gradients into ``new`` ones, of which ``share`` stays; in place."""
+    raw = {p: p.grad for p in new if p.grad is not None}
+    if raw:
+        sides = list(raw.values()), [new[p] for p in raw]
+        theirs, mine = ([local(x) if is_sharded(x) else x for x in side] for side in sides)
+        torch._foreach_lerp_(mine, theirs, 1 - share)
 
 
 def stack(pair: Pair, members: list[Layer], gradient_of: GradientOf) -> Tensor:

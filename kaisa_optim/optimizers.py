@@ -74,6 +74,9 @@ class KFACMixin(Optimizer, Joinable):
         basis_tolerance: float = 0.0,
         statistics_fraction: Number = 1.0,
         eigenvalue_correction: bool | str = False,
+        grafting: bool = False,
+        warmup_steps: int = 0,
+        early_refreshes: Iterable[int] = (),
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -116,6 +119,9 @@ class KFACMixin(Optimizer, Joinable):
             basis_tolerance=basis_tolerance,
             statistics_fraction=statistics_fraction,
             eigenvalue_correction=eigenvalue_correction,
+            grafting=grafting,
+            warmup_steps=warmup_steps,
+            early_refreshes=early_refreshes,
         )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None

@@ -39,6 +39,14 @@ def check_kl_clip(value: Any) -> float | None:
     return float(value)
 
 
+def refuse_clip_of_grafted(kl_clip: Any) -> None:
+    if kl_clip is not None:
+        raise ValueError(
+            f"Invalid kl_clip: {kl_clip!r} with grafting=True, which gives gradients a length that "
+            "the clip would change; pass kl_clip=None, or leave out grafting"
+        )
+
+
 def check_loss_terms(value: Any) -> str | float:
     if isinstance(value, str):
         return _one_of("loss_terms", value, ("examples", "positions"))
@@ -79,6 +87,16 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError(f"Invalid {name}: {value!r}; choose from {', '.join(map(repr, choices))}")
     return str(value)
+
+
+def _step_numbers(name: str, value: Any) -> tuple[int, ...]:
+    steps = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [0]
+    if not all(_is_whole(n) and n >= 1 for n in steps):
+        raise ValueError(
+            f"Invalid {name}: {value!r}; it must be numbers of steps, such as (5, 10), each at "
+            "least 1: the first step, number 0, refreshes everything anyway"
+        )
+    return tuple(sorted({int(n) for n in steps}))
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -147,6 +165,9 @@ class Options:
     basis_tolerance: float = 0.0
     statistics_fraction: Number = 1.0
     eigenvalue_correction: bool | str = False
+    grafting: bool = False
+    warmup_steps: int = 0
+    early_refreshes: Iterable[int] = ()
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -221,7 +242,9 @@ class Options:
                 f"Invalid colocate_factors: {self.colocate_factors!r}; it must be True, False, or "
                 "None for what the assignment prefers"
             )
+        self._check_helpers()
         choose(self.assignment, self.grad_worker_fraction)
+        self._settle("early_refreshes", _step_numbers("early_refreshes", self.early_refreshes))
         self._settle("skip_layers", _patterns(self.skip_layers))
         if self.kl_clip_lr is None:
             self._settle("kl_clip_lr", "current" if self.papers else "initial")
@@ -256,6 +279,29 @@ class Options:
                     f"Invalid eigenvalue_correction: {value!r} with {name}={wrong!r}: {why}; leave "
                     "one of the two out"
                 )
+
+    def _check_helpers(self) -> None:
+        """What makes the first steps gentler, or all of them as long as the base's own."""
+        if self.grafting not in (True, False):
+            raise ValueError(f"Invalid grafting: {self.grafting!r}; it must be True or False")
+        if not _is_whole(self.warmup_steps) or self.warmup_steps < 0:
+            raise ValueError(
+                f"Invalid warmup_steps: {self.warmup_steps!r}; it must be a whole number of steps, "
+                "0 for none"
+            )
+        if self.grafting and self.moments == "eigenbasis":
+            raise ValueError(
+                'Invalid grafting: True; the directions of moments="eigenbasis" have Adam\'s '
+                'length already: leave it out, or use moments="parameters"'
+            )
+        if self.warmup_steps and self.moments == "eigenbasis":
+            raise ValueError(
+                f"Invalid warmup_steps: {self.warmup_steps!r}; the directions of "
+                'moments="eigenbasis" do not mix with gradients: leave it out and let lr start '
+                'low, or use moments="parameters"'
+            )
+        if self.grafting:
+            refuse_clip_of_grafted(self.kl_clip)
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else

@@ -168,7 +168,10 @@ class Preconditioner:
 
     @kl_clip.setter
     def kl_clip(self, value: float | None) -> None:
-        self._kl_clip = checks.check_kl_clip(value)
+        value = checks.check_kl_clip(value)
+        if self.options.grafting:
+            checks.refuse_clip_of_grafted(value)
+        self._kl_clip = value
 
     @property
     def factor_update_steps(self) -> int:
@@ -325,11 +328,14 @@ class Preconditioner:
             if terms:
                 new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
                 gradients.clip(terms, new, self.kl_clip, lambda p: self._alpha(p, groups))
-        self._advance()
         whole = gradients.unstack(stacks, self._in_parts)
         if self.second_order.moments:
             whole = self._directions(whole, stacks)
-        return whole | parts
+        whole |= parts
+        if self.steps < self.options.warmup_steps:
+            gradients.blend(whole, self.steps / self.options.warmup_steps)
+        self._advance()
+        return whole
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""
@@ -566,8 +572,8 @@ class Preconditioner:
         return sorted(due, key=lambda layer: layer.number)
 
     def _turn(self) -> frozenset[Layer]:
-        """Whose turn it is to be refreshed: all at once, or one after the other."""
-        if self.steps == 0:
+        """Whose turn it is to be refreshed: of all at first and early, else one after the other."""
+        if self.steps == 0 or self.steps in self.options.early_refreshes:
             return frozenset(self.fed)
         interval = self.inv_update_steps
         return self._turns("refresh", interval).get(self.steps % interval, frozenset())
@@ -630,6 +636,8 @@ class Preconditioner:
         pair = self.layout.pair_of[members[0]]
         raw = gradients.stack(pair, members, gradient_of)
         new = apply(pair, raw, members)
+        if self.options.grafting:
+            gradients.graft(members, raw, new)
         return Preconditioned(members, new, gradients.products(members, raw, new))
 
     def _handed_out(self, apply: Apply) -> list[Preconditioned]:
@@ -793,8 +801,9 @@ class Preconditioner:
             fraction = checks.check_statistics_fraction(value)
         # A layer has one turn in an interval: the next time it takes the next rows.
         capture.sample = sample_of(fraction, self.steps // interval)
-        turn = self._turns("gathering", interval).get(self.steps % interval)
-        capture.wanted = turn or frozenset()
+        turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
+        early = self.steps in self.options.early_refreshes  # with the statistics of that very step
+        capture.wanted = frozenset(self.active) if early else turn
 
     def _gathering_steps(self) -> int:
         """In how many steps of an interval some layers gather statistics."""
@@ -1055,8 +1064,8 @@ class Preconditioner:
         are now, with every layer in use: "factors" on their way to the ranks that keep them,
         "second_order" results (of corrected eigenvalues, sums) to the gradient workers, "gradients"
         to all others, and the "status" that ranks exchange. It follows from shapes, without
-        communication; on one process nothing arrives. The gradients' own all-reduce, as
-        DistributedDataParallel's, is not in it.
+        communication; on one process nothing arrives. Not in it are ``early_refreshes``, each as
+        much as the first step, and the gradients' own all-reduce, as DistributedDataParallel's.
         """
         means = self.account.per_step(
             self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)

@@ -14,6 +14,14 @@ Factor = Callable[[int], float] | Mapping[int, float]
 _INTERVALS = ("factor_update_steps", "inv_update_steps")
 
 
+def check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, KFACMixin):
+        raise TypeError(
+            f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
+            "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
+        )
+
+
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """The same factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
     return dict.fromkeys(milestones, factor)
@@ -47,11 +55,7 @@ class KFACParamScheduler:
         inv_update_steps: Factor | None = None,
         compound: bool = False,
     ) -> None:
-        if not isinstance(optimizer, KFACMixin):
-            raise TypeError(
-                f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
-                "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
-            )
+        check_optimizer(optimizer)
         given = {
             "damping": damping,
             "factor_decay": factor_decay,

@@ -491,6 +491,17 @@ class SecondOrder:
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
 
+    def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
+        """δᵀFδ in all, of changes δ stacked like gradients; in eigenbases."""
+        slots = _slots(pair, members)
+        of = _picked(pair, slots, change)
+        values_g, values_a = of("g", "values"), of("a", "values")
+        assert values_g is not None and values_a is not None
+        squares = algebra.into_basis(change, of("g", "vectors"), of("a", "vectors")).square()
+        if self.correction:
+            return (pair.tensors["corrected"][slots] * squares).sum()
+        return (values_g[:, None, :] @ squares @ values_a[:, :, None]).sum()
+
 
 def _vectors(layout: Layout, layer: Layer) -> Basis:
     """A layer's bases, of G and of A; None for a diagonal factor."""

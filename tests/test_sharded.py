@@ -230,6 +230,12 @@ def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer):
     check(Plan((2,), parts, optimizer))
 
 
+@pytest.mark.parametrize("parts", [each, some])
+def test_grafting_warm_up_and_early_refreshes(parts):
+    helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3, "early_refreshes": (5,)}
+    check(Plan((2,), parts, options=helped))
+
+
 def lamb_in_part() -> str:
     model = sharded(Plan((2,), some), torch.float32)
     with pytest.raises(ValueError) as error:
