@@ -26,3 +26,13 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def peak_mb(device: str = "cpu") -> float:
+    """The most memory that this process has had; on CUDA, that tensors have taken."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    # Not getrusage: its peak begins with the parent's.
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 2**10

@@ -49,9 +49,9 @@ class CifarResNet(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward part, each after a layer norm."""
 
-    def __init__(self, width: int, heads: int, wide: int) -> None:
+    def __init__(self, width: int, heads: int, wide: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.wide, self.narrow = nn.Linear(width, wide), nn.Linear(wide, width)
@@ -62,13 +62,16 @@ class Block(nn.Module):
             layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
 
 
 class Transformer(nn.Module):
-    """A language model over a small alphabet, as GPT-2 is built."""
+    """A language model over a small alphabet, as GPT-2 is built.
+
+    Not ``causal``, every place sees the whole text, as in BERT.
+    """
 
     def __init__(
         self,
@@ -78,11 +81,12 @@ class Transformer(nn.Module):
         layers: int = 4,
         heads: int = 4,
         wide: int = 1024,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads, wide) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, wide, causal) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 
@@ -102,3 +106,38 @@ class Autoencoder(nn.Sequential):
             if i not in (len(widths) - 1, len(sizes) - 1):
                 layers.append(nn.Tanh())
         super().__init__(*layers)
+
+
+class Convolutions(nn.Sequential):
+    """Two 3×3 convolutions, each with a batch norm and a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (inputs, outputs):
+            layers.append(nn.Conv2d(channels, outputs, 3, 1, 1, bias=False))
+            layers += nn.BatchNorm2d(outputs), nn.ReLU()
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. (2015), small: images in, one logit a pixel out, of the same size."""
+
+    def __init__(self, channels: int = 3, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(map(Convolutions, (channels, *widths), widths))
+        narrower, wider = widths[-2::-1], widths[:0:-1]
+        self.widen = nn.ModuleList(
+            nn.ConvTranspose2d(w, n, 2, 2) for w, n in zip(wider, narrower, strict=True)
+        )
+        self.up = nn.ModuleList(Convolutions(2 * n, n) for n in narrower)
+        self.head = nn.Conv2d(widths[0], 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed = []
+        for down in self.down[:-1]:
+            passed.append(down(x))
+            x = F.max_pool2d(passed[-1], 2)
+        x = self.down[-1](x)
+        for widen, up in zip(self.widen, self.up, strict=True):
+            x = up(torch.cat([passed.pop(), widen(x)], 1))
+        return self.head(x)

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from kaisa_optim import KFACSGD
 
-from .machine import describe
+from .machine import describe, peak_mb
 from .networks import CifarResNet, Transformer
 
 matplotlib.use("Agg")
@@ -275,10 +275,7 @@ def _peak(task_name: str, short: bool, contestant: str, intervals: tuple[int, in
     task = (SHORT if short else TASKS)[task_name]
     makers, _ = contestants(task_name, "cpu")
     Trainer(task, "cpu", makers[contestant], intervals).run(3)
-    # Not getrusage: its peak begins with the parent's.
-    status = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in status if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 2**10
+    return peak_mb()
 
 
 # ---- output ----
