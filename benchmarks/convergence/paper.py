@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,9 @@ class Row:
         options: dict[str, Any] = {"lr": lr, "momentum": 0.9, "weight_decay": 5e-4}
         if self.kfac is None:
             return torch.optim.SGD(model.parameters(), **options)
-        return KFACSGD(model, **options, **self.kfac)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the base optimizer updates these")
+            return KFACSGD(model, **options, **self.kfac)
 
     def rate(self, epoch: float, world: int, part: int) -> float:
         """Over the peak: from one rank's rate up to all ranks' together, then down in tenths."""

@@ -202,9 +202,9 @@ def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Ten
 
 
 def _cifar(folder: Path | None) -> tuple[Pairs, Pairs, Pairs]:
-    """20,000 images; measured on the first 2,000 of these, scored on 2,000 test images."""
+    """20,000 images; measured on the first 1,000 of these, scored on 1,000 test images."""
     (images, labels), (held, answers) = sets.cifar10(folder, batches=2)
-    return (images, labels), (images[:2000], labels[:2000]), (held[:2000], answers[:2000])
+    return (images, labels), (images[:1000], labels[:1000]), (held[:1000], answers[:1000])
 
 
 def _pictures(size: int) -> Callable[[Pairs, torch.Generator], Iterator[Step]]:
@@ -235,7 +235,7 @@ def resnet8(size: int, steps: int) -> Task:
         F.cross_entropy,
         _plain_pictures,
         steps,
-        max(1, steps // 12),
+        max(1, steps // 8),
         {},
         score=Score("test accuracy", right),
         without=("Muon",),  # torch's takes matrices only
@@ -300,7 +300,7 @@ def unet(size: int, steps: int) -> Task:
         F.binary_cross_entropy_with_logits,
         _centres,
         steps,
-        max(1, steps // 12),
+        max(1, steps // 8),
         {"loss_terms": "positions"},
         score=Score("Dice", _dice),
         without=("Muon",),
@@ -381,7 +381,7 @@ def _guessed(out: Tensor, target: Tensor) -> Tensor:
 SIZED: dict[str, tuple[Callable[[int, int], Task], int, int]] = {
     "fashion": (fashion, 256, 1000),
     "resnet8": (resnet8, 256, 3 * (20_000 // 256)),
-    "unet": (unet, 8, 150),
+    "unet": (unet, 8, 120),
 }
 
 TASKS = {
@@ -393,7 +393,7 @@ TASKS = {
         fashion(8192, 150),
         resnet8(256, 3 * (20_000 // 256)),
         resnet8(1024, 3 * (20_000 // 1024)),
-        unet(8, 150),
+        unet(8, 120),
         Task(
             "characters",
             "GPT of 4 layers, d = 128, on Shakespeare's characters, 32 passages of 64",
