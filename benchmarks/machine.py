@@ -38,3 +38,13 @@ def _versions(*names: str) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def peak_mb(device: str = "cpu") -> float:
+    """The most memory that this process has had; on CUDA, that tensors have taken."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    # Not getrusage: its peak begins with the parent's.
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 2**10

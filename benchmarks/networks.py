@@ -90,11 +90,9 @@ class ResNet(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward part, each after a layer norm."""
 
-    causal = True
-
-    def __init__(self, width: int, heads: int, wide: int) -> None:
+    def __init__(self, width: int, heads: int, wide: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.wide, self.narrow = nn.Linear(width, wide), nn.Linear(wide, width)
@@ -116,9 +114,7 @@ class Block(nn.Module):
 
 
 class BertBlock(Block):
-    """All tokens see all; a layer norm after each part."""
-
-    causal = False
+    """A layer norm after each part."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.attend(x))
@@ -126,7 +122,10 @@ class BertBlock(Block):
 
 
 class Transformer(nn.Module):
-    """A language model over a small alphabet, as GPT-2 is built."""
+    """A language model over a small alphabet, as GPT-2 is built.
+
+    Not ``causal``, every place sees the whole text, as in BERT.
+    """
 
     def __init__(
         self,
@@ -136,11 +135,12 @@ class Transformer(nn.Module):
         layers: int = 4,
         heads: int = 4,
         wide: int = 1024,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads, wide) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, wide, causal) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 
@@ -164,7 +164,7 @@ class Bert(nn.Module):
         self.words = nn.Embedding(vocabulary, width)
         self.places, self.kinds = nn.Embedding(length, width), nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width)
-        blocks = (BertBlock(width, width // 64, 4 * width) for _ in range(layers))
+        blocks = (BertBlock(width, width // 64, 4 * width, causal=False) for _ in range(layers))
         self.blocks = nn.Sequential(*blocks)
         self.transform, self.last_norm = nn.Linear(width, width), nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
@@ -188,3 +188,38 @@ class Autoencoder(nn.Sequential):
             if i not in (len(widths) - 1, len(sizes) - 1):
                 layers.append(nn.Tanh())
         super().__init__(*layers)
+
+
+class Convolutions(nn.Sequential):
+    """Two 3×3 convolutions, each with a batch norm and a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (inputs, outputs):
+            layers.append(nn.Conv2d(channels, outputs, 3, 1, 1, bias=False))
+            layers += nn.BatchNorm2d(outputs), nn.ReLU()
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. (2015), small: images in, one logit a pixel out, of the same size."""
+
+    def __init__(self, channels: int = 3, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(map(Convolutions, (channels, *widths), widths))
+        narrower, wider = widths[-2::-1], widths[:0:-1]
+        self.widen = nn.ModuleList(
+            nn.ConvTranspose2d(w, n, 2, 2) for w, n in zip(wider, narrower, strict=True)
+        )
+        self.up = nn.ModuleList(Convolutions(2 * n, n) for n in narrower)
+        self.head = nn.Conv2d(widths[0], 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed = []
+        for down in self.down[:-1]:
+            passed.append(down(x))
+            x = F.max_pool2d(passed[-1], 2)
+        x = self.down[-1](x)
+        for widen, up in zip(self.widen, self.up, strict=True):
+            x = up(torch.cat([passed.pop(), widen(x)], 1))
+        return self.head(x)

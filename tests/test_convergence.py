@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-import random
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.convergence import search
-from benchmarks.convergence.contestants import CONTESTANTS, Contestant, one_of
+from benchmarks.convergence import contest, search
+from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 
 
@@ -30,16 +30,16 @@ def line(steps: int = 40) -> Task:
 
     return Task(
         "line", "a line", network, lambda folder: (torch.ones(4, 1),) * 2,
-        lambda data, generator: (data, 3 * data),
+        lambda data, generator: itertools.repeat([(data, 3 * data)]),
         lambda out, target: (out - target).square().mean(), whole, steps, 10, {},
     )  # fmt: skip
 
 
-def plain(*rates: float) -> Contestant:
+def plain(*rates: float, name: str = "plain") -> Contestant:
     def build(model, config, kfac):
         return [torch.optim.SGD(model.parameters(), **config)]
 
-    return Contestant("plain", build, {"lr": one_of(*rates)})
+    return Contestant(name, build, {"lr": one_of(*rates)})
 
 
 DATA = (torch.ones(4, 1),) * 2
@@ -63,6 +63,98 @@ def test_a_search_that_was_broken_off_goes_on(tmp_path):
     assert json.dumps(again.runs) == json.dumps(first.runs)
     with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
         assert search.search(task, DATA, one, again) == {"lr": 0.1}
+
+
+def test_a_run_that_is_broken_off_while_it_is_kept_loses_no_other(tmp_path):
+    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
+    kept = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    with mock.patch.object(search.Path, "write_text", half_written), pytest.raises(OSError):
+        search.Store(path).get(task, DATA, one, {"lr": 0.1}, 1, 10)
+    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
+        again = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    assert again.loss == kept.loss
+
+
+def half_written(path, text):
+    path.write_bytes(text[: len(text) // 2].encode())
+    raise OSError("disk full")
+
+
+def test_runs_of_another_task_or_with_other_threads_are_not_taken(tmp_path):
+    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
+    store = search.Store(path)
+    for kind in (task, task, dataclasses.replace(task, about="a longer line")):
+        store.get(kind, DATA, one, {"lr": 0.1}, 0, 10)
+    assert len(store.runs) == 2
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        store.get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(store.runs) == 3
+
+
+def test_settings_that_two_have_in_common_fall_on_the_same_places():
+    low = Contestant("low", None, {"lr": between(1e-3, 1e-1), "beta1": one_of(0.9, 0.95)})
+    high = Contestant(
+        "high", None, {"every": one_of(1, 2), "beta1": one_of(0.8, 0.85), "lr": between(1e-1, 10)}
+    )
+    draws = [(low.draw(f"a {i}"), high.draw(f"a {i}")) for i in range(30)]
+    for ours, theirs in draws:
+        assert theirs["lr"] == pytest.approx(100 * ours["lr"])
+        assert (ours["beta1"] == 0.9) == (theirs["beta1"] == 0.8)
+    assert len({ours["lr"] for ours, _ in draws}) > 25
+    assert {(o["beta1"], t["every"]) for o, t in draws} == {
+        (beta, every) for beta in (0.9, 0.95) for every in (1, 2)
+    }
+
+
+def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
+    task, store = line(), search.Store(tmp_path / "runs.json")
+    rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}
+    entries = [
+        contest.Entry(
+            dataclasses.replace(
+                plain(name=name),
+                space={"lr": lambda generator, r=rate: r * (1 + generator.random())},
+            ),
+            task,
+        )
+        for name, rate in rates.items()
+    ]
+    found = contest.contest(entries, DATA, store, 6, (1, 2, 3))
+    tried = [json.loads(key) for key in store.runs]
+    for name in rates:
+        assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
+        assert {key[4] for key in tried if key[2] == name and key[5] == 40} == {0, 1, 2, 3}
+    fast, slow = (
+        next(r for r in found.reached if r.optimizer == n) for n in ("KFAC fast", "KFAC slow")
+    )
+    assert slow.steps is slow.seconds is None
+    assert fast.steps < 40 and fast.of_its_steps == fast.steps / 40
+    contest.report(found, None)
+    printed = capsys.readouterr().out
+    assert "KFAC slow                not within the horizon" in printed
+    contest.save(tmp_path / "result", "a line", found, store, ["Shampoo: absent"])
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert kept["left out"] == ["Shampoo: absent"] and len(kept["final"]) == 3
+    assert (tmp_path / "result.png").stat().st_size > 1000
+
+
+def test_who_takes_part_and_why_not():
+    gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
+    with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):
+        present, lines = contest.picked(["SGD", "Muon", "SOAP"], TASKS["resnet8-256"])
+    assert [one.name for one in present] == ["SGD"]
+    assert lines == [
+        "Muon: not for this task",
+        "SOAP: absent, as a_package_that_nobody_has is not installed",
+    ]
+    present, lines = contest.picked(["LAMB", "SGD"], TASKS["masked"])
+    assert [one.name for one in present] == ["LAMB"] and lines == ["SGD: not for this task"]
+    with pytest.raises(SystemExit, match="nobody is left to train masked"):
+        contest.picked(["SGD"], TASKS["masked"])
 
 
 def test_a_run_that_diverges_ends(tmp_path):
@@ -91,6 +183,6 @@ def test_every_contestant_learns(name):
     data = task.load(None)
     losses = []
     for seed in range(4):  # some draw is bad, not all
-        run = search.train(task, data, one, one.draw(random.Random(seed)), 0, 40)
+        run = search.train(task, data, one, one.draw(f"{seed}"), 0, 40)
         losses.append(run.loss / run.curve[0][2])
     assert min(losses) < 0.9

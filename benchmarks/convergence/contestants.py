@@ -1,4 +1,4 @@
-"""Who trains: each optimizer with the settings among which it is tuned."""
+"""Who trains: each optimizer with the settings among which it is tuned; none decays weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ class Contestant:
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # a package that may be absent
 
-    def draw(self, generator: random.Random) -> Config:
-        return {name: one(generator) for name, one in self.space.items()}
+    def draw(self, trial: str) -> Config:
+        """A trial's settings; one that two contestants have falls on the same place of its range.
+
+        Otherwise the luckier draws would win.
+        """
+        return {name: one(random.Random(f"{trial} {name}")) for name, one in self.space.items()}
 
     @property
     def absent(self) -> bool:
@@ -58,11 +62,13 @@ def _sgd(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimiz
 
 
 def _adamw(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=_betas(config))]
+    options: Config = {"lr": config["lr"], "betas": _betas(config), "weight_decay": 0.0}
+    return [torch.optim.AdamW(model.parameters(), **options)]
 
 
 def _lamb(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-    return [LAMB(model.parameters(), lr=config["lr"], betas=_betas(config))]
+    options: Config = {"lr": config["lr"], "betas": _betas(config), "weight_decay": 0.0}
+    return [LAMB(model.parameters(), **options)]
 
 
 def _betas(config: Config) -> tuple[float, float]:
@@ -104,7 +110,7 @@ def _ours(cls: type[Any], moments: str | None = None) -> Any:
         if moments is not None:
             options["moments"] = moments
         intervals = {"factor_update_steps": every, "inv_update_steps": 10 * every}
-        return [cls(model, **options, **intervals, **kfac)]
+        return [cls(model, weight_decay=0.0, **options, **intervals, **kfac)]
 
     return build
 
@@ -150,6 +156,7 @@ CONTESTANTS = {
         ),
         Contestant("KFACAdam", _ours(KFACAdam), {**_ADAM, **_PLAIN}),
         Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, "eigenbasis"), _EIGENBASIS),
+        Contestant("KFACLAMB", _ours(KFACLAMB), {**_ADAM, **_PLAIN}),
         Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, "eigenbasis"), _EIGENBASIS),
     )
 }

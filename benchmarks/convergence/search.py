@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from kaisa_optim.optimizers import KFACMixin
+
 from .contestants import Config, Contestant
-from .tasks import Task
+from .tasks import Step, Task
 
 WARMUP = 0.05  # of the steps; then a cosine to nothing, for all alike
 TRIALS = 12
@@ -33,39 +36,63 @@ class Run:
     steps: int
     loss: float  # at the end; inf where it diverged
     seconds: float  # of training, without measurements
-    curve: list[tuple[int, float, float]]  # step, seconds, loss
+    curve: list[tuple[int, float, float, float | None]]  # step, seconds, loss, score
 
 
 def train(
-    task: Task, data: tuple[Tensor, Tensor], one: Contestant, config: Config, seed: int, steps: int
+    task: Task,
+    data: tuple[Any, ...],
+    one: Contestant,
+    config: Config,
+    seed: int,
+    steps: int,
+    device: str = "cpu",
 ) -> Run:
     """Train from a seed's weights on its batches, with a schedule that ends at ``steps``."""
     torch.manual_seed(seed)
-    model = task.network()
-    generator = torch.Generator().manual_seed(1000 + seed)
+    model = task.network().to(device)
+    batches = task.batches(data[0], torch.Generator().manual_seed(1000 + seed))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the base optimizer updates these")
         optimizers = one.build(model, config, task.kfac)
     schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in optimizers]
-    curve = [(0, 0.0, task.measure(model, data[1]))]
-    seconds = 0.0
+    curve = [(0, 0.0, *task.measure(model, data, device))]
+    seconds, start = 0.0, now(device)
     for step in range(1, steps + 1):
-        start = time.perf_counter()
-        x, y = task.batch(data[0], generator)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        task.loss(model(x), y).backward()
+        backward(task, model, optimizers, next(batches), device)
         for optimizer in optimizers:
             optimizer.step()
         for schedule in schedules:
             schedule.step()
-        seconds += time.perf_counter() - start
         if step % task.every == 0 or step == steps:
-            loss = task.measure(model, data[1])
-            curve.append((step, seconds, loss))
-            if not loss < 3 * curve[0][2]:
+            seconds += now(device) - start
+            curve.append((step, seconds, *task.measure(model, data, device)))
+            if not curve[-1][2] < 3 * curve[0][2]:
                 return Run(config, seed, steps, math.inf, seconds, curve)
+            start = now(device)
     return Run(config, seed, steps, curve[-1][2], seconds, curve)
+
+
+def backward(
+    task: Task, model: nn.Module, optimizers: Sequence[Optimizer], step: Step, device: str = "cpu"
+) -> None:
+    """Gradients of the loss that averages over all terms of a step's micro-batches."""
+    terms = [task.weight(y) for _, y in step]
+    if task.terms is not None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, KFACMixin):
+                optimizer.preconditioner.loss_terms = sum(terms)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for (x, y), n in zip(step, terms, strict=True):
+        loss = task.loss(model(x.to(device)), y.to(device))
+        (loss * (n / sum(terms))).backward()
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _rate(step: int, steps: int) -> float:
@@ -78,18 +105,23 @@ def _rate(step: int, steps: int) -> float:
 class Store:
     """Runs that are done, in a file; a search that is started again goes on from there."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.path, self.device = path, device
         self.runs: dict[str, dict[str, Any]] = {}
         if path.exists():
             self.runs = json.loads(path.read_text())
 
     def get(self, task: Task, data: Any, one: Contestant, config: Config, seed: int, n: int) -> Run:
-        key = json.dumps([task.name, one.name, config, seed, n])
+        # Seconds of other devices and threads are no measure of these.
+        where = self.device, torch.get_num_threads()
+        key = json.dumps([task.name, task.about, one.name, config, seed, n, *where])
         if key not in self.runs:
-            self.runs[key] = vars(train(task, data, one, config, seed, n))
+            self.runs[key] = vars(train(task, data, one, config, seed, n, self.device))
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.runs))
+            # Put in place whole: a run that is broken off while it writes loses nothing.
+            written = self.path.with_suffix(".part")
+            written.write_text(json.dumps(self.runs))
+            written.replace(self.path)
         return Run(**self.runs[key])
 
     @property
@@ -99,8 +131,7 @@ class Store:
 
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
     """Successive halving: all trials run a little, the better ones longer; the best settings."""
-    generator = random.Random(f"{task.name} {one.name}")
-    configs = [one.draw(generator) for _ in range(trials)]
+    configs = [one.draw(f"{task.name} {i}") for i in range(trials)]
     for part, kept in RUNGS:
         steps = max(1, round(part * task.steps))
         runs = [store.get(task, data, one, config, 0, steps) for config in configs]

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure as Drawing
 
+from benchmarks.machine import peak_mb
 from kaisa_optim.layers import Layer
 
 from .contestants import NEVER, TURN, Maker, Seconds, Trainer, contestants, race
@@ -182,10 +183,7 @@ def _peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: s
     task = tasks(short)[task_name]
     makers, _ = contestants(task, "cpu")
     Trainer(task, "cpu", makers[contestant], intervals).run(3)
-    # Not getrusage: its peak begins with the parent's.
-    status = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in status if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 2**10
+    return peak_mb()
 
 
 # ---- output ----

@@ -1,0 +1,177 @@
+"""A contest: the search for each one's settings, the finals, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.machine import describe
+
+from .contestants import CONTESTANTS, Config, Contestant
+from .search import Run, Store, search, shortest
+from .tasks import Task
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+PARTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who trains what; tasks of one contest have the same data, and may have other batches."""
+
+    one: Contestant
+    task: Task
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What an optimizer needs to come to where a baseline ends; None where it never does."""
+
+    baseline: str
+    optimizer: str
+    steps: int | None
+    seconds: float | None
+    of_its_steps: float | None  # over the baseline's
+    of_its_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    best: dict[str, Config]
+    final: dict[str, list[Run]]  # one a seed
+    reached: list[Reached]
+
+
+def picked(names: Sequence[str], task: Task) -> tuple[list[Contestant], list[str]]:
+    """Those who take part, and a line on each of the others."""
+    present, lines = [], []
+    for name in names:
+        one = CONTESTANTS[name]
+        if name in task.without or (task.only is not None and name not in task.only):
+            lines.append(f"{name}: not for this task")
+        elif one.absent:
+            lines.append(f"{name}: absent, as {one.needs} is not installed")
+        else:
+            present.append(one)
+    if not present:
+        raise SystemExit(f"nobody is left to train {task.name}: {'; '.join(lines)}")
+    return present, lines
+
+
+def contest(
+    entries: Sequence[Entry], data: Any, store: Store, trials: int, seeds: Sequence[int]
+) -> Outcome:
+    """The same number of trials for all, then a run for each seed, then shorter horizons."""
+    best = {e.one.name: search(e.task, data, e.one, store, trials) for e in entries}
+    final: dict[str, list[Run]] = {name: [] for name in best}
+    # They take turns, so that a machine that slows down slows all of them.
+    for seed in seeds:
+        for e in entries:
+            run = store.get(e.task, data, e.one, best[e.one.name], seed, e.task.steps)
+            final[e.one.name].append(run)
+    reached = []
+    for base in (e for e in entries if not e.one.name.startswith("KFAC")):
+        own = final[base.one.name]
+        target = statistics.median(run.loss for run in own)
+        seconds = statistics.median(run.seconds for run in own)
+        for e in entries:
+            if e is base or target == math.inf:
+                continue
+            name = e.one.name
+            part, runs = shortest(
+                e.task, data, e.one, best[name], tuple(seeds), target, store, PARTS
+            )
+            found = Reached(base.one.name, name, None, None, None, None)
+            if part < math.inf:
+                needed, steps = statistics.median(run.seconds for run in runs), runs[0].steps
+                ratios = steps / base.task.steps, needed / seconds
+                found = Reached(base.one.name, name, steps, needed, *ratios)
+            reached.append(found)
+    return Outcome(best, final, reached)
+
+
+def rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """The finals, the lowest loss first."""
+    found = []
+    for name, runs in outcome.final.items():
+        losses = [run.loss for run in runs]
+        row: dict[str, Any] = {
+            "optimizer": name,
+            "loss": statistics.median(losses),
+            "spread": [min(losses), max(losses)],
+        }
+        scores = [score for run in runs if (score := run.curve[-1][3]) is not None]
+        if scores:
+            row["score"] = statistics.median(scores)
+        row["ms per step"] = 1e3 * statistics.median(r.seconds / r.curve[-1][0] for r in runs)
+        row["settings"] = outcome.best[name]
+        found.append(row)
+    return sorted(found, key=lambda row: row["loss"])
+
+
+def report(outcome: Outcome, score: str | None) -> None:
+    for row in rows(outcome):
+        low, high = row["spread"]
+        second = f" {score} {row['score']:.4g}" if score else ""
+        print(
+            f"{row['optimizer']:24} {row['loss']:.5g} [{low:.5g}, {high:.5g}]{second} "
+            f"{row['ms per step']:.2f} ms  {row['settings']}"
+        )
+    for one in outcome.reached:
+        what = "not within the horizon"
+        if one.steps is not None:
+            what = (
+                f"{one.steps} steps, {one.of_its_steps:.2f} of its; "
+                f"{one.seconds:.1f} s, {one.of_its_seconds:.2f} of its"
+            )
+        print(f"to {one.baseline}'s loss: {one.optimizer:24} {what}")
+
+
+def save(
+    stem: Path, about: str, outcome: Outcome, store: Store, lines: list[str], **more: Any
+) -> None:
+    """``stem``.json and ``stem``.png."""
+    result = {
+        "task": about,
+        "machine": describe(store.device),
+        **more,
+        "final": rows(outcome),
+        "to the baseline's loss": [vars(one) for one in outcome.reached],
+        "left out": lines,
+    }
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(stem.with_suffix(".png"), about, outcome.final)
+    print(f"{store.seconds:.0f} s of training in all; saved as {stem}.json and .png", flush=True)
+
+
+def plot(path: Path, about: str, final: dict[str, list[Run]]) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for i, (label, runs) in enumerate(final.items()):
+        middle = sorted(runs, key=lambda run: run.loss)[len(runs) // 2]
+        points = [point for point in middle.curve if math.isfinite(point[2])]
+        for axis, column in zip(axes, (0, 1), strict=True):
+            axis.plot(
+                [p[column] for p in points],
+                [p[2] for p in points],
+                label=label,
+                color=f"C{i}",
+                ls="-" if label.startswith("KFAC") else "--",
+            )
+    for axis, text in zip(axes, ("steps", "seconds"), strict=True):
+        axis.set(xlabel=text, yscale="log")
+    axes[0].set_ylabel("loss")
+    axes[1].legend(fontsize=7)
+    figure.suptitle(about)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
