@@ -20,6 +20,7 @@ from .tasks import Task
 TURN = 10  # steps of one contestant before the next one's
 BATCHES = 10  # that a contestant goes through: factors must move, or refreshes would be too easy
 NEVER = 10**9  # steps
+TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
 
 Name = TypeVar("Name", bound=Hashable)
 Seconds = tuple[float, float]  # of a step: forward and backward, and the optimizer's part
@@ -185,14 +186,19 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
     ]
 
 
-OURS = {"KFACSGD": ours(), "KFACSGD, inverse": ours(compute_method="inverse")}
+OURS = {
+    "KFACSGD": ours(),
+    "KFACSGD, bases kept": ours(basis_tolerance=TOLERANCE),
+    "KFACSGD, inverse": ours(compute_method="inverse"),
+}
+QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}  # of the statistics
 PEERS = {"kfac-pytorch": kfac_pytorch, "SOAP": soap, "Muon": muon}
 NEEDS = {"kfac-pytorch": "kfac", "SOAP": "pytorch_optimizer"}
 
 
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     """Those that can run on this machine, the base first, and the names of the absent."""
-    found: dict[str, Maker] = {"SGD": sgd, **OURS}
+    found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else {})}
     absent = []
     for peer, make in PEERS.items() if task.peers else ():
         try:

@@ -67,7 +67,12 @@ TASKS = {
         CifarResNet,
         lambda: images(128),
         {},
-        wanted={("KFACSGD", LONG): 1.15, ("KFACSGD", OFTEN): 2.0},
+        wanted={
+            ("KFACSGD", LONG): 1.15,
+            ("KFACSGD", OFTEN): 2.0,
+            ("KFACSGD, bases kept", LONG): 1.15,
+            ("KFACSGD, bases kept", OFTEN): 2.0,
+        },
     ),
     "transformer": Task(
         "transformer",
@@ -77,6 +82,8 @@ TASKS = {
         wanted={
             ("KFACSGD", LONG): 1.45,
             ("KFACSGD", OFTEN): 2.0,
+            ("KFACSGD, bases kept", LONG): 1.45,
+            ("KFACSGD, bases kept", OFTEN): 2.0,
             ("KFACSGD, inverse", LONG): 1.25,
         },
     ),
@@ -92,7 +99,12 @@ TASKS = {
     ),
     # 65,536 tokens a step.
     "bert-large": _bert(
-        "BERT-Large", Bert, batch=64, passes=8, intervals=(LONG,), wanted={("KFACSGD", LONG): 1.2}
+        "BERT-Large",
+        Bert,
+        batch=64,
+        passes=8,
+        intervals=(LONG,),
+        wanted={("KFACSGD", LONG): 1.2, ("KFACSGD, a quarter", LONG): 1.1},
     ),
 }
 SHORT = {
