@@ -1,7 +1,7 @@
 """CPU time of a refresh of BERT-Base's factors, beside torch.linalg.eigh on each factor.
 
 One thread; bases that still fit stay (``basis_tolerance``). The optimizer has the Linear layers of
-some of the 12 equal blocks, and refreshes all of them in one step. Between two refreshes the running
+some of the 12 equal blocks, and refreshes all of them in one step. Between two refreshes running
 averages take in ten updates of 2,048 rows with decay 0.95, as in training: a basis of the last
 refresh says much about the next, but not all.
 
