@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from benchmarks.convergence import contest, search
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
+from benchmarks.convergence.muon import MetricMuon, Muon32, polar
 from benchmarks.convergence.tasks import TASKS, Task
 
 
@@ -186,3 +188,43 @@ def test_every_contestant_learns(name):
         run = search.train(task, data, one, one.draw(f"{seed}"), 0, 40)
         losses.append(run.loss / run.curve[0][2])
     assert min(losses) < 0.9
+
+
+def muon_step(cls: Any, model: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What one step with lr 1 takes from the weight."""
+    (layer,) = model
+    first = [model] if cls is MetricMuon else []
+    opt = cls(*first, [layer.weight], lr=1.0, weight_decay=0.0, momentum=0.9, **options)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = None
+    (layer(x) ** 3).sum().backward()
+    opt.step()
+    moved = before - layer.weight.detach()
+    layer.weight.data.copy_(before)
+    return moved
+
+
+def test_muon_in_float32_takes_the_steps_of_torchs():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 15, bias=False)), torch.randn(32, 6)
+    ours, theirs = muon_step(Muon32, model, x), muon_step(torch.optim.Muon, model, x)
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)  # theirs are in bfloat16
+    assert not torch.equal(ours, theirs)
+
+
+def test_the_metric_of_muon():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6, bias=False)), torch.randn(32, 6)
+    plain = muon_step(Muon32, model, x)
+    large = muon_step(MetricMuon, model, x, damping=1e8)
+    torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-4)
+    moved = muon_step(MetricMuon, model, x, damping=0.1)
+    rows = 3 * model(x).detach() ** 2
+    g = rows.T @ rows
+    g = g / g.trace() * len(g) + 0.1 * torch.eye(6)
+    values, vectors = torch.linalg.eigh(g)
+    left = vectors @ values.rsqrt().diag() @ vectors.T
+    momentum = rows.T @ x
+    group = torch.optim.Muon([model[0].weight]).param_groups[0]
+    expected = left @ polar(left @ momentum, group["ns_coefficients"], group["ns_steps"])
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-3)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
+
+from .muon import MetricMuon, Muon32
 
 Config = dict[str, Any]
 
@@ -77,15 +79,34 @@ def _betas(config: Config) -> tuple[float, float]:
 
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     """For matrices inside of the network; AdamW for the rest, as its users do."""
-    outer = {p for name, p in model.named_parameters() if name.startswith(("words", "head"))}
-    hidden = [p for p in model.parameters() if p.dim() == 2 and p not in outer]
-    rest = [p for p in model.parameters() if p.dim() != 2 or p in outer]
-    found: list[Optimizer] = [
-        torch.optim.Muon(hidden, lr=config["lr"], momentum=config["momentum"], weight_decay=0.0)
-    ]
-    if rest:
-        found.append(torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0))
-    return found
+    hidden, rest = _hidden(model)
+    on_cpu = hidden[0].device.type == "cpu"
+    muon = (Muon32 if on_cpu else torch.optim.Muon)(hidden, **_muons(config))
+    return [muon, *_companion(rest, config)]
+
+
+def _metric_muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    hidden, rest = _hidden(model)
+    muon = MetricMuon(model, hidden, damping=config["damping"], **_muons(config), **kfac)
+    return [muon, *_companion(rest, config)]
+
+
+def _hidden(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Matrices inside of the network, and the rest."""
+    hidden: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, p in model.named_parameters():
+        outer = name.startswith(("words", "places", "head")) or p.dim() != 2
+        (rest if outer else hidden).append(p)
+    return hidden, rest
+
+
+def _muons(config: Config) -> Config:
+    return {"lr": config["lr"], "momentum": config["momentum"], "weight_decay": 0.0}
+
+
+def _companion(rest: list[Tensor], config: Config) -> list[Optimizer]:
+    return [torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0)] if rest else []
 
 
 def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
@@ -120,6 +141,11 @@ _ADAM = {
     "beta1": one_of(0.9, 0.95),
     "beta2": one_of(0.95, 0.99, 0.999),
 }
+_MUON = {
+    "lr": between(1e-3, 1e-1),
+    "momentum": one_of(0.9, 0.95),
+    "lr_rest": between(3e-4, 3e-2),
+}
 _EIGENBASIS = {**_ADAM, "lr": between(1e-3, 1e-1), "every": one_of(1, 2, 5)}
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
@@ -133,14 +159,9 @@ CONTESTANTS = {
         Contestant("SGD", _sgd, {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)}),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, _ADAM),
+        Contestant("Muon", _muon, _MUON),
         Contestant(
-            "Muon",
-            _muon,
-            {
-                "lr": between(1e-3, 1e-1),
-                "momentum": one_of(0.9, 0.95),
-                "lr_rest": between(3e-4, 3e-2),
-            },
+            "Muon, K-FAC metric", _metric_muon, {**_MUON, "damping": one_of(0.03, 0.1, 0.3)}
         ),
         Contestant(
             "SOAP",

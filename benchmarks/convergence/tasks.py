@@ -31,6 +31,9 @@ class Score:
     of: Callable[[Tensor, Tensor], Tensor]
 
 
+MUONS = ("Muon", "Muon, K-FAC metric")
+
+
 @dataclass(frozen=True)
 class Task:
     """One thing to train.
@@ -238,7 +241,7 @@ def resnet8(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {},
         score=Score("test accuracy", right),
-        without=("Muon",),  # torch's takes matrices only
+        without=MUONS,  # they take matrices only
     )
 
 
@@ -303,7 +306,7 @@ def unet(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {"loss_terms": "positions"},
         score=Score("Dice", _dice),
-        without=("Muon",),
+        without=MUONS,
     )
 
 
