@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WIDE = 512  # from here on half of a symmetric product is saved by parts
+_WIDE = 256  # from here on half of a symmetric product is saved by parts
 _PARTS = 4
 
 

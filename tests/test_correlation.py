@@ -41,7 +41,7 @@ def geometries(draw):
 
 
 @given(geometries(), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=200, derandomize=True)
 def test_moments_and_sums_are_those_of_the_patches(geometry, seed):
     size, kernel, dilation, pad, groups = geometry
     generator = torch.Generator().manual_seed(seed)
@@ -96,12 +96,12 @@ def test_it_pays_where_the_image_is_larger_than_the_kernel():
     assert not pays((7, 7), (7, 7), (1, 1), [(0, 0), (0, 0)])  # one position
 
 
-@pytest.mark.parametrize("n", [511, 512, 513, 700])
+@pytest.mark.parametrize("n", [255, 256, 257, 700])
 def test_half_of_a_wide_product_is_all_of_it(n):
     torch.manual_seed(0)
     rows = torch.randn(2, 200, n, dtype=torch.float64)
     moment = second_moment(rows, diagonal=False)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
     quarter = -(-n // 4)
-    if n >= 512:  # one part is the other's copy
+    if n >= 256:  # one part is the other's copy
         assert torch.equal(moment[:, quarter:, :quarter], moment[:, :quarter, quarter:].mT)

@@ -80,7 +80,7 @@ def test_a_batch_taken_in_parts_is_the_same_batch(monkeypatch, make, shape, weig
     net = nn.Sequential(make().double(), nn.Flatten())
     x = torch.randn(shape).double()
     whole = step(copy.deepcopy(net), x, weight_sharing=weight_sharing)
-    monkeypatch.setattr(norm, "_CHUNK_ELEMENTS", 60)
+    monkeypatch.setattr(norm, "_chunk", lambda tensor: 60)
     monkeypatch.setattr(conv, "_PATCH_ELEMENTS", 60)
     parts = step(net, x, weight_sharing=weight_sharing)
     for one, other in zip(*(o.preconditioner.factors("0") for o in (whole, parts)), strict=True):

@@ -17,7 +17,10 @@ from ..algebra import projected_diagonal
 from ..sampling import WHOLE, Part
 from .base import Basis, Layer, Moments, register_layer
 
-_CHUNK_ELEMENTS = 1 << 24
+
+def _chunk(tensor: Tensor) -> int:
+    """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches."""
+    return 1 << (18 if tensor.device.type == "cpu" else 24)
 
 
 class _Norm(Layer):
@@ -74,7 +77,7 @@ class _Norm(Layer):
         size = sum(covers)
         g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
         # Wide copies are made of a part of the batch at a time: memory stays bounded.
-        chunk = batch if whole else max(1, _CHUNK_ELEMENTS // max(1, positions * self.blocks))
+        chunk = batch if whole else max(1, _chunk(grad) // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
             shift = self._flat(grad[span].to(dtype))
@@ -177,7 +180,7 @@ class BatchNormLayer(_ChannelNorm):
         count = x.shape[0] * x.shape[2]
         mean = x.sum((0, 2), dtype=dtype) / count
         var = torch.zeros_like(mean)
-        for part in x.split(max(1, _CHUNK_ELEMENTS // x[0].numel())):
+        for part in x.split(max(1, _chunk(x) // x[0].numel())):
             centered = part.to(dtype) - mean[:, None]
             var += (centered * centered).sum((0, 2))
         return mean, var / count
