@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.networks import Bert, CifarResNet, ResNet, Transformer
 
@@ -32,12 +35,45 @@ class Task:
     wanted: dict[tuple[str, tuple[int, int]], float] = field(default_factory=dict)
 
 
-def images(batch: int, size: int = 32, classes: int = 10) -> tuple[Tensor, Tensor]:
+def images(batch: int, size: int = 224, classes: int = 1000) -> tuple[Tensor, Tensor]:
+    """Noise: what it costs, whatever is learned."""
     return torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
 
 
-def tokens(batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(96, (batch, LENGTH)), torch.randint(96, (batch, LENGTH))
+# Where refreshes are measured, factors have to move as those of real data do.
+
+
+def digits(batch: int) -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits, as large as CIFAR-10's images."""
+    pixels, labels = _digits()
+    picked = torch.randint(len(labels), (batch,))
+    images = F.interpolate(pixels[picked], size=32, mode="bilinear")
+    return images.expand(-1, 3, -1, -1).contiguous(), labels[picked]
+
+
+@functools.cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = torch.tensor(found.images, dtype=torch.float32)[:, None]
+    return (pixels - pixels.mean()) / pixels.std(), torch.tensor(found.target)
+
+
+def text(batch: int) -> tuple[Tensor, Tensor]:
+    """Passages of the source of torch.nn.functional, and what follows each character."""
+    characters = _characters()
+    starts = torch.randint(len(characters) - LENGTH, (batch, 1))
+    passages = characters[starts + torch.arange(LENGTH + 1)]
+    return passages[:, :-1], passages[:, 1:]
+
+
+@functools.cache
+def _characters() -> Tensor:
+    """Printable ones as 0 to 94, all others as 95."""
+    source = Path(F.__file__).read_bytes()
+    codes = torch.frombuffer(bytearray(source), dtype=torch.uint8).long() - 32
+    return torch.where((codes < 0) | (codes > 94), 95, codes)
 
 
 def masked(batch: int, vocabulary: int = 30522) -> tuple[Tensor, Tensor]:
@@ -65,7 +101,7 @@ TASKS = {
     "resnet32": Task(
         "ResNet-32",
         CifarResNet,
-        lambda: images(128),
+        lambda: digits(128),
         {},
         wanted={
             ("KFACSGD", LONG): 1.15,
@@ -77,7 +113,7 @@ TASKS = {
     "transformer": Task(
         "transformer",
         Transformer,
-        lambda: tokens(16),
+        lambda: text(16),
         {"loss_terms": "positions"},
         wanted={
             ("KFACSGD", LONG): 1.45,
@@ -90,7 +126,7 @@ TASKS = {
     "resnet50": Task(
         "ResNet-50",
         ResNet,
-        lambda: images(128, 224, 1000),
+        lambda: images(128),
         {},
         (LONG,),
         half=True,
@@ -108,11 +144,11 @@ TASKS = {
     ),
 }
 SHORT = {
-    "resnet32": Task("ResNet-8", lambda: CifarResNet(8), lambda: images(16), {}, ((2, 4),)),
+    "resnet32": Task("ResNet-8", lambda: CifarResNet(8), lambda: digits(16), {}, ((2, 4),)),
     "transformer": Task(
         "one-layer transformer",
         lambda: Transformer(width=64, layers=1, wide=128),
-        lambda: tokens(2),
+        lambda: text(2),
         {"loss_terms": "positions"},
         ((2, 4),),
     ),
