@@ -183,11 +183,12 @@ def test_every_contestant_learns(name):
     task = dataclasses.replace(TASKS["digits-256"], steps=30)
     one = CONTESTANTS[name]
     data = task.load(None)
-    losses = []
-    for seed in range(4):  # some draw is bad, not all
-        run = search.train(task, data, one, one.draw(f"{seed}"), 0, 40)
-        losses.append(run.loss / run.curve[0][2])
-    assert min(losses) < 0.9
+
+    def learns(seed: int) -> bool:
+        run = search.train(task, data, one, one.draw(f"{seed}"), 0, 30)
+        return run.loss < 0.9 * run.curve[0][2]
+
+    assert any(learns(seed) for seed in range(4))  # some draw is bad, not all
 
 
 def muon_step(cls: Any, model: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -150,7 +150,7 @@ def plans(draw) -> Plan:
 
 
 @given(plans())
-@property_test(70)
+@property_test(35)
 def test_ranks_take_the_steps_of_one_process(plan):
     check(plan)
 
