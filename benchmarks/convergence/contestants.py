@@ -26,7 +26,7 @@ class Contestant:
     name: str
     build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
     space: dict[str, Callable[[random.Random], Any]]
-    needs: str | None = None  # a package that may be absent
+    needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
 
     def draw(self, trial: str) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
@@ -39,6 +39,8 @@ class Contestant:
     def absent(self) -> bool:
         if self.needs is None:
             return False
+        if self.needs.startswith("torch.optim."):
+            return not hasattr(torch.optim, self.needs.removeprefix("torch.optim."))
         try:
             __import__(self.needs)
         except ImportError:
@@ -159,9 +161,12 @@ CONTESTANTS = {
         Contestant("SGD", _sgd, {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)}),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, _ADAM),
-        Contestant("Muon", _muon, _MUON),
+        Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),
         Contestant(
-            "Muon, K-FAC metric", _metric_muon, {**_MUON, "damping": one_of(0.03, 0.1, 0.3)}
+            "Muon, K-FAC metric",
+            _metric_muon,
+            {**_MUON, "damping": one_of(0.03, 0.1, 0.3)},
+            "torch.optim.Muon",
         ),
         Contestant(
             "SOAP",

@@ -22,9 +22,10 @@ from kaisa_optim.stacks import Shelf, alike
 from kaisa_optim.statistics import Statistics, Tally
 
 Coefficients = tuple[float, float, float]
+_Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # of torch 2.9 and newer
 
 
-class Muon32(torch.optim.Muon):
+class Muon32(_Muon):
     """torch.optim.Muon with products in float32.
 
     CPUs without bfloat16 units take some twenty times as long for torch's own.
