@@ -153,9 +153,9 @@ def projected_moment(
 
 
 def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
-    """The diagonal of Qᵀ M Q, ``[k, n]``; a moment given as ``[k, n]`` is diagonal."""
+    """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal."""
     if moment.dim() == 2 or vectors is None:
-        return moment
+        return moment.clone()
     return (vectors * (moment @ vectors)).sum(-2).clamp_(min=0)
 
 

@@ -296,7 +296,8 @@ class Capture:
     @property
     def due(self) -> bool:
         """Whether layers gather in this step, be it under a checkpoint, where no tap shows yet."""
-        return bool(self.wanted or self.missing or self.tapped)
+        missing = any(any(layer.covers_now()) for layer in self.missing)  # and not frozen
+        return bool(self.wanted or missing or self.tapped)
 
     def draw(
         self,

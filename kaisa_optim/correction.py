@@ -53,8 +53,8 @@ def check_workers(workers: int, world: int) -> None:
     if workers < world:
         raise ValueError(
             'Invalid eigenvalue_correction: "examples" needs all bases on all ranks, but only '
-            f'{workers} of {world} are gradient workers of a layer; use assignment="opt", or '
-            'eigenvalue_correction="gradients"'
+            f"{workers} of {world} are gradient workers of a layer; use "
+            'eigenvalue_correction="gradients", or, without fully_shard, assignment="opt"'
         )
 
 

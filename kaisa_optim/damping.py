@@ -41,7 +41,8 @@ class AdaptiveDamping:
 
     δ is measured, so momentum, weight decay, the clip, grafting and any base optimizer are in it:
     nothing is assumed of them. F is G ⊗ A of each covered layer, as last decomposed, and nothing
-    for other parameters. Steps that decide copy the parameters, and run one more forward pass.
+    for other parameters. Gradients clipped before the step make the model foresee too little.
+    Steps that decide copy the parameters, and run one more forward pass.
 
     All ranks call :meth:`step` alike, each with its own loss: in steps that decide, ranks exchange
     three numbers, and all write the same damping.
@@ -71,6 +72,7 @@ class AdaptiveDamping:
         self.ratio: float | None = None  # ρ of the last decision; NaN: no decrease was foreseen
         self._before: tuple[int, dict[Tensor, Tensor]] | None = None
         self._foreseen: Tensor | None = None  # this rank's share
+        self._former_join = optimizer._join_config  # torch leaves it as the last Join made it
         self._attach()
 
     def _attach(self) -> None:
@@ -88,10 +90,12 @@ class AdaptiveDamping:
             return
         foreseen, self._foreseen = self._foreseen, None
         ranks = self.optimizer.preconditioner.ranks
-        if ranks.world > 1 and self.optimizer._join_config.enable:
+        join = self.optimizer._join_config
+        if ranks.world > 1 and join.enable and join is not self._former_join:
             raise RuntimeError(
                 "AdaptiveDamping can't be used inside Join: ranks that are out of data have no "
-                "loss to tell; leave it out, or give all ranks equally many batches"
+                "loss to tell; leave it out, or give all ranks equally many batches. After a Join "
+                "that has ended, build it anew"
             )
         with torch.no_grad():
             own = [float(loss), float(closure()), float(foreseen)]
@@ -111,7 +115,10 @@ class AdaptiveDamping:
         else:
             return
         for group in self.optimizer.param_groups:
-            group["damping"] = min(max(group["damping"] * factor, self.minimum), self.maximum)
+            damping = group["damping"]
+            # Bounds stop what moves towards them; a damping beyond them is not moved back.
+            low, high = min(damping, self.minimum), max(damping, self.maximum)
+            group["damping"] = min(max(damping * factor, low), high)
 
     # ---- what the model foresees ----
 

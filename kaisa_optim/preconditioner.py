@@ -300,23 +300,7 @@ class Preconditioner:
             return lambda layer: self._shared(layer, groups, name)
 
         damping_of, decay_of = hyperparameter("damping"), hyperparameter("factor_decay")
-        self.fed.update(tally.counts)
-        due = self._due()
-        self.second_order.begin(due, self._turn())
-        outcome = Outcome()
-        bases = self.second_order.bases(self.layout, due)
-        self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
-        ready = [layer for layer in due if layer not in tally.counts]
-        self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
-            ready = [layer for layer in layers if layer in due]
-            self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        self.second_order.tracking.send(self.shelf)
-        if due:
-            renewed = self._settle(due, outcome)
-            self.second_order.share(self.layout, renewed, self.owner)
-            self.second_order.multiply(self.layout, renewed, damping_of)
-            self.second_order.turn(self.layout, renewed, bases)
+        self._take_in(tally, damping_of, decay_of)
         apply = self._apply(groups, damping_of, self._taken(tally, decay_of))
         if self.ranks.grid.columns == 1:
             stacks = self._preconditioned(apply)
@@ -336,6 +320,33 @@ class Preconditioner:
             gradients.blend(whole, self.steps / self.options.warmup_steps)
         self._advance()
         return whole
+
+    def _take_in(
+        self,
+        tally: Tally,
+        damping_of: Callable[[Layer], float],
+        decay_of: Callable[[Layer], float],
+    ) -> None:
+        """Statistics into the running averages, and these into what gradients are multiplied by.
+
+        A layer is refreshed as soon as its sums are there, while others are still on their way.
+        """
+        self.fed.update(tally.counts)
+        due, outcome = self._due(), Outcome()
+        self.second_order.begin(due, self._turn())
+        bases = self.second_order.bases(self.layout, due)
+        self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
+        ready = [layer for layer in due if layer not in tally.counts]
+        self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+        for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
+            ready = [layer for layer in layers if layer in due]
+            self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+        self.second_order.tracking.send(self.shelf)
+        if due:
+            renewed = self._settle(due, outcome)
+            self.second_order.share(self.layout, renewed, self.owner)
+            self.second_order.multiply(self.layout, renewed, damping_of)
+            self.second_order.turn(self.layout, renewed, bases)
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""
@@ -414,7 +425,7 @@ class Preconditioner:
             capture.error is not None,
             capture.backwards > 0 or capture.was_paused,
             any(with_gradient),
-            capture.draws > 0,
+            capture.draws > 0 or any(x.drawn for x in self.statistics.gathered.values()),
             bool(own),
             common,
             common**2,
@@ -799,8 +810,9 @@ class Preconditioner:
         if "statistics_fraction" in self._schedules:
             value = self._schedules["statistics_fraction"](self.steps)
             fraction = checks.check_statistics_fraction(value)
-        # A layer has one turn in an interval: the next time it takes the next rows.
-        capture.sample = sample_of(fraction, self.steps // interval)
+        # A layer gathers once in an interval, and early: each time it takes the next rows.
+        extra = sum(step <= self.steps for step in self.options.early_refreshes)
+        capture.sample = sample_of(fraction, self.steps // interval + extra)
         turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
         early = self.steps in self.options.early_refreshes  # with the statistics of that very step
         capture.wanted = frozenset(self.active) if early else turn
@@ -1006,9 +1018,11 @@ class Preconditioner:
 
     def discard(self) -> None:
         """Forget the statistics gathered since the last step, as their gradients are dropped."""
-        self.statistics.clear()
         if self._capture is not None:
             self._capture.shared.clear()
+            if self.statistics.gathered:  # else what was drawn still waits for its backward pass
+                self._capture.draws = 0
+        self.statistics.clear()
 
     # ---- questions ----
 
@@ -1064,8 +1078,9 @@ class Preconditioner:
         are now, with every layer in use: "factors" on their way to the ranks that keep them,
         "second_order" results (of corrected eigenvalues, sums) to the gradient workers, "gradients"
         to all others, and the "status" that ranks exchange. It follows from shapes, without
-        communication; on one process nothing arrives. Not in it are ``early_refreshes``, each as
-        much as the first step, and the gradients' own all-reduce, as DistributedDataParallel's.
+        communication; on one process nothing arrives. With ``basis_tolerance`` it is the most that
+        can arrive. Not in it are ``early_refreshes``, each about as much as the first step, what
+        AdaptiveDamping exchanges, and the gradients' own all-reduce, as DistributedDataParallel's.
         """
         means = self.account.per_step(
             self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)

@@ -93,8 +93,7 @@ class SecondOrder:
         self.failures: dict[Layer, int] = {}  # in a row
 
     def allocate(self, shelf: Shelf, layout: Layout) -> None:
-        for stack in shelf.stacks.values():
-            stack.new(self.tracking.specs(stack.count))
+        self.tracking.lay_out(shelf)
         for stack in layout.stacks.values():
             stack.new(self.specs(stack.key, stack.count))
         for pair in layout.pairs:
@@ -301,13 +300,9 @@ class SecondOrder:
 
     def _turning(self, layout: Layout, layer: Layer) -> Basis:
         """The bases of G and A that this refresh finds anew; a diagonal factor has none."""
-        g, a = (
-            layout.factors[layer, side]["vectors"]
-            if self.tracking.plan.get((layer, side)) and not stack_key(layer, side).diagonal
-            else None
-            for side in "ga"
-        )
-        return g, a
+        g, a = _vectors(layout, layer)
+        plan = self.tracking.plan
+        return g if plan.get((layer, "g")) else None, a if plan.get((layer, "a")) else None
 
     def turn(self, layout: Layout, layers: Sequence[Layer], before: Mapping[Layer, Basis]) -> None:
         """Express moments in the new bases; those of layers without an older one start anew."""
@@ -410,7 +405,9 @@ class SecondOrder:
         else:
             vectors = state["vectors"][slots].to(average.dtype)
             values, outside, whole = algebra.in_basis(average, vectors)
-        state["values"][slots] = values
+        # An average that overflowed must not get in: its factor is stale, and fails by name then.
+        fine = values.isfinite().all(1, keepdim=True)
+        state["values"][slots] = torch.where(fine, values, state["values"][slots])
         self.tracking.look(factors, slots_of(factors, stack), outside, whole)
 
     def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:

@@ -29,6 +29,7 @@ class Gathered:
         # Of rows, for each section; of passes under the papers' normalization.
         self.count = torch.zeros(layer.sections, dtype=torch.float64, device="cpu")
         self.runs: set[Run] = set()
+        self.drawn = False  # whether drawn gradients are in G
         self.own = False  # whether gradients that train are in G, and not drawn ones alone
 
     def add(self, moments: Moments, count: float) -> None:
@@ -107,6 +108,7 @@ class Statistics:
             return
         if moments.rows == 0:
             return  # an empty batch says nothing
+        gathered.drawn |= drawn
         gathered.own |= not drawn
         if self.loss_scale is not None and not drawn:
             scale = self.loss_scale()

@@ -3,7 +3,7 @@
 At its turn, a factor F with a basis Q gets the diagonal of QᵀFQ as its eigenvalues, for one product
 of matrices instead of a decomposition. Its owner measures what is outside of that diagonal. Where
 that is too much, all ranks learn of it in the exchange of the next step, and find a new basis then:
-hosts never wait for a device to hear whether they have to.
+no host waits for a device's work of the same step to hear whether it has to.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class Tracking:
         self.stale: set[Key] = set()  # their bases no longer fit
         self._arriving: dict[Stack, tuple[Tensor, Any]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_arriving": {}}  # the stacks have the same
-
     def specs(self, count: int) -> Specs:
         """What an owner keeps of ``count`` factors."""
         return {"stale": ((count,), torch.int32)} if self.tolerance else {}
+
+    def lay_out(self, shelf: Shelf) -> None:
+        self._arriving.clear()  # of stacks that are gone
+        for stack in shelf.stacks.values():
+            stack.new(self.specs(stack.count))
 
     # ---- what all ranks know alike ----
 
@@ -53,20 +55,19 @@ class Tracking:
         self.stale.clear()
 
     def forget(self, layer: Layer) -> None:
+        # It stays among those asked: how many answers ranks exchange must not differ.
         self.stale -= {(layer, "a"), (layer, "g")}
-        if layer in self.asked:
-            self.asked.remove(layer)
 
     def resume(self, layers: Iterable[Layer]) -> None:
         """After a load: what owners had found out is asked for once more."""
         self.asked = list(layers) if self.tolerance else []
-        self._arriving.clear()
 
     def hear(self, flags: Sequence[float]) -> None:
         """The answers of all ranks, added up, to :meth:`flags`."""
         keys = [(layer, side) for layer in self.asked for side in "ag"]
         self.stale.update(key for key, flag in zip(keys, flags, strict=True) if flag)
         self.asked = []
+        self._arriving.clear()
 
     # ---- what an owner finds out ----
 

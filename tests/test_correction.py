@@ -128,8 +128,9 @@ def exact(model: nn.Module, mode: Any = True, **options: Any) -> KFACSGD:
 def check_kind(case: Case, sharing: str, **options: Any) -> None:
     net, x = build(case)
     opt = exact(net, weight_sharing=sharing, **options)
-    plain = copy.deepcopy(net)
+    plain, twin = copy.deepcopy(net), copy.deepcopy(net)
     without = exact(plain, False, weight_sharing=sharing, **options)
+    uncorrected = exact(twin, False, weight_sharing=sharing, **options)
     terms = len(x) if case.terms is None else case.terms
     for i in range(2):
         opt.zero_grad()
@@ -137,7 +138,15 @@ def check_kind(case: Case, sharing: str, **options: Any) -> None:
         g = ref.gradient_rows(net.layer, loss_of, x, **case.call)
         loss_of(net(x, **case.call)).backward()
         gradient = changed(net.layer, ref.gradients_of(net))
+        twin.load_state_dict(net.state_dict())
+        uncorrected.zero_grad()
+        loss_of(twin(x, **case.call)).backward()
+        uncorrected.step()
         step = changed(net.layer, ref.take_step(opt, net))
+        # What is gathered beside them leaves the factors as they are.
+        both = (o.preconditioner.factors("layer") for o in (opt, uncorrected))
+        for mine, other in zip(*both, strict=True):
+            ref.assert_close(mine, other, 1e-12, what="a factor")
         if i == 0:
             # There is no basis yet in which to see an example: K-FAC's own step.
             loss_of(plain(x, **case.call)).backward()

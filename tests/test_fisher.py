@@ -424,6 +424,44 @@ def test_draws_live_and_die_with_their_gradients():
     ref.assert_close(opt.preconditioner.factors("0")[1][0], curvature)
 
 
+def test_draws_of_a_step_that_was_skipped_leave_no_trace():
+    """As by GradScaler: the next pass may be one without draws, or has the same ones."""
+    model = seeded(nn.Sequential(nn.Linear(2, 3)), 8)
+    x = torch.randn(4, 2, dtype=torch.float64)
+
+    def factors_of(skipped: bool, draws: bool) -> Any:
+        copied = copy.deepcopy(model)
+        opt = optimizer(copied, **EVERY_STEP)
+        for draw, steps in [(True, False)] * skipped + [(draws, True)]:
+            opt.zero_grad()
+            outputs = copied(x)
+            if draw:
+                opt.preconditioner.sample_fisher(outputs, "bce")
+            outputs.square().mean().backward()
+            if steps:
+                opt.step()
+        return opt.preconditioner.factors("0")
+
+    assert_same(factors_of(True, False), factors_of(False, False))
+    assert_same(factors_of(True, True), factors_of(False, True))
+
+
+def test_frozen_layers_are_not_due():
+    """They never have statistics, and must not make every step pay for a draw."""
+    model = seeded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), 8)
+    model[0].requires_grad_(False)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False)
+    due = []
+    for _ in range(6):
+        opt.zero_grad()
+        outputs = model(torch.randn(4, 2, dtype=torch.float64))
+        due.append(opt.preconditioner._capture.due)
+        opt.preconditioner.sample_fisher(outputs, "bce")
+        outputs.square().mean().backward()
+        opt.step()
+    assert due == [True, False, False] * 2
+
+
 def test_calls_for_two_heads_of_one_pass_add_up():
     body, heads = nn.Linear(2, 3), nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 4)])
     model = seeded(nn.ModuleDict({"body": body, "heads": heads}), 9)

@@ -213,6 +213,21 @@ def test_sums_that_were_left_out_are_named_a_step_later():
         learn(model, opt, range(6, 12))
 
 
+def test_an_average_that_overflows_stays_out_of_the_steps():
+    """The eigenvalues of before stay in use, as where a decomposition fails."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    options = {**HALF, "inv_update_steps": 1, "factor_dtype": torch.float16}
+    opt = KFACSGD(model, lr=0.1, basis_tolerance=0.5, **options)
+    for scale in (1.0, 1.0, 1e4, 1.0):
+        opt.zero_grad()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            (model(torch.randn(8, 4) * scale).square().mean() / scale**2).backward()
+            opt.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+    assert "the decomposition of layer '0' failed" in str(said[0].message)
+
+
 # ---- several ranks ----
 
 SPREADS = [

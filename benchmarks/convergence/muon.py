@@ -32,7 +32,7 @@ class Muon32(_Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             found = [p for p in group["params"] if p.grad is not None]
             for p, ahead in zip(found, self._ahead(group, found), strict=True):
@@ -120,7 +120,7 @@ class MetricMuon(Muon32):
         self.statistics.clear()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         if self.steps % self.factor_update_steps == 0:
             self._average()
         if self.steps % self.root_steps == 0:

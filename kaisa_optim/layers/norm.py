@@ -68,6 +68,8 @@ class _Norm(Layer):
         known_a: Tensor | None = None,
         part: Part = WHOLE,
     ) -> Moments:
+        if grad.numel() == 0:
+            return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
         # Before the part is taken: the forward normalized by the whole batch.
         mode = self._settled(x, mode, dtype) if covers[0] and x is not None else mode
         x, grad = None if x is None else part.of(x), part.of(grad)
