@@ -478,18 +478,16 @@ class Capture:
         part: Part,
     ) -> Moments:
         """With the gradients' second moments in the layer's basis, where there is one of them."""
-        known = self.basis_of is not None and covers == layer.covers and moments.rows > 0
-        basis = self.basis_of(layer) if known and self.basis_of is not None else None
+        if self.basis_of is None or covers != layer.covers or moments.rows == 0:
+            return moments
+        basis = self.basis_of(layer)
         if basis is None:
             return moments
         g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
-        if part.weight != 1:
-            x, grad = None if x is None else part.of(x), part.of(grad)
-            moment_g = moments.g / part.weight
-            found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self.reduce)
-            return moments._replace(projected=found.mul_(part.weight))
-        found = layer.projected_moment(x, grad, moments.g, (g, a), covers, reduce=self.reduce)
-        return moments._replace(projected=found)
+        x, grad = None if x is None else part.of(x), part.of(grad)
+        moment_g = moments.g if part.weight == 1 else moments.g / part.weight
+        found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self.reduce)
+        return moments._replace(projected=part.weighted(found))
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Whether this backward adds to a gradient, also to one that fully_shard holds back."""

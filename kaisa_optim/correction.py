@@ -17,7 +17,7 @@ from .algebra import out_of_basis
 from .collectives import Ranks
 from .layers import Layer
 from .routes import chunks
-from .stacks import Layout, Pair, Specs, joined, per_block, stack_key
+from .stacks import Layout, Pair, Specs, by_place, joined, per_block, stack_key
 from .statistics import Statistics, Tally, given, weighed
 
 DecayOf = Callable[[Layer], float]
@@ -104,11 +104,7 @@ def _summed(
     ranks: Ranks, statistics: Statistics, tally: Tally, layers: Sequence[Layer]
 ) -> Iterator[tuple[Layer, Tensor]]:
     """Sums over all ranks, in buckets of one device and dtype."""
-    places: dict[object, list[Layer]] = {}
-    for layer in layers:
-        key = stack_key(layer, "g")
-        places.setdefault((key.device, key.dtype), []).append(layer)
-    for same in places.values():
+    for same in by_place(layers):
         limit = ranks.bucket_bytes // stack_key(same[0], "g").dtype.itemsize
         for chunk in chunks(same, _elements, limit):
             terms = statistics.projected(chunk, tally)

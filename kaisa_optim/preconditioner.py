@@ -418,15 +418,15 @@ class Preconditioner:
         if not self._exchanges():
             return Tally(0.0, 0.0, {}, {})
         counts, own_terms = self.statistics.counts(layers), self.statistics.terms()
-        own = [layer.name for layer, x in self.statistics.gathered.items() if x.own]
+        gathered = self.statistics.gathered
         with_gradient = [any(p.grad is not None for p in x.parameters) for x in layers]
         common = agreement.checksum(self._common(groups))
         head = [
             capture.error is not None,
             capture.backwards > 0 or capture.was_paused,
             any(with_gradient),
-            capture.draws > 0 or any(x.drawn for x in self.statistics.gathered.values()),
-            bool(own),
+            capture.draws > 0 or any(x.drawn for x in gathered.values()),
+            any(x.own for x in gathered.values()),
             common,
             common**2,
             own_terms,
@@ -447,6 +447,7 @@ class Preconditioner:
             agreement.raise_difference(self.ranks, self._common(groups), "hyperparameters")
         if drawn and trained:
             draws, capture.draws = capture.draws, 0
+            own = [layer.name for layer, x in gathered.items() if x.own]
             fisher.raise_half(self.ranks, draws, own)
         self._check_gradients(layers, with_gradient, present)
         self.second_order.tracking.hear(notes)

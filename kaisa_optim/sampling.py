@@ -32,6 +32,10 @@ class Part(NamedTuple):
             return tensor
         return tensor[(slice(None),) * self.dim + (slice(self.start, None, self.stride),)]
 
+    def weighted(self, total: Tensor) -> Tensor:
+        """A sum over the part, in place, as one that stands for the whole."""
+        return total if self.weight == 1 else total.mul_(self.weight)
+
     def whole_counts(self, batch: int, positions: int) -> tuple[int, int]:
         """Examples and positions of the whole, from those of the part."""
         counts = [batch, positions]

@@ -26,6 +26,7 @@ from .stacks import (
     Stack,
     StackKey,
     by_device,
+    by_place,
     joined,
     per_block,
     slots_of,
@@ -334,7 +335,7 @@ class SecondOrder:
         if self.method != "inverse":
             return {}
         shifts: dict[Key, Tensor] = {}
-        for layers in _by_place(due):
+        for layers in by_place(due):
             key = stack_key(layers[0], "g")
             damping = per_block(layers, damping_of, key)
             if self.split == "full":
@@ -592,15 +593,6 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
             yield _decompose(candidate, shift)
         except LinAlgError:
             continue
-
-
-def _by_place(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Layers of one device and dtype together."""
-    places: dict[tuple[torch.device, torch.dtype], list[Layer]] = {}
-    for layer in layers:
-        key = stack_key(layer, "g")
-        places.setdefault((key.device, key.dtype), []).append(layer)
-    return list(places.values())
 
 
 def _rejections(shelf: Shelf, due: set[Layer]) -> dict[Layer, bool]:

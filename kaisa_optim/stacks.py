@@ -186,6 +186,15 @@ def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
     return list(grouped.values())
 
 
+def by_place(layers: Iterable[Layer]) -> list[list[Layer]]:
+    """Layers of one device and dtype of arithmetic together."""
+    places: dict[tuple[torch.device, torch.dtype], list[Layer]] = {}
+    for layer in layers:
+        key = stack_key(layer, "g")
+        places.setdefault((key.device, key.dtype), []).append(layer)
+    return list(places.values())
+
+
 def by_device(layers: Iterable[Layer]) -> list[list[Layer]]:
     devices: dict[torch.device, list[Layer]] = {}
     for layer in layers:

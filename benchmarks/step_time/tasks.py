@@ -97,31 +97,26 @@ def _bert(
     )
 
 
+def _eigen(seldom: float, often: float) -> dict[tuple[str, tuple[int, int]], float]:
+    """What is wanted of eigenbases, however they are refreshed."""
+    names = "KFACSGD", "KFACSGD, bases kept"
+    return {(x, at): ratio for x in names for at, ratio in ((LONG, seldom), (OFTEN, often))}
+
+
 TASKS = {
     "resnet32": Task(
         "ResNet-32",
         CifarResNet,
         lambda: digits(128),
         {},
-        wanted={
-            ("KFACSGD", LONG): 1.15,
-            ("KFACSGD", OFTEN): 2.0,
-            ("KFACSGD, bases kept", LONG): 1.15,
-            ("KFACSGD, bases kept", OFTEN): 2.0,
-        },
+        wanted=_eigen(1.15, 2.0),
     ),
     "transformer": Task(
         "transformer",
         Transformer,
         lambda: text(16),
         {"loss_terms": "positions"},
-        wanted={
-            ("KFACSGD", LONG): 1.45,
-            ("KFACSGD", OFTEN): 2.0,
-            ("KFACSGD, bases kept", LONG): 1.45,
-            ("KFACSGD, bases kept", OFTEN): 2.0,
-            ("KFACSGD, inverse", LONG): 1.25,
-        },
+        wanted={**_eigen(1.45, 2.0), ("KFACSGD, inverse", LONG): 1.25},
     ),
     "resnet50": Task(
         "ResNet-50",

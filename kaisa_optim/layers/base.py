@@ -247,7 +247,7 @@ class Layer:
         g = self.output_rows(None if x is None else part.of(x), part.of(grad))
         batch, positions = part.whole_counts(*g.shape[1:3])
         g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
-        moment_g = _weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide), part)
+        moment_g = part.weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide))
         rows = batch if reduce else batch * positions
         diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
         if known_a is not None:
@@ -267,7 +267,7 @@ class Layer:
         said = key, part, *asked.values()
         moment = None if key is None else self.shared.find(x, said)
         if moment is None:
-            moment = _weighted(self.input_moment(part.of(x), part.of(grad), **asked), part)
+            moment = part.weighted(self.input_moment(part.of(x), part.of(grad), **asked))
             if key is not None:
                 self.shared.keep(x, said, moment)
         return moment
@@ -361,10 +361,6 @@ class Layer:
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", {self.blocks} blocks" if self.blocks > 1 else ""
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
-
-
-def _weighted(moment: Tensor, part: Part) -> Tensor:
-    return moment if part.weight == 1 else moment.mul_(part.weight)
 
 
 def _function(kind: type[Layer]) -> Any:

@@ -93,8 +93,7 @@ class _Norm(Layer):
             for i, row in enumerate(columns):
                 for j, column in enumerate(columns[: i + 1]):
                     g[:, i, j] += (row * column).sum((0, self.positions_dim))
-        if part.weight != 1:
-            g.mul_(part.weight)
+        part.weighted(g)
         if size == 2:
             g[:, 0, 1] = g[:, 1, 0]
         if self.g_dim_of(covers) > self.wide:
