@@ -91,15 +91,24 @@ def _positions(tensor: Tensor) -> int:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on a layer's output. Marked in place, so in-place activations may follow it."""
+    """Identity on a layer's output, after which in-place activations may follow.
+
+    Marked in place for that; but for a view autograd would then copy the gradient three times. It
+    passes under another name, where nothing else can see it.
+    """
 
     @staticmethod
-    def forward(output: Tensor, x: Tensor | None, record: Any, probe: Tensor | None) -> Tensor:
+    def forward(
+        output: Tensor, x: Tensor | None, record: Any, probe: Tensor | None, unseen: bool
+    ) -> Tensor:
+        if unseen and type(output) is Tensor and output._is_view():
+            return torch.ops.aten._unsafe_view(output, output.shape)
         return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.mark_dirty(inputs[0])
+        if output is inputs[0]:
+            ctx.mark_dirty(output)
         # Saved through autograd, so that checkpointing and offloading treat it as their own.
         ctx.save_for_backward(inputs[1])
         ctx.record = inputs[2]
@@ -109,7 +118,7 @@ class _Tap(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if ctx.record is not None:
             ctx.record(x, grad)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 @dataclasses.dataclass(eq=False)
@@ -399,7 +408,7 @@ class Capture:
         held = _as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if wanted and gathers else None
         self.tapped |= probe is not None
-        return _Tap.apply(output, held, record, probe)
+        return _Tap.apply(output, held, record, probe, layer.unseen_output)
 
     # ---- the backward pass ----
 

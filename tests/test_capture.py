@@ -223,6 +223,7 @@ class Attends(nn.Module):
 
 KINDS = {
     "linear": (lambda: nn.Linear(4, 4), normal(3, 4)),
+    "linear, sequences": (lambda: nn.Linear(4, 4), normal(3, 2, 4)),
     "linear, sequences, no bias": (lambda: nn.Linear(4, 4, bias=False), normal(3, 2, 4)),
     "linear, unbatched": (lambda: nn.Linear(4, 4), normal(4)),
     "convolution": (lambda: nn.Conv2d(2, 2, 2), normal(3, 2, 3, 3)),
@@ -254,6 +255,22 @@ def test_in_place_activations_after_every_kind(make, x):
         opt.step()
         runs.append((net, opt))
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
+
+
+@pytest.mark.parametrize("kind", ["linear, sequences", "attention", "attention, unbatched"])
+def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
+    # Of a view that is changed in place autograd copies the gradient, whole and in part.
+    make, x = KINDS[kind]
+    net = seeded(make)
+    opt = exact(net)
+    nodes, seen = [net(x).grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        seen.add(node.name())
+        nodes += [after for after, _ in node.next_functions if after is not None]
+    assert "_TapBackward" in seen
+    assert "CopySlices" not in seen
+    assert opt.preconditioner.layers
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -22,6 +22,7 @@ class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
     cast_by_autocast = True
+    unseen_output = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ def as_sequences(tensor: Tensor) -> Tensor:
 class LinearLayer(Layer):
     in_papers = True
     cast_by_autocast = True
+    unseen_output = True
 
     def __init__(self, name: str, module: nn.Linear) -> None:
         super().__init__(name, module)
