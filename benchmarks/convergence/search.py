@@ -35,7 +35,7 @@ class Run:
     seed: int
     steps: int
     loss: float  # at the end; inf where it diverged
-    seconds: float  # of training, without measurements
+    seconds: float  # of training, without measurements; on CPUs of CPU time
     curve: list[tuple[int, float, float, float | None]]  # step, seconds, loss, score
 
 
@@ -90,8 +90,10 @@ def backward(
 
 
 def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    """Seconds; on CPUs those that this process computes, whatever else the machine does."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
