@@ -94,8 +94,13 @@ def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> 
         if append_one:
             moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
         return moment
-    moment = _gram(rows)
-    return bordered(moment, rows.sum(1), rows.shape[1]) if append_one else moment
+    n = rows.shape[2]
+    size = n + append_one
+    moment = rows.new_empty(rows.shape[0], size, size)
+    _gram(rows, moment[:, :n, :n])
+    if append_one:
+        _border(moment, rows.sum(1), rows.shape[1])
+    return moment
 
 
 def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
@@ -103,24 +108,24 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
     k, n = total.shape
     result = moment.new_empty(k, n + 1, n + 1)
     result[:, :n, :n] = moment
-    result[:, n, :n] = result[:, :n, n] = total
-    result[:, n, n] = count
+    _border(result, total, count)
     return result
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """Rᵀ R. Of wide ones only the blocks on and under the diagonal are multiplied."""
+def _border(moment: Tensor, total: Tensor, count: int) -> None:
+    moment[:, -1, :-1] = moment[:, :-1, -1] = total
+    moment[:, -1, -1] = count
+
+
+def _gram(rows: Tensor, out: Tensor) -> None:
+    """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
     n = rows.shape[-1]
-    if n < _WIDE or rows.shape[1] < n // 4:
-        return rows.mT @ rows
-    moment = rows.new_empty(rows.shape[0], n, n)
-    step = -(-n // _PARTS)
+    parts = _PARTS if n >= _WIDE and rows.shape[1] >= n // 4 else 1
+    step = -(-n // parts)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        block = rows[:, :, start:].mT @ rows[:, :, start:stop]
-        moment[:, start:, start:stop] = block
-        moment[:, start:stop, stop:] = block[:, stop - start :].mT
-    return moment
+        torch.bmm(rows[:, :, start:].mT, rows[:, :, start:stop], out=out[:, start:, start:stop])
+        out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
 
 
 def projected_moment(
@@ -208,14 +213,17 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
 
 def outer_reciprocal(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
     """1 / (v_G v_Aᵀ + γ), ``[k, g, a]``."""
-    return torch.reciprocal_(values_g[:, :, None] * values_a[:, None, :] + damping)
+    return (values_g[:, :, None] * values_a[:, None, :]).add_(damping).reciprocal_()
 
 
 def apply_eigen(
     gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None, scale: Tensor
 ) -> Tensor:
     """Q_G (scale ∘ Q_Gᵀ ∇ Q_A) Q_Aᵀ; ``None`` stands for the basis of a diagonal factor."""
-    return out_of_basis(into_basis(gradient, vectors_g, vectors_a) * scale, vectors_g, vectors_a)
+    projected = into_basis(gradient, vectors_g, vectors_a)
+    # In place, but for two diagonal factors: then it is the gradient itself.
+    scaled = projected * scale if projected is gradient else projected.mul_(scale)
+    return out_of_basis(scaled, vectors_g, vectors_a)
 
 
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:

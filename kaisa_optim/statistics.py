@@ -293,26 +293,32 @@ class Statistics:
         decay_of: Callable[[Layer], float],
     ) -> None:
         values = [sums[f.layer, f.side] for f in factors]
-        new = torch.cat(values) if len(values) > 1 else values[0].contiguous()
-        dtype = stack.key.dtype
         layers = [factor.layer for factor in factors]
+        blocks = [layer.blocks for layer in layers]
         decay = per_block(layers, decay_of, stack.key)
-        matrix = (slice(None), *(None,) * (new.dim() - 1))
+        matrix = (slice(None), *(None,) * (values[0].dim() - 1))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
-        trace = (new if stack.key.diagonal else new.diagonal(dim1=-2, dim2=-1)).sum(-1)
-        finite = trace.isfinite()
-        new.masked_fill_(~finite[matrix], 0)
+        finite = torch.cat([_trace(value, stack.key) for value in values]).isfinite()
+        # Where the host need not wait for the answer, it saves the pass over what is well.
+        if stack.key.device.type != "cpu" or not finite.all():
+            for value, fine in zip(values, finite.split(blocks), strict=True):
+                value.masked_fill_(~fine[matrix], 0)
         slots = slots_of(factors, stack)
-        average, weight, rejected = (stack.tensors[k] for k in ("average", "weight", "rejected"))
-        old = weight[slots]
-        grown, step = weighed(old, decay, finite & given(layers, tally, stack.key))
-        step = step[matrix]
-        if isinstance(slots, slice) and average.dtype == dtype:
-            average[slots].lerp_(new, step)
+        weight, rejected = stack.tensors["weight"], stack.tensors["rejected"]
+        grown, step = weighed(weight[slots], decay, finite & given(layers, tally, stack.key))
+        averages = [factor["average"] for factor in factors]
+        steps = [part[matrix] for part in step.split(blocks)]
+        if averages[0].dtype == stack.key.dtype:
+            torch._foreach_lerp_(averages, values, steps)
         else:
-            average[slots] = average[slots].to(dtype).lerp(new, step).to(average.dtype)
+            for average, value, part in zip(averages, values, steps, strict=True):
+                average.copy_(average.to(stack.key.dtype).lerp_(value, part))
         weight[slots] = grown
         rejected[slots] += (~finite).int()
+
+
+def _trace(value: Tensor, key: StackKey) -> Tensor:
+    return (value if key.diagonal else value.diagonal(dim1=-2, dim2=-1)).sum(-1)
 
 
 def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:
