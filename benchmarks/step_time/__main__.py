@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all that the device has")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="of steps and ranks")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--steps", type=int, help="of each contestant; one interval at least")
+    parser.add_argument("--steps", type=int, help="of each contestant; two intervals at least")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="of the part of that name")
     parser.add_argument("--blocks", type=int, default=2, help="of BERT-Base's 12, to refresh")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = Settings(
         options.short,
         options.threads,
-        options.steps or (4 if options.short else 30),
+        options.steps or (4 if options.short else 40),
         options.device,
         options.tasks or FITTING[options.device],
         options.ranks,

@@ -191,14 +191,16 @@ OURS = {
     "KFACSGD, bases kept": ours(basis_tolerance=TOLERANCE),
     "KFACSGD, inverse": ours(compute_method="inverse"),
 }
-QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}  # of the statistics
+# Statistics from some of the rows.
+HALF = {"KFACSGD, half": ours(statistics_fraction=0.5)}
+QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}
 PEERS = {"kfac-pytorch": kfac_pytorch, "SOAP": soap, "Muon": muon}
 NEEDS = {"kfac-pytorch": "kfac", "SOAP": "pytorch_optimizer"}
 
 
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     """Those that can run on this machine, the base first, and the names of the absent."""
-    found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else {})}
+    found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
     absent = []
     for peer, make in PEERS.items() if task.peers else ():
         try:

@@ -89,7 +89,7 @@ def measure(name: str, intervals: tuple[int, int], settings: Settings) -> Times:
             name,
             settings.short,
             intervals,
-            settings.steps,
+            settings.rounds(intervals[1]),
         )
         # Each waits for the others to come, so that none takes the work of two.
         with ProcessPoolExecutor(settings.ranks, context) as pool:
@@ -129,7 +129,7 @@ def _rank(
     name: str,
     short: bool,
     intervals: tuple[int, int],
-    steps: int,
+    rounds: int,
     rank: int,
 ) -> Times:
     torch.set_num_threads(1)
@@ -145,13 +145,13 @@ def _rank(
     )
     try:
         groups = [dist.new_group([one]) for one in range(world)]
-        return _times(name, short, intervals, steps, groups[rank])
+        return _times(name, short, intervals, rounds, groups[rank])
     finally:
         dist.destroy_process_group()
 
 
 def _times(
-    name: str, short: bool, intervals: tuple[int, int], steps: int, own: dist.ProcessGroup
+    name: str, short: bool, intervals: tuple[int, int], rounds: int, own: dist.ProcessGroup
 ) -> Times:
     task, refreshed = tasks(short)[name], intervals[1]
     whole = dist.group.WORLD
@@ -175,10 +175,9 @@ def _times(
         )
         for key, (make, group) in makers.items()
     }
-    rounds = race(trainers, refreshed, max(1, steps // refreshed), dist.barrier)
+    found = race(trainers, refreshed, rounds, dist.barrier)
     ms = {
-        key: [1e3 * statistics.fmean(map(sum, round_[key])) for round_ in rounds]
-        for key in trainers
+        key: [1e3 * statistics.fmean(map(sum, round_[key])) for round_ in found] for key in trainers
     }
     return {one: (ms[one.split(",")[0], "alone"], ms[one, "together"]) for one in names}
 

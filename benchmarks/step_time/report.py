@@ -20,6 +20,10 @@ class Settings:
     ranks: int
     blocks: int
 
+    def rounds(self, interval: int) -> int:
+        """Intervals to measure: of a single one, nobody knows by how much it was disturbed."""
+        return max(1 if self.short else 2, self.steps // interval)
+
 
 class Figure(NamedTuple):
     """A number that stands for many, in plain words around it."""

@@ -101,7 +101,7 @@ def measure(shapes: set[tuple[int, int]], settings: Settings) -> dict[tuple[int,
         for shape in sorted(shapes)
         for name, make in makers.items()
     }
-    rounds = race(trainers, intervals[1], max(1, settings.steps // intervals[1]))
+    rounds = race(trainers, intervals[1], settings.rounds(intervals[1]))
 
     def cost(shape: tuple[int, int]) -> Cost:
         base, kfac = (

@@ -60,7 +60,9 @@ def run(settings: Settings) -> Report:
         for intervals in task.intervals:
             title = f"{task.title} {shown(intervals)}"
             print(f"{title} (steps between statistics / between refreshes)", flush=True)
-            results = measure(task, makers, settings.device, intervals, settings.steps)
+            results = measure(
+                task, makers, settings.device, intervals, settings.rounds(intervals[1])
+            )
             if settings.device == "cpu":
                 add_peaks(results, functools.partial(peak, name, settings.short, intervals))
             print("\n".join(table(results)), end="\n\n", flush=True)
@@ -74,16 +76,16 @@ def run(settings: Settings) -> Report:
 
 
 def measure(
-    task: Task, makers: dict[str, Maker], device: str, intervals: tuple[int, int], steps: int
+    task: Task, makers: dict[str, Maker], device: str, intervals: tuple[int, int], rounds: int
 ) -> list[Measured]:
     every, refreshed = intervals
     trainers = {name: Trainer(task, device, make, intervals) for name, make in makers.items()}
-    rounds = race(trainers, refreshed, max(1, steps // refreshed))
+    found = race(trainers, refreshed, rounds)
     passes = trainers["SGD"].operations()
     results = []
     for name, trainer in trainers.items():
-        own = [round_[name] for round_ in rounds]
-        one = compared(name, own, [round_["SGD"] for round_ in rounds])
+        own = [round_[name] for round_ in found]
+        one = compared(name, own, [round_["SGD"] for round_ in found])
         if name.startswith("KFACSGD"):
             kfac = trainer.optimizers[0].preconditioner
             steps_of_all = [times for round_ in own for times in round_]
