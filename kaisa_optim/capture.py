@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections import deque
@@ -137,6 +138,22 @@ class _Drawn:
         """Once: a second training pass through the same graph adds nothing."""
         moments, self.moments = self.moments, None
         return moments
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of a layer in a forward pass, and all that its backward has to know of it."""
+
+    layer: Layer
+    run: Run
+    anchor: Tensor  # the parameter that its gradients go to
+    covers: _Covers
+    blocks: slice
+    mode: Any
+    part: Part
+    gathers: bool
+    outer: int | None  # a reentrant checkpoint's own backward is part of the one that it runs in
+    drawn: _Drawn = dataclasses.field(default_factory=_Drawn)
 
 
 class _Hook:
@@ -378,32 +395,10 @@ class Capture:
         record = None
         part = layer.part(x, output, self.sample, reduce=self.reduce) if gathers else WHOLE
         if wanted:
-            run, mode, anchor = self._current_run(layer, x), layer.mode(), _anchor(layer, covers)
-            outer, drawn = _graph_task(), _Drawn()
-
-            def record(x: Tensor | None, grad: Tensor) -> None:
-                # A reentrant checkpoint's own backward is part of the one that it runs in.
-                task = _graph_task() if outer is None else outer
-                try:
-                    self._record(
-                        layer,
-                        anchor,
-                        run,
-                        covers,
-                        blocks,
-                        mode,
-                        part,
-                        x,
-                        grad,
-                        task,
-                        gathers,
-                        drawn,
-                    )
-                except Exception as error:
-                    if not self.keep_errors:
-                        raise
-                    self.error = self.error or error
-
+            run, anchor = self._current_run(layer, x), _anchor(layer, covers)
+            outer, mode = _graph_task(), layer.mode()
+            call = _Call(layer, run, anchor, covers, blocks, mode, part, gathers, outer)
+            record = functools.partial(self._backward, call)
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         held = _as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if wanted and gathers else None
@@ -412,23 +407,17 @@ class Capture:
 
     # ---- the backward pass ----
 
-    def _record(
-        self,
-        layer: Layer,
-        anchor: Tensor,
-        run: Run,
-        covers: _Covers,
-        blocks: slice,
-        mode: Any,
-        part: Part,
-        x: Tensor | None,
-        grad: Tensor,
-        task: int | None,
-        gathers: bool,
-        drawn: _Drawn,
-    ) -> None:
-        drawing = self._drawing
-        if drawing is None and not _accumulates_into(anchor):
+    def _backward(self, call: _Call, x: Tensor | None, grad: Tensor) -> None:
+        try:
+            self._record(call, x, grad)
+        except Exception as error:
+            if not self.keep_errors:
+                raise
+            self.error = self.error or error
+
+    def _record(self, call: _Call, x: Tensor | None, grad: Tensor) -> None:
+        drawing, layer, covers, drawn = self._drawing, call.layer, call.covers, call.drawn
+        if drawing is None and not _accumulates_into(call.anchor):
             return
         device = grad.device.type
         own = layer.weight if covers[0] else layer.bias
@@ -441,10 +430,10 @@ class Capture:
                 covers,
                 reduce=self.reduce,
                 dtype=torch.promote_types(own.dtype, torch.float32),
-                blocks=blocks,
-                mode=mode,
+                blocks=call.blocks,
+                mode=call.mode,
                 known_a=known_a,
-                part=part,
+                part=call.part,
             )
 
         with (
@@ -454,39 +443,33 @@ class Capture:
             torch.autocast(device, enabled=False),
         ):
             if drawing is not None:
-                if gathers:
+                if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments
                     new = moments(None if known is None else known.a)
                     if drawn in drawing:
                         new.g.add_(drawing[drawn][1].g)
-                    drawing[drawn] = run, new
+                    drawing[drawn] = call.run, new
                 return
             self.backwards += 1
             self._close_loose()
-            if not run.reached:
-                run.reached = True
+            if not call.run.reached:
+                call.run.reached = True
                 self.witnesses.add(layer)
             # Every use of a layer in one pass meets the same missing gradient: the first drops.
-            if not self._has_gradient(own, anchor) and self._begun.get(layer) != task:
+            task = _graph_task() if call.outer is None else call.outer
+            if not self._has_gradient(own, call.anchor) and self._begun.get(layer) != task:
                 self._begun[layer] = task
                 self.drop(layer)
             found = None
-            if gathers and drawn.ever:
+            if call.gathers and drawn.ever:
                 found = drawn.take()
-            elif gathers:
-                found = self._projected(layer, x, grad, covers, moments(), part)
-            self.sink(layer, run, covers, found, drawn.ever)
+            elif call.gathers:
+                found = self._projected(call, x, grad, moments())
+            self.sink(layer, call.run, covers, found, drawn.ever)
 
-    def _projected(
-        self,
-        layer: Layer,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: _Covers,
-        moments: Moments,
-        part: Part,
-    ) -> Moments:
+    def _projected(self, call: _Call, x: Tensor | None, grad: Tensor, moments: Moments) -> Moments:
         """With the gradients' second moments in the layer's basis, where there is one of them."""
+        layer, covers, part = call.layer, call.covers, call.part
         if self.basis_of is None or covers != layer.covers or moments.rows == 0:
             return moments
         basis = self.basis_of(layer)
