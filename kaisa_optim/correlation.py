@@ -56,7 +56,7 @@ def patch_moment(
     for axis, start, stop, first in _strips(x.shape[2:], kernel, dilation, pad):
         rows = _strip(x, kernel, dilation, pad, groups, axis, first, stop - start)
         taps = [stop - start if i == axis else k for i, k in enumerate(kernel)]
-        part = (rows.mT @ rows).view(groups, channels, *taps, channels, *taps)
+        part = (rows @ rows.mT).view(groups, channels, *taps, channels, *taps)
         here = moment.narrow(2 + axis, start, stop - start)
         here.narrow(3 + dims + axis, start, stop - start).sub_(part)
     size = channels * math.prod(kernel)
@@ -144,7 +144,7 @@ def _strip(
     first: int,
     count: int,
 ) -> Tensor:
-    """The patches of one strip, ``[groups, N, C·taps]``; of the dimensions before, only what the
+    """The patches of one strip, ``[groups, C·taps, N]``; of the dimensions before, only what the
     convolution visits, so that no position is taken off twice."""
     dims = len(kernel)
     d = dilation[axis]
@@ -158,5 +158,6 @@ def _strip(
     steps = [1 if i == axis else e for i, e in enumerate(dilation)]
     patches = windows(x, taps, [1] * dims, steps).unflatten(1, (groups, -1))
     positions, kernel_dims = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    rows = patches.permute(1, 0, *positions, 2, *kernel_dims)
+    # Positions last, as memory has them: that is copied in a half or a third of the time.
+    rows = patches.permute(1, 2, *kernel_dims, 0, *positions)
     return rows.flatten(2 + dims).flatten(1, 1 + dims)

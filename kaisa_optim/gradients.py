@@ -33,9 +33,8 @@ class Preconditioned(NamedTuple):
 
 def products(members: list[Layer], raw: Tensor, new: Tensor) -> Tensor:
     """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it."""
-    whole = torch.linalg.vecdot(raw.flatten(1), new.flatten(1))  # of which no product is kept
-    last = torch.linalg.vecdot(raw[:, :, -1], new[:, :, -1])
-    return _of_layers(members, torch.stack([whole, last], 1))
+    columns = (raw * new).sum(1)
+    return _of_layers(members, torch.stack([columns.sum(1), columns[:, -1]], 1))
 
 
 def _of_layers(members: list[Layer], values: Tensor) -> Tensor:

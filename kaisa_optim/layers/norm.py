@@ -55,6 +55,10 @@ class _Norm(Layer):
         """A view with three dimensions: batch, and the positions and features as they lie."""
         raise NotImplementedError
 
+    def _squares(self, flat: Tensor) -> Tensor:
+        """Sums of squares, of each feature."""
+        return (flat * flat).sum((0, 1))
+
     def moments(
         self,
         x: Tensor | None,
@@ -87,12 +91,13 @@ class _Norm(Layer):
             if covers[0]:
                 assert x is not None
                 normalized = self._normalized(x[span].to(dtype), mode)
-                columns.insert(0, shift * self._flat(normalized))
+                columns.insert(0, self._flat(normalized).mul_(shift))
             if reduce:
                 columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
-            for i, row in enumerate(columns):
-                for j, column in enumerate(columns[: i + 1]):
-                    g[:, i, j] += (row * column).sum((0, self.positions_dim))
+            for i, column in enumerate(columns):
+                g[:, i, i] += self._squares(column)
+            if size == 2:
+                g[:, 1, 0] += columns[0].mul_(columns[1]).sum((0, self.positions_dim))
         part.weighted(g)
         if size == 2:
             g[:, 0, 1] = g[:, 1, 0]
@@ -155,6 +160,9 @@ class _ChannelNorm(_Norm):
     def _flat(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(*tensor.shape[:2], -1)
 
+    def _squares(self, flat: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(flat, dim=2).square_().sum(0)  # without their squares
+
 
 @register_layer(nn.GroupNorm)
 class GroupNormLayer(_ChannelNorm):
@@ -182,8 +190,7 @@ class BatchNormLayer(_ChannelNorm):
         mean = x.sum((0, 2), dtype=dtype) / count
         var = torch.zeros_like(mean)
         for part in x.split(max(1, _chunk(x) // x[0].numel())):
-            centered = part.to(dtype) - mean[:, None]
-            var += (centered * centered).sum((0, 2))
+            var += self._squares(part.to(dtype) - mean[:, None])
         return mean, var / count
 
     def _normalized(self, x: Tensor, mode: Any) -> Tensor:
