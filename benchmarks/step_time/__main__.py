@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures += report.figures
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            name = f"step_time_{part}_{settings.device}{'_short' if settings.short else ''}"
+            chosen = [*(options.tasks or ()), *(["short"] if settings.short else ())]
+            name = "_".join(["step_time", part, settings.device, *chosen])
             record = {
                 "machine": where,
                 "settings": asdict(settings),
