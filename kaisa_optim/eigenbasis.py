@@ -82,23 +82,24 @@ def direction(
 
     ``present`` says which blocks have a gradient; the others' moments stay as they are.
     """
-    first, second, steps = (state[name][slots] for name in ("exp_avg", "exp_avg_sq", "adam_steps"))
-    new_steps = steps + 1
-    new_first = first * adam.keep1 + gradient * adam.take1
-    new_second = second * adam.keep2 + gradient.square() * adam.take2
-    if present is not None:
-        new_steps = torch.where(present, new_steps, steps)
-        whole = present[:, None, None]
-        new_first = torch.where(whole, new_first, first)
-        new_second = torch.where(whole, new_second, second)
-    news = new_first, new_second, new_steps
-    for name, new in zip(("exp_avg", "exp_avg_sq", "adam_steps"), news, strict=True):
-        state[name][slots] = new
-    count = new_steps.clamp(min=1)[:, None, None]  # 0 where no gradient has come yet
+    names = ("exp_avg", "exp_avg_sq", "adam_steps")
+    moving = first, second, steps = tuple(state[name][slots] for name in names)
+    former = None if present is None else [tensor.clone() for tensor in moving]
+    first.mul_(adam.keep1).add_(gradient * adam.take1)
+    second.mul_(adam.keep2).add_(gradient.square().mul_(adam.take2))
+    steps.add_(1)
+    if present is not None and former is not None:
+        for tensor, old in zip(moving, former, strict=True):
+            absent = ~present if tensor.dim() == 1 else ~present[:, None, None]
+            tensor.copy_(torch.where(absent, old, tensor))
+    if not isinstance(slots, slice):  # then these are copies
+        for name, tensor in zip(names, moving, strict=True):
+            state[name][slots] = tensor
+    count = steps.clamp(min=1)[:, None, None]  # 0 where no gradient has come yet
     # 1 - β^t as it stands would lose its digits for a β near 1.
     rest1, rest2 = (-torch.expm1(count * log) for log in (adam.log1, adam.log2))
-    scale = new_second.div_(rest2).sqrt_().add_(adam.eps)
-    return new_first.div_(rest1).div_(scale)
+    scale = (second / rest2).sqrt_().add_(adam.eps)
+    return (first / rest1).div_(scale)
 
 
 def turn(

@@ -174,6 +174,11 @@ class Preconditioner:
         self._kl_clip = value
 
     @property
+    def _clip(self) -> float | None:
+        """The clip's limit; directions of moments in the eigenbasis have a length already."""
+        return None if self.second_order.moments else self.kl_clip
+
+    @property
     def factor_update_steps(self) -> int:
         return self._factor_update_steps
 
@@ -307,11 +312,12 @@ class Preconditioner:
         else:
             stacks = self._handed_out(apply)
         parts, terms = self._returned(apply)
-        if self.kl_clip is not None and not self.second_order.moments:
+        limit = self._clip
+        if limit is not None:
             terms.update(item for one in stacks for item in one.terms().items())
             if terms:
                 new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
-                gradients.clip(terms, new, self.kl_clip, lambda p: self._alpha(p, groups))
+                gradients.clip(terms, new, limit, lambda p: self._alpha(p, groups))
         whole = gradients.unstack(stacks, self._in_parts)
         if self.second_order.moments:
             whole = self._directions(whole, stacks)
@@ -650,7 +656,9 @@ class Preconditioner:
         new = apply(pair, raw, members)
         if self.options.grafting:
             gradients.graft(members, raw, new)
-        return Preconditioned(members, new, gradients.products(members, raw, new))
+        if self._clip is not None:
+            return Preconditioned(members, new, gradients.products(members, raw, new))
+        return Preconditioned(members, new, raw.new_zeros(len(members), 2))
 
     def _handed_out(self, apply: Apply) -> list[Preconditioned]:
         """The same of all layers, each preconditioned by one of its workers for some ranks.

@@ -483,8 +483,10 @@ class SecondOrder:
         given = None
         if not all(present):
             given = per_block(members, _among(members, present), pair.g.key) > 0
-        each = list(zip(*(settings_of[layer] for layer in members), strict=True))
-        adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
+        adam, *others = dict.fromkeys(settings_of[layer] for layer in members)
+        if others:
+            each = zip(*(settings_of[layer] for layer in members), strict=True)
+            adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
         projected = algebra.into_basis(gradient, *bases)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
         return algebra.out_of_basis(found, *bases)
