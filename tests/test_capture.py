@@ -257,6 +257,7 @@ def test_in_place_activations_after_every_kind(make, x):
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
 
 
+@pytest.mark.skipif(capture._top_hooks is None, reason="torch 2.6 can't walk past such functions")
 @pytest.mark.parametrize("kind", ["linear, sequences", "attention", "attention, unbatched"])
 def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     # Of a view that is changed in place autograd copies the gradient, whole and in part.
@@ -266,7 +267,7 @@ def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     nodes, seen = [net(x).grad_fn], set()
     while nodes:
         node = nodes.pop()
-        seen.add(node.name())
+        seen.add(type(node).__name__)
         nodes += [after for after, _ in node.next_functions if after is not None]
     assert "_TapBackward" in seen
     assert "CopySlices" not in seen
