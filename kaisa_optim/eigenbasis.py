@@ -84,11 +84,11 @@ def direction(
     """
     names = ("exp_avg", "exp_avg_sq", "adam_steps")
     moving = first, second, steps = tuple(state[name][slots] for name in names)
-    former = None if present is None else [tensor.clone() for tensor in moving]
+    former = [] if present is None else [tensor.clone() for tensor in moving]
     first.mul_(adam.keep1).add_(gradient * adam.take1)
     second.mul_(adam.keep2).add_(gradient.square().mul_(adam.take2))
     steps.add_(1)
-    if present is not None and former is not None:
+    if present is not None:
         for tensor, old in zip(moving, former, strict=True):
             absent = ~present if tensor.dim() == 1 else ~present[:, None, None]
             tensor.copy_(torch.where(absent, old, tensor))
