@@ -105,3 +105,12 @@ def test_half_of_a_wide_product_is_all_of_it(n):
     quarter = -(-n // 4)
     if n >= 256:  # one part is the other's copy
         assert torch.equal(moment[:, quarter:, :quarter], moment[:, :quarter, quarter:].mT)
+
+
+@pytest.mark.parametrize("append_one", [False, True])
+@pytest.mark.parametrize("n", [255, 256, 259])  # under, at and unevenly over what goes by parts
+def test_wide_moments_by_parts_are_the_whole_product(n, append_one):
+    rows = torch.randn(2, 80, n, dtype=torch.float64)
+    whole = F.pad(rows, (0, 1), value=1.0) if append_one else rows
+    moment = second_moment(rows, diagonal=False, append_one=append_one)
+    torch.testing.assert_close(moment, whole.mT @ whole)
