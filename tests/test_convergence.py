@@ -178,6 +178,27 @@ def test_the_shortest_horizon_has_a_schedule_of_its_own(tmp_path):
     assert out_of_reach == math.inf and [run.steps for run in whole] == [40] * 3
 
 
+@pytest.mark.parametrize("needed", range(1, 41))
+def test_the_shortest_horizon_is_found_by_halving_and_without_idle_runs(tmp_path, needed):
+    """Seed 1 needs one step less than the median seed, seed 3 one more."""
+    made = []
+
+    def trained(task, data, one, config, seed, steps, device):
+        made.append((steps, seed))
+        return search.Run(config, seed, steps, float(steps < needed + seed - 2), 0.0, [])
+
+    parts = tuple(steps / 40 for steps in range(40, 0, -1))
+    with mock.patch.object(search, "train", side_effect=trained):
+        store = search.Store(tmp_path / "runs.json")
+        part, runs = search.shortest(
+            line(), DATA, plain(0.1), {"lr": 0.1}, (1, 2, 3), 0.5, store, parts
+        )
+    assert part == needed / 40 and [run.seed for run in runs] == [1, 2, 3]
+    assert len({steps for steps, _ in made}) <= 7  # of 40
+    decided = [steps for steps, seed in made if seed == 3 and steps != needed]
+    assert all(abs(steps - needed) <= 1 for steps in decided)
+
+
 @pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if one.needs is None])
 def test_every_contestant_learns(name):
     task = dataclasses.replace(TASKS["digits-256"], steps=30)

@@ -156,12 +156,30 @@ def shortest(
     store: Store,
     parts: tuple[float, ...],
 ) -> tuple[float, list[Run]]:
-    """The shortest horizon, of some, whose runs' median loss ends at the target or below."""
-    found, best = math.inf, [store.get(task, data, one, config, s, task.steps) for s in seeds]
-    for part in parts:
-        steps = max(1, round(part * task.steps))
-        runs = [store.get(task, data, one, config, seed, steps) for seed in seeds]
-        if sorted(run.loss for run in runs)[len(runs) // 2] > target:
-            break
-        found, best = part, runs
-    return found, best
+    """The shortest horizon, of some, whose runs' median loss ends at the target or below.
+
+    Of parts from the longest to the shortest, found by halving: a longer horizon is taken to end
+    no higher. No run is made that cannot move the median to the other side.
+    """
+
+    def run(part: float, seed: int) -> Run:
+        return store.get(task, data, one, config, seed, max(1, round(part * task.steps)))
+
+    def reaches(part: float) -> bool:
+        needed, left = len(seeds) // 2 + 1, len(seeds)
+        for seed in seeds:
+            needed, left = needed - (run(part, seed).loss <= target), left - 1
+            if not 0 < needed <= left:
+                break
+        return needed <= 0
+
+    if not reaches(parts[0]):
+        return math.inf, [run(1.0, seed) for seed in seeds]
+    found, missed = 0, len(parts)
+    while missed - found > 1:
+        middle = (found + missed) // 2
+        if reaches(parts[middle]):
+            found = middle
+        else:
+            missed = middle
+    return parts[found], [run(parts[found], seed) for seed in seeds]

@@ -405,8 +405,8 @@ TASKS = {
             _steps(_following, 1),
             _characters,
             _some(_following, 8),
-            600,
-            10,
+            300,
+            15,
             {"loss_terms": "positions"},
         ),
         Task(
