@@ -15,12 +15,16 @@ from torch import Tensor
 
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
 _PARTS = 4
+_FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Float32 products in real float32: a user's TF32 setting must not reach the factors."""
-    with _precise_matmuls(), _precise_convolutions():
+def full_precision(device: str | None = None) -> Iterator[None]:
+    """Float32 products in real float32: a user's TF32 setting must not reach the factors.
+
+    Settings of another type of device than a given one stay as they are, which takes less time.
+    """
+    with _precise_matmuls(), _precise_convolutions(device):
         yield
 
 
@@ -52,10 +56,11 @@ def _precise_matmuls() -> Iterator[None]:
 
 
 @contextmanager
-def _precise_convolutions() -> Iterator[None]:
+def _precise_convolutions(device: str | None) -> Iterator[None]:
     """cuDNN's convolutions use TF32 unless told otherwise."""
+    of = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
     backends: list[Any] = [
-        getattr(part, "conv", None) for part in (torch.backends.cudnn, torch.backends.mkldnn)
+        getattr(part, "conv", None) for kind, part in of.items() if device in (None, kind)
     ]
     saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     if not saved:  # before torch 2.9
@@ -95,11 +100,15 @@ def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> 
             moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
         return moment
     n = rows.shape[2]
-    size = n + append_one
-    moment = rows.new_empty(rows.shape[0], size, size)
+    if append_one and rows.numel() <= _FEW:
+        rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
+    if not append_one:
+        moment = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[2])
+        _gram(rows, moment)
+        return moment
+    moment = rows.new_empty(rows.shape[0], n + 1, n + 1)
     _gram(rows, moment[:, :n, :n])
-    if append_one:
-        _border(moment, rows.sum(1), rows.shape[1])
+    _border(moment, rows.sum(1), rows.shape[1])
     return moment
 
 
@@ -120,8 +129,10 @@ def _border(moment: Tensor, total: Tensor, count: int) -> None:
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
     n = rows.shape[-1]
-    parts = _PARTS if n >= _WIDE and rows.shape[1] >= n // 4 else 1
-    step = -(-n // parts)
+    if n < _WIDE or rows.shape[1] < n // 4:
+        torch.bmm(rows.mT, rows, out=out)
+        return
+    step = -(-n // _PARTS)
     for start in range(0, n, step):
         stop = min(start + step, n)
         torch.bmm(rows[:, :, start:].mT, rows[:, :, start:stop], out=out[:, start:, start:stop])
@@ -211,23 +222,13 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
     return torch.cholesky_inverse(lower)
 
 
-def outer_reciprocal(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
-    """1 / (v_G v_Aᵀ + γ), ``[k, g, a]``."""
-    return (values_g[:, :, None] * values_a[:, None, :]).add_(damping).reciprocal_()
-
-
-def apply_eigen(
-    gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None, scale: Tensor
-) -> Tensor:
-    """Q_G (scale ∘ Q_Gᵀ ∇ Q_A) Q_Aᵀ; ``None`` stands for the basis of a diagonal factor."""
-    projected = into_basis(gradient, vectors_g, vectors_a)
-    # In place, but for two diagonal factors: then it is the gradient itself.
-    scaled = projected * scale if projected is gradient else projected.mul_(scale)
-    return out_of_basis(scaled, vectors_g, vectors_a)
+def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
+    """v_G v_Aᵀ + γ, ``[k, g, a]``."""
+    return (values_g[:, :, None] * values_a[:, None, :]).add_(damping)
 
 
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
-    """Q_Gᵀ ∇ Q_A."""
+    """Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
     out = gradient if vectors_g is None else vectors_g.mT @ gradient
     return out if vectors_a is None else out @ vectors_a
 

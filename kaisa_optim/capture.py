@@ -100,19 +100,21 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        output: Tensor, x: Tensor | None, record: Any, probe: Tensor | None, unseen: bool
+        ctx: Any,
+        output: Tensor,
+        x: Tensor | None,
+        record: Any,
+        probe: Tensor | None,
+        unseen: bool,
     ) -> Tensor:
+        # With a setup_context, torch would look up this signature anew in every call.
+        # Saved through autograd, so that checkpointing and offloading treat it as their own.
+        ctx.save_for_backward(x)
+        ctx.record = record
         if unseen and type(output) is Tensor and output._is_view():
             return torch.ops.aten._unsafe_view(output, output.shape)
+        ctx.mark_dirty(output)
         return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        if output is inputs[0]:
-            ctx.mark_dirty(output)
-        # Saved through autograd, so that checkpointing and offloading treat it as their own.
-        ctx.save_for_backward(inputs[1])
-        ctx.record = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -436,12 +438,7 @@ class Capture:
                 part=call.part,
             )
 
-        with (
-            self._lock,
-            torch.no_grad(),
-            full_precision(),
-            torch.autocast(device, enabled=False),
-        ):
+        with self._lock, torch.no_grad(), full_precision(device), _without_autocast(device):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments
@@ -494,6 +491,11 @@ class Capture:
             yield
         finally:
             self.paused -= 1
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
 
 def _as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:

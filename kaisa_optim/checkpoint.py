@@ -49,10 +49,11 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     for p in kfac.parameters:
         if has_entry(p):
             state[p][STEP] = kfac.step_count
+    convention = _convention(kfac)
     for layer in kfac.active:
         home = _home(layer)
         if has_entry(home):
-            entry, values = state[home], _status(kfac, layer)
+            entry, values = state[home], [*_status(kfac, layer), convention]
             status = f"{PREFIX}{layer.tag}status"
             if status not in entry:
                 entry.update(_named(kfac, layer))
@@ -100,7 +101,7 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
     second = kfac.second_order
     flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
-    return [*map(int, flags), second.failures.get(layer, 0), _convention(kfac)]
+    return [*map(int, flags), second.failures.get(layer, 0)]
 
 
 def _convention(kfac: Preconditioner) -> int:

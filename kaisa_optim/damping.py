@@ -153,7 +153,7 @@ class AdaptiveDamping:
             for pair in kfac.layout.pairs:
                 members = [x for x in pair.layers if x in ready and kfac.owner(x, "g") == rank]
                 if members:
-                    stacked = gradients.stack(pair, members, change.get)
+                    stacked = gradients.stack(gradients.Members(members), change.get)
                     terms.append(kfac.second_order.curvature(pair, stacked, members) / 2)
         return sum((x.to(terms[0].device) for x in terms), torch.zeros(()))
 

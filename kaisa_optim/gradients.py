@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+import itertools
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import torch
@@ -11,50 +12,108 @@ from torch import Tensor
 from .layers import Layer
 from .routes import cargo_bytes
 from .sharding import is_sharded, local
-from .stacks import Pair, stack_key
+from .stacks import stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
 
-class Preconditioned(NamedTuple):
-    """New gradients of some layers of one shape, ``[count, g, a]``."""
+class _View(NamedTuple):
+    """Of a contiguous tensor."""
 
-    members: list[Layer]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def like(cls, view: Tensor) -> _View:
+        return cls(view.shape, view.stride(), int(view.storage_offset()))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
+
+
+class Members:
+    """Layers of one shape, whose gradients make one tensor ``[count, g, a]``.
+
+    Where each parameter has its place in it is found once: to ask every layer in every step takes
+    as long as a small layer's products.
+    """
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+        self.blocks = [layer.blocks for layer in layers]
+        g, a = stack_key(layers[0], "g"), stack_key(layers[0], "a")
+        self.dtype, self.device = g.dtype, g.device
+        self.shape = torch.Size((sum(self.blocks), g.size, a.size))
+        self.parameters = [p for layer in layers for p in layer.parameters]
+        whole = torch.empty(self.shape, device="meta")
+        self._matrix: list[_View] = []  # of each parameter, in the tensor of all
+        self._own: list[_View] = []  # of the same numbers, in a tensor like the parameter
+        for layer, matrix in zip(layers, whole.split(self.blocks), strict=True):
+            like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
+            self._matrix += map(_View.like, layer.matrix_parts(matrix))
+            self._own += map(_View.like, layer.parameter_parts(like))
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
+        """Views of the tensor of all, one for each parameter."""
+        return [view.of(stacked) for view in self._matrix]
+
+    def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Views of tensors like the parameters, shaped like their parts of the tensor of all."""
+        if all(type(t) is Tensor and t.is_contiguous() for t in tensors):
+            return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
+        counts = [len(layer.parameters) for layer in self.layers]
+        own = iter(tensors)
+        return [
+            part
+            for layer, count in zip(self.layers, counts, strict=True)
+            for part in layer.parameter_parts(list(itertools.islice(own, count)))
+        ]
+
+
+class Preconditioned(NamedTuple):
+    """New gradients of some layers."""
+
+    members: Members
     new: Tensor
     products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [members, 2]
 
     def terms(self) -> dict[Layer, Tensor]:
-        return dict(zip(self.members, self.products.unbind(), strict=True))
-
-    def by_layer(self) -> Iterator[tuple[Layer, Tensor]]:
-        sizes = [layer.blocks for layer in self.members]
-        return zip(self.members, self.new.split(sizes), strict=True)
+        return dict(zip(self.members.layers, self.products.unbind(), strict=True))
 
 
-def products(members: list[Layer], raw: Tensor, new: Tensor) -> Tensor:
-    """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it."""
-    columns = (raw * new).sum(1)
+def products(members: Members, raw: Tensor, new: Tensor) -> Tensor:
+    """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it.
+
+    ``raw`` is overwritten.
+    """
+    columns = raw.mul_(new).sum(1)
     return _of_layers(members, torch.stack([columns.sum(1), columns[:, -1]], 1))
 
 
-def _of_layers(members: list[Layer], values: Tensor) -> Tensor:
+def _of_layers(members: Members, values: Tensor) -> Tensor:
     """Sums over the blocks of each layer, ``[blocks, n]`` to ``[members, n]``."""
-    sizes = [layer.blocks for layer in members]
+    sizes = members.blocks
+    if sum(sizes) == len(sizes):
+        return values
     if len(set(sizes)) == 1:
-        return values.unflatten(0, (len(members), -1)).sum(1)
+        return values.unflatten(0, (len(sizes), -1)).sum(1)
     return torch.stack([part.sum(0) for part in values.split(sizes)])
 
 
-def _of_blocks(members: list[Layer], values: Tensor) -> Tensor:
+def _of_blocks(members: Members, values: Tensor) -> Tensor:
     """A number of each layer for each of its blocks, ``[members]`` to ``[blocks]``."""
-    sizes = [layer.blocks for layer in members]
+    sizes = members.blocks
     if len(set(sizes)) == 1:
         return values.repeat_interleave(sizes[0])
     pairs = zip(values.unbind(), sizes, strict=True)
     return torch.cat([value.expand(size) for value, size in pairs])
 
 
-def graft(members: list[Layer], raw: Tensor, new: Tensor) -> None:
+def graft(members: Members, raw: Tensor, new: Tensor) -> None:
     """Give each layer's ``new`` gradient the length of its raw one; where that is 0, it is 0."""
     squares = torch.stack([x.square().sum((1, 2)) for x in (raw, new)], 1)
     wanted, own = _of_layers(members, squares).sqrt_().unbind(1)
@@ -71,18 +130,12 @@ def blend(new: dict[Tensor, Tensor], share: float) -> None:
         torch._foreach_lerp_(mine, theirs, 1 - share)
 
 
-def stack(pair: Pair, members: list[Layer], gradient_of: GradientOf) -> Tensor:
+def stack(members: Members, gradient_of: GradientOf) -> Tensor:
     """The gradients of ``members`` as one tensor ``[count, g, a]``; a missing one is zero there."""
-    sizes = [layer.blocks for layer in members]
-    key = pair.g.key
-    raw = torch.empty(sum(sizes), *pair.shape[1:], dtype=key.dtype, device=key.device)
-    targets, sources = [], []
-    for layer, matrix in zip(members, raw.split(sizes), strict=True):
-        found = [(p, gradient_of(p)) for p in layer.parameters]
-        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
-        targets += layer.matrix_parts(matrix)
-        sources += layer.parameter_parts(gradients)
-    torch._foreach_copy_(targets, sources)
+    raw = members.empty()
+    found = [(p, gradient_of(p)) for p in members.parameters]
+    gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
+    torch._foreach_copy_(members.matrix_parts(raw), members.parameter_parts(gradients))
     return raw
 
 
@@ -112,12 +165,10 @@ class Wire:
         return self.one._replace(new=new)
 
 
-def awaited(members: list[Layer]) -> Preconditioned:
+def awaited(members: Members) -> Preconditioned:
     """Room for gradients that another rank preconditions."""
-    g, a = stack_key(members[0], "g"), stack_key(members[0], "a")
-    blocks = sum(layer.blocks for layer in members)
-    new = torch.empty(blocks, g.size, a.size, dtype=g.dtype, device=g.device)
-    return Preconditioned(members, new, new.new_empty(len(members), 2))
+    new = members.empty()
+    return Preconditioned(members, new, new.new_empty(len(members.layers), 2))
 
 
 def elements(members: list[Layer]) -> int:
@@ -151,14 +202,14 @@ def unstack(
     new: dict[Tensor, Tensor] = {}
     targets, sources = [], []
     for one in stacks:
-        for layer, matrix in one.by_layer():
-            for p in layer.parameters:
-                if p not in new:
-                    old = gradient_of(p)
-                    gradient = p if old is None else old
-                    new[p] = gradient.clone() if p in in_parts else torch.empty_like(gradient)
-            targets += layer.parameter_parts([new[p] for p in layer.parameters])
-            sources += layer.matrix_parts(matrix)
+        parameters = one.members.parameters
+        for p in parameters:
+            if p not in new:
+                old = gradient_of(p)
+                gradient = p if old is None else old
+                new[p] = gradient.clone() if p in in_parts else torch.empty_like(gradient)
+        targets += one.members.parameter_parts([new[p] for p in parameters])
+        sources += one.members.matrix_parts(one.new.contiguous())
     if targets:
         torch._foreach_copy_(targets, sources)
     return {p: gradient for p, gradient in new.items() if gradient_of(p) is not None}

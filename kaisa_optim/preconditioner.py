@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import warnings
 from collections import Counter
@@ -23,7 +24,7 @@ from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .coverage import Coverage, cover, unwrapped
-from .gradients import Preconditioned
+from .gradients import Members, Preconditioned
 from .layers import Basis, Layer
 from .options import Options
 from .routes import chunks
@@ -112,6 +113,7 @@ class Preconditioner:
         self._unproven = self.ranks.world > 1  # weights not yet compared
         self._silent = 0  # steps since a layer saw a backward pass, of those that gather
         self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
+        self._members: dict[tuple[Layer, ...], Members] = {}  # as they are asked for
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -363,7 +365,7 @@ class Preconditioner:
         self, whole: dict[Tensor, Tensor], stacks: list[Preconditioned]
     ) -> dict[Tensor, Tensor]:
         """Without parameters of which a part is no direction, but still a raw gradient."""
-        done = {layer for one in stacks for layer in one.members}
+        done = {layer for one in stacks for layer in one.members.layers}
         raw = {p for layer in self.active if layer not in done for p in layer.parameters}
         return {p: direction for p, direction in whole.items() if p not in raw}
 
@@ -387,7 +389,7 @@ class Preconditioner:
         Ranks compare what is frozen whenever they exchange anything, and it takes effect then.
         """
         changed = False
-        for layer in self.layers.values() if self._exchanges() else ():
+        for layer in self.layers.values() if self.ranks.world == 1 or self._exchanges() else ():
             gathered = self.statistics.gathered.get(layer)
             covers = layer.covers_now() if gathered is None else gathered.covers
             if any(covers) and covers != layer.covers:
@@ -409,9 +411,8 @@ class Preconditioner:
         capture = self._capture
         assert capture is not None
         asked = self.second_order.tracking.asked
-        return self.ranks.world == 1 or bool(
-            capture.wanted or capture.missing or asked or self._due()
-        )
+        alone = self.ranks.world == 1 and (self.statistics.gathered or capture.draws)
+        return bool(alone or capture.wanted or capture.missing or asked or self._due())
 
     def _tally(self, groups: list[Group]) -> Tally | None:
         """Agree with the other ranks on what there is in this step; ``None`` for a step of nothing.
@@ -438,13 +439,14 @@ class Preconditioner:
             own_terms,
         ]
         notes = self.second_order.tracking.flags(self.shelf)
-        numbers = torch.tensor([*head, *with_gradient, *notes], dtype=torch.float64, device="cpu")
+        numbers = [*head, *with_gradient, *notes]
+        mine = [*numbers, *counts, *(count > 0 for count in counts)]
         word = self.ranks.add_up(
-            torch.cat([numbers, counts, (counts > 0).double()]), f"agreeing on step {self.steps}"
-        )
+            torch.tensor(mine, dtype=torch.float64, device="cpu"), f"agreeing on step {self.steps}"
+        ).tolist()
         failed, captured, graded, drawn, trained, once, squared, terms, *flags = word[
             : len(numbers)
-        ].tolist()
+        ]
         present, notes = flags[: len(layers)], flags[len(layers) :]
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
@@ -469,9 +471,12 @@ class Preconditioner:
                     return None  # torch.distributed.checkpoint steps once, for the base's state
                 self._raise_without_capture()
         sizes = [layer.sections for layer in layers]
-        both = word[len(numbers) :].split([len(counts), len(counts)])
-        totals, givers = (dict(zip(layers, x.split(sizes), strict=True)) for x in both)
-        seen = {layer: total for layer, total in totals.items() if total.any()}
+        rest = iter(word[len(numbers) :])
+        totals, givers = (
+            {x: list(itertools.islice(rest, n)) for x, n in zip(layers, sizes, strict=True)}
+            for _ in range(2)
+        )
+        seen = {layer: total for layer, total in totals.items() if any(total)}
         giving = {layer: givers[layer] for layer in seen}
         return Tally(own_terms, terms, seen, giving, drawn > 0)
 
@@ -628,7 +633,8 @@ class Preconditioner:
                 pair, raw, members, damping_of, taken
             )
         # Of all layers, so that all ranks refuse what does not fit one of them.
-        settings_of = {layer: self._settings(groups, layer) for layer in self.active}
+        of_group = [eigenbasis.settings(group) for group in groups]
+        settings_of = {layer: self._settings(groups, of_group, layer) for layer in self.active}
 
         def direction(pair: Pair, raw: Tensor, members: list[Layer]) -> Tensor:
             present = [any(p.grad is not None for p in layer.parameters) for layer in members]
@@ -642,23 +648,29 @@ class Preconditioner:
         for pair in self.layout.pairs:
             members = [layer for layer in self._with_gradient(pair) if self._is_whole(layer)]
             if members:
-                result.append(self._precondition(members, apply))
+                result.append(self._precondition(self._together(members), apply))
         return result
+
+    def _together(self, layers: list[Layer]) -> Members:
+        key = tuple(layers)
+        if key not in self._members:
+            self._members[key] = Members(layers)
+        return self._members[key]
 
     def _precondition(
         self,
-        members: list[Layer],
+        members: Members,
         apply: Apply,
         gradient_of: gradients.GradientOf = gradients.own_gradient,
     ) -> Preconditioned:
-        pair = self.layout.pair_of[members[0]]
-        raw = gradients.stack(pair, members, gradient_of)
-        new = apply(pair, raw, members)
+        pair = self.layout.pair_of[members.layers[0]]
+        raw = gradients.stack(members, gradient_of)
+        new = apply(pair, raw, members.layers)
         if self.options.grafting:
             gradients.graft(members, raw, new)
         if self._clip is not None:
             return Preconditioned(members, new, gradients.products(members, raw, new))
-        return Preconditioned(members, new, raw.new_zeros(len(members), 2))
+        return Preconditioned(members, new, raw.new_zeros(len(members.layers), 2))
 
     def _handed_out(self, apply: Apply) -> list[Preconditioned]:
         """The same of all layers, each preconditioned by one of its workers for some ranks.
@@ -697,7 +709,7 @@ class Preconditioner:
     ) -> list[Tensor]:
         """What a root sends of the layers of its column, or room for it elsewhere."""
         tensors = []
-        for members in shapes:
+        for members in map(self._together, shapes):
             if root == self.ranks.rank:
                 one = self._precondition(members, apply)
             else:
@@ -718,7 +730,7 @@ class Preconditioner:
             whole = self._gather(chunk)
             preconditioned: dict[Tensor, Tensor] = {}
             for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):
-                one = self._precondition(members, apply, whole.get)
+                one = self._precondition(self._together(members), apply, whole.get)
                 preconditioned |= gradients.unstack([one], (), whole.get)
                 terms.update(one.terms())
             self._return(chunk, preconditioned, new, terms)
@@ -840,10 +852,12 @@ class Preconditioner:
             )
         return values.pop()
 
-    def _settings(self, groups: list[Group], layer: Layer) -> eigenbasis.Settings:
+    def _settings(
+        self, groups: list[Group], of_group: list[eigenbasis.Settings], layer: Layer
+    ) -> eigenbasis.Settings:
         """How a layer's moments move; its weight and bias must agree on it."""
         numbers = sorted({self._group_of[p] for p in layer.parameters})
-        found = [eigenbasis.settings(groups[i]) for i in numbers]
+        found = [of_group[i] for i in numbers]
         if any(other != found[0] for other in found):
             names = ("betas", "eps", "bias_correction", "grad_averaging")
             first, last = groups[numbers[0]], groups[numbers[-1]]
@@ -908,6 +922,7 @@ class Preconditioner:
         """What is covered, found alike on all ranks; else every rank raises."""
         error: Exception | None = None
         found = Coverage()
+        of_group = [eigenbasis.settings(g) for g in groups] if self.second_order.moments else []
         try:
             found = cover(
                 unwrapped(self.model),
@@ -927,7 +942,7 @@ class Preconditioner:
                     if layer.parameters:
                         self._shared(layer, groups, name)
                 if self.second_order.moments and layer.parameters:
-                    self._settings(groups, layer)
+                    self._settings(groups, of_group, layer)
             self.sharded = self._find_shards(found.layers.values())
         except ValueError as problem:
             if self.ranks.world == 1:
@@ -990,6 +1005,7 @@ class Preconditioner:
 
     def lay_out(self) -> None:
         self._turns_of.clear()
+        self._members.clear()
         kept = {layer: dict(self.views(layer)) for layer in self.fed}
         self.shelf = Shelf()
         for members in alike(self.active):

@@ -284,9 +284,9 @@ class SecondOrder:
             pair = layout.pair_of.get(layer)
             if pair is not None:
                 a, g = layout.factors[layer, "a"], layout.factors[layer, "g"]
-                product = algebra.outer_reciprocal(g["values"], a["values"], damping_of(layer))
+                product = algebra.damped_product(g["values"], a["values"], damping_of(layer))
                 scale = pair.tensors["scale"]
-                scale[pair.slots[layer]] = _stored(product, scale.dtype)
+                scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
     def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None for those that stay."""
@@ -455,15 +455,17 @@ class SecondOrder:
             if taken is not None and any(layer in taken.decays for layer in members):
                 correction.take_gradients(pair, slots, projected, members, taken)
             return algebra.out_of_basis(new, *bases)
+        projected = algebra.into_basis(gradient, *bases)
+        if projected is gradient:  # by two diagonal factors; it is wanted as it is
+            projected = gradient.clone()
         if self.stored_product:
-            scale = pair.tensors["scale"][slots].to(gradient.dtype)
+            projected.mul_(pair.tensors["scale"][slots].to(gradient.dtype))
         else:
             values_g, values_a = of("g", "values"), of("a", "values")
             assert values_g is not None and values_a is not None
-            scale = algebra.outer_reciprocal(
-                values_g, values_a, _common_or_each(members, damping_of, pair)
-            )
-        return algebra.apply_eigen(gradient, *bases, scale)
+            damping = _common_or_each(members, damping_of, pair)
+            projected.div_(algebra.damped_product(values_g, values_a, damping))
+        return algebra.out_of_basis(projected, *bases)
 
     def direction(
         self,

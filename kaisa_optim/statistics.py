@@ -27,7 +27,7 @@ class Gathered:
         self.g: Tensor | None = None
         self.projected: Tensor | None = None
         # Of rows, for each section; of passes under the papers' normalization.
-        self.count = torch.zeros(layer.sections, dtype=torch.float64, device="cpu")
+        self.count = [0.0] * layer.sections
         self.runs: set[Run] = set()
         self.drawn = False  # whether drawn gradients are in G
         self.own = False  # whether gradients that train are in G, and not drawn ones alone
@@ -40,7 +40,8 @@ class Gathered:
             self.projected = _add(
                 self.projected, moments.projected, self.blocks, moments.blocks, whole
             )
-        self.count[moments.blocks] += count
+        for section in range(len(self.count))[moments.blocks]:
+            self.count[section] += count
 
     def bytes(self) -> int:
         sums = (self.a, self.g, self.projected)
@@ -65,8 +66,8 @@ class Tally:
 
     own_terms: float  # K of this rank
     terms: float  # Σ K over the ranks
-    counts: dict[Layer, Tensor]  # of rows, [sections]; only layers that have any
-    givers: dict[Layer, Tensor]  # how many ranks have any, [sections]
+    counts: dict[Layer, list[float]]  # of rows, of each section; only layers that have any
+    givers: dict[Layer, list[float]]  # how many ranks have any
     drawn: bool = False  # G is of drawn gradients, each the root of one term's Hessian
 
 
@@ -138,12 +139,13 @@ class Statistics:
     def pending_bytes(self) -> int:
         return sum(gathered.bytes() for gathered in self.gathered.values())
 
-    def counts(self, layers: Sequence[Layer]) -> Tensor:
+    def counts(self, layers: Sequence[Layer]) -> list[float]:
         """How many rows this rank has of each, section after section."""
-        none = {n: torch.zeros(n, dtype=torch.float64, device="cpu") for n in _sections(layers)}
-        found = [self.gathered.get(layer) for layer in layers]
-        pairs = zip(layers, found, strict=True)
-        return torch.cat([none[x.sections] if g is None else g.count for x, g in pairs])
+        counts: list[float] = []
+        for layer in layers:
+            gathered = self.gathered.get(layer)
+            counts += [0.0] * layer.sections if gathered is None else gathered.count
+        return counts
 
     def terms(self) -> float:
         """K: how many terms this rank's loss averages in this step, for all layers alike."""
@@ -250,7 +252,7 @@ class Statistics:
             if total.shape[0] < layer.blocks:
                 total = total.expand(shape).clone()
             values.append(total)
-            parts += total.chunk(layer.sections)
+            parts += [total] if layer.sections == 1 else total.chunk(layer.sections)
             scales += self._scales(layer, side, gathered, tally)
         if parts:
             torch._foreach_mul_(parts, scales)
@@ -277,9 +279,10 @@ class Statistics:
         """What to multiply each section of a sum with, on the host."""
         if self.papers:
             # Each rank's passes are averaged, then the ranks.
-            return (1 / (gathered.count.clamp(min=1) * tally.givers[layer].clamp(min=1))).tolist()
+            both = zip(gathered.count, tally.givers[layer], strict=True)
+            return [1 / (max(1, count) * max(1, givers)) for count, givers in both]
         if side == "a":
-            return (1 / tally.counts[layer].clamp(min=1)).tolist()
+            return [1 / max(1, count) for count in tally.counts[layer]]
         # Drawn gradients are those of the terms' sum, and not of their mean.
         own = 1.0 if tally.drawn else tally.own_terms**2
         return [own / tally.terms if tally.terms else 0.0] * layer.sections
@@ -306,8 +309,11 @@ class Statistics:
         slots = slots_of(factors, stack)
         weight, rejected = stack.tensors["weight"], stack.tensors["rejected"]
         grown, step = weighed(weight[slots], decay, finite & given(layers, tally, stack.key))
-        averages = [factor["average"] for factor in factors]
-        steps = [part[matrix] for part in step.split(blocks)]
+        steps = list(step[matrix].split(blocks))
+        if isinstance(slots, slice):
+            averages = list(stack.tensors["average"][slots].split(blocks))
+        else:
+            averages = [factor["average"] for factor in factors]
         if averages[0].dtype == stack.key.dtype:
             torch._foreach_lerp_(averages, values, steps)
         else:
@@ -326,7 +332,8 @@ def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:
     flags: list[bool] = []
     for layer in layers:
         per_section = layer.blocks // layer.sections
-        flags += (tally.counts[layer] > 0).repeat_interleave(per_section).tolist()
+        for count in tally.counts[layer]:
+            flags += [count > 0] * per_section
     return _on_device(flags, torch.bool, like.device)
 
 
@@ -349,10 +356,6 @@ def _packed(moment: Tensor) -> Tensor:
 def _width(key: StackKey) -> int:
     """Numbers of one block on the wire."""
     return key.size if key.diagonal else packed_size(key.size)
-
-
-def _sections(layers: Sequence[Layer]) -> set[int]:
-    return {layer.sections for layer in layers}
 
 
 def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

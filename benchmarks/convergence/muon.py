@@ -133,10 +133,9 @@ class MetricMuon(Muon32):
         self.capture.wanted = frozenset(self.layers if gathers else ())
 
     def _average(self) -> None:
-        counts = self.statistics.counts(self.layers).split([x.sections for x in self.layers])
-        rows = dict(zip(self.layers, counts, strict=True))
+        rows = {layer: self.statistics.counts([layer]) for layer in self.layers}
         terms = self.statistics.terms()
-        givers = {layer: torch.ones(layer.sections) for layer in self.layers}
+        givers = {layer: [1.0] * layer.sections for layer in self.layers}
         tally = Tally(terms, terms, rows, givers)
         for _ in self.statistics.update(
             self.shelf, tally, [], lambda layer, side: 0, lambda layer: self.decay

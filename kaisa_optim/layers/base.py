@@ -104,9 +104,21 @@ class Layer:
         self.weight: nn.Parameter | None = module._parameters.get("weight")
         self.bias: nn.Parameter | None = module._parameters.get("bias")
         self.trained = (False, False)  # weight and bias: in the optimizer's groups
-        self.covers = (False, False)  # and not frozen when the statistics were taken
+        self.covers = (False, False)
         self.wide = math.inf  # a side wider than this is diagonal
         self.shared = Shared()  # one for all layers of a model, once they are captured
+
+    @property
+    def covers(self) -> tuple[bool, bool]:
+        """Weight and bias: trained, and not frozen when the statistics were taken."""
+        return self._covers
+
+    @covers.setter
+    def covers(self, covers: tuple[bool, bool]) -> None:
+        self._covers = covers
+        both = zip((self.weight, self.bias), covers, strict=True)
+        # The covered ones, weight first.
+        self.parameters = [p for p, covered in both if covered and p is not None]
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -176,12 +188,6 @@ class Layer:
         return (
             self.module is other.module and self.weight is other.weight and self.bias is other.bias
         )
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The covered ones, weight first."""
-        both = zip((self.weight, self.bias), self.covers, strict=True)
-        return [p for p, covered in both if covered and p is not None]
 
     # ---- statistics ----
 
