@@ -29,7 +29,13 @@ class _View(NamedTuple):
         return cls(view.shape, view.stride(), int(view.storage_offset()))
 
     def of(self, tensor: Tensor) -> Tensor:
+        if tensor.shape == self.size and self.offset == 0 and tensor.stride() == self.stride:
+            return tensor
         return tensor.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
+
+    def of_one(self) -> _View:
+        """Of a single block, without that dimension."""
+        return _View(self.size[1:], self.stride[1:], self.offset)
 
 
 class Members:
@@ -51,8 +57,10 @@ class Members:
         self._own: list[_View] = []  # of the same numbers, in a tensor like the parameter
         for layer, matrix in zip(layers, whole.split(self.blocks), strict=True):
             like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
-            self._matrix += map(_View.like, layer.matrix_parts(matrix))
-            self._own += map(_View.like, layer.parameter_parts(like))
+            views = (layer.matrix_parts(matrix), layer.parameter_parts(like))
+            for found, parts in zip((self._matrix, self._own), views, strict=True):
+                single = all(part.shape[:1] == (1,) for part in parts)
+                found += [v.of_one() if single else v for v in map(_View.like, parts)]
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -67,11 +75,13 @@ class Members:
             return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
         counts = [len(layer.parameters) for layer in self.layers]
         own = iter(tensors)
-        return [
+        parts = [
             part
             for layer, count in zip(self.layers, counts, strict=True)
             for part in layer.parameter_parts(list(itertools.islice(own, count)))
         ]
+        both = zip(parts, self._own, strict=True)
+        return [part if part.dim() == len(view.size) else part[0] for part, view in both]
 
 
 class Preconditioned(NamedTuple):

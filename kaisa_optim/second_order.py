@@ -27,6 +27,7 @@ from .stacks import (
     StackKey,
     by_device,
     by_place,
+    common_or_each,
     joined,
     per_block,
     slots_of,
@@ -539,11 +540,8 @@ def _among(members: list[Layer], values: Sequence[float]) -> Callable[[Layer], f
 def _common_or_each(
     members: list[Layer], value_of: Callable[[Layer], float], pair: Pair
 ) -> Tensor | float:
-    """A number where it is one for all, else one for each block."""
-    values = {value_of(layer) for layer in members}
-    if len(values) == 1:
-        return values.pop()
-    return per_block(members, value_of, pair.g.key)[:, None, None]
+    found = common_or_each(members, value_of, pair.g.key)
+    return found[:, None, None] if isinstance(found, Tensor) else found
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

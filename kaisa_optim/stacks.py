@@ -104,6 +104,14 @@ def per_block(
     return numbers.repeat_interleave(repeats).to(like.device, non_blocking=True)
 
 
+def common_or_each(
+    layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
+) -> Tensor | float:
+    """A number where it is one for all, else one for each block."""
+    values = {value_of(layer) for layer in layers}
+    return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
+
+
 class Shelf:
     """The stacks of some factors: those that this rank keeps, or those that it applies."""
 

@@ -12,7 +12,7 @@ from .algebra import full_precision, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Shelf, Specs, Stack, StackKey, per_block, slots_of, stack_key
+from .stacks import Factor, Shelf, Specs, Stack, StackKey, common_or_each, slots_of, stack_key
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
@@ -298,7 +298,7 @@ class Statistics:
         values = [sums[f.layer, f.side] for f in factors]
         layers = [factor.layer for factor in factors]
         blocks = [layer.blocks for layer in layers]
-        decay = per_block(layers, decay_of, stack.key)
+        decay = common_or_each(layers, decay_of, stack.key)
         matrix = (slice(None), *(None,) * (values[0].dim() - 1))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         finite = torch.cat([_trace(value, stack.key) for value in values]).isfinite()
@@ -337,15 +337,17 @@ def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:
     return _on_device(flags, torch.bool, like.device)
 
 
-def weighed(mass: Tensor, decay: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+def weighed(mass: Tensor, decay: Tensor | float, taken: Tensor) -> tuple[Tensor, Tensor]:
     """What running averages weigh after a new value, and the step that they take towards it.
 
     Those that are not ``taken`` stay. The first value is taken as it is, also by a decay of 1,
     which then keeps it.
     """
-    first = (mass == 0) & (decay == 1)
-    grown = torch.where(first, 1, decay * mass + (1 - decay))
-    step = torch.where(first, 1, (1 - decay) / grown)
+    grown = (mass * decay).add_(1 - decay)
+    step = (1 - decay) / grown
+    if isinstance(decay, Tensor) or decay == 1:
+        first = (mass == 0) & (decay == 1)
+        grown, step = torch.where(first, 1, grown), torch.where(first, 1, step)
     return torch.where(taken, grown, mass), torch.where(taken, step, 0)
 
 

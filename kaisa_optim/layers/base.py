@@ -6,6 +6,7 @@ pair: a plain layer has one, a grouped convolution one for each group.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -145,6 +146,7 @@ class Layer:
         return self.blocks if self.intercepts() else 1
 
     @classmethod
+    @functools.cache
     def intercepts(cls) -> bool:
         """Whether this kind looks into its module's forward."""
         return _function(cls) is not _function(Layer)
