@@ -34,7 +34,7 @@ from cluster import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run
+from ranks import CAN_SHARD, run
 from test_sharded import Plan as Sharding
 from test_sharded import check as check_sharded
 from test_sharded import each, some
@@ -837,6 +837,7 @@ def test_a_layer_without_a_gradient_waits(where):
 # ---- fully_shard ----
 
 
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 @pytest.mark.parametrize(
     ("parts", "optimizer", "options"),
     [

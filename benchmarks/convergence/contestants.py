@@ -28,12 +28,14 @@ class Contestant:
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
 
-    def draw(self, trial: str) -> Config:
+    def draw(self, trial: str, ends: bool = False) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
 
-        Otherwise the luckier draws would win.
+        Otherwise the luckier draws would win. With ``ends``, all have a rate for what Muon does not
+        take.
         """
-        return {name: one(random.Random(f"{trial} {name}")) for name, one in self.space.items()}
+        space = {**self.space, **_ENDS} if ends else self.space
+        return {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}
 
     @property
     def absent(self) -> bool:
@@ -61,18 +63,27 @@ def one_of(*values: Any) -> Callable[[random.Random], Any]:
     return lambda generator: generator.choice(values)
 
 
+def _params(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """All parameters, in one group; in two where some have a rate of their own."""
+    if "lr_rest" not in config:
+        return [{"params": list(model.parameters())}]
+    hidden, rest = _hidden(model)
+    return [{"params": hidden}, {"params": rest, "lr": config["lr_rest"]}]
+
+
 def _sgd(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-    return [torch.optim.SGD(model.parameters(), nesterov=True, **config)]
+    options: Config = {"lr": config["lr"], "momentum": config["momentum"], "nesterov": True}
+    return [torch.optim.SGD(_params(model, config), **options)]
 
 
 def _adamw(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     options: Config = {"lr": config["lr"], "betas": _betas(config), "weight_decay": 0.0}
-    return [torch.optim.AdamW(model.parameters(), **options)]
+    return [torch.optim.AdamW(_params(model, config), **options)]
 
 
 def _lamb(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     options: Config = {"lr": config["lr"], "betas": _betas(config), "weight_decay": 0.0}
-    return [LAMB(model.parameters(), **options)]
+    return [LAMB(_params(model, config), **options)]
 
 
 def _betas(config: Config) -> tuple[float, float]:
@@ -115,13 +126,13 @@ def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimi
     from pytorch_optimizer import SOAP
 
     options = {"precondition_frequency": config["frequency"], "weight_decay": 0.0}
-    return [SOAP(model.parameters(), lr=config["lr"], betas=_betas(config), **options)]
+    return [SOAP(_params(model, config), lr=config["lr"], betas=_betas(config), **options)]
 
 
 def _shampoo(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     from pytorch_optimizer import ScalableShampoo
 
-    return [ScalableShampoo(model.parameters(), lr=config["lr"], betas=_betas(config))]
+    return [ScalableShampoo(_params(model, config), lr=config["lr"], betas=_betas(config))]
 
 
 def _ours(cls: type[Any], moments: str | None = None) -> Any:
@@ -130,10 +141,12 @@ def _ours(cls: type[Any], moments: str | None = None) -> Any:
         if "beta1" in options:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
         every = options.pop("every")
+        options.pop("lr_rest", None)
+        options["early_refreshes"] = tuple(options.pop("early", ()))
         if moments is not None:
             options["moments"] = moments
-        intervals = {"factor_update_steps": every, "inv_update_steps": 10 * every}
-        return [cls(model, weight_decay=0.0, **options, **intervals, **kfac)]
+        options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
+        return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
 
     return build
 
@@ -143,12 +156,15 @@ _ADAM = {
     "beta1": one_of(0.9, 0.95),
     "beta2": one_of(0.95, 0.99, 0.999),
 }
-_MUON = {
+_ENDS = {"lr_rest": between(3e-4, 3e-2)}
+_MUON = {"lr": between(1e-3, 1e-1), "momentum": one_of(0.9, 0.95), **_ENDS}
+_EIGENBASIS = {
+    **_ADAM,
     "lr": between(1e-3, 1e-1),
-    "momentum": one_of(0.9, 0.95),
-    "lr_rest": between(3e-4, 3e-2),
+    "every": one_of(1, 2, 5),
+    # Bases of the first batches fit badly: a few early ones are worth more than a better lr.
+    "early": one_of((5, 10, 25)),
 }
-_EIGENBASIS = {**_ADAM, "lr": between(1e-3, 1e-1), "every": one_of(1, 2, 5)}
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
     "kl_clip": between(1e-5, 1e-2),

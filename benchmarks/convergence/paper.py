@@ -8,8 +8,9 @@
 SGD trains 200 epochs, with a tenth of the lr from 100 on and a hundredth from 150 on; K-FAC trains
 100 epochs, with steps at 35, 75 and 90 (Pauloski et al., SC '20 and SC '21). One row for each of
 the papers' two pairs of intervals with their own scaling and settings, and for ours.
-Each epoch ends with a checkpoint in FOLDER, from which a run that was broken off goes on. --short:
-eight layers, a fiftieth of the images and of the epochs, to try it out.
+Each epoch ends with a checkpoint in FOLDER, from which a run that was broken off goes on. Seconds
+on CPUs are of CPU time, without waiting for other ranks. --short: eight layers, a fiftieth of the
+images and of the epochs, to try it out.
 """
 
 from __future__ import annotations

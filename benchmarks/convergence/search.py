@@ -23,8 +23,8 @@ from .tasks import Step, Task
 
 WARMUP = 0.05  # of the steps; then a cosine to nothing, for all alike
 TRIALS = 12
-# Parts of the horizon that trials get, and how many go on to the next.
-RUNGS = ((0.25, 4), (0.5, 2), (1.0, 1))
+RUNGS = (0.25, 0.5, 1.0)  # parts of the horizon that trials get
+KEPT = (1 / 3, 1 / 2)  # of a rung's trials, how many go on to the next
 
 
 @dataclass
@@ -133,16 +133,18 @@ class Store:
 
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
     """Successive halving: all trials run a little, the better ones longer; the best settings."""
-    configs = [one.draw(f"{task.name} {i}") for i in range(trials)]
-    for part, kept in RUNGS:
+    configs = [one.draw(f"{task.name} {i}", task.ends) for i in range(trials)]
+    for part, kept in zip(RUNGS, (*KEPT, 0.0), strict=True):
         steps = max(1, round(part * task.steps))
         runs = [store.get(task, data, one, config, 0, steps) for config in configs]
         runs.sort(key=lambda run: run.loss)
-        configs = [run.config for run in runs[:kept]]
+        configs = [run.config for run in runs[: max(1, round(kept * len(runs)))]]
         print(
             f"  {one.name}: {len(runs)} × {steps} steps, best {runs[0].loss:.5g} {runs[0].config}",
             flush=True,
         )
+        if len(configs) == 1:
+            break
     return configs[0]
 
 

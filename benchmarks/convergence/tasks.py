@@ -58,6 +58,9 @@ class Task:
     score: Score | None = None
     without: tuple[str, ...] = ()  # contestants that cannot train it
     only: tuple[str, ...] | None = None  # contestants of a task that is about some
+    # Whether the network's ends and its vectors are given a learning rate of their own, as Muon's
+    # users do: on text it is worth more than any other setting.
+    ends: bool = False
 
     def weight(self, target: Tensor) -> int:
         return len(target) if self.terms is None else self.terms(target)
@@ -408,6 +411,7 @@ TASKS = {
             300,
             15,
             {"loss_terms": "positions"},
+            ends=True,
         ),
         Task(
             "masked",
@@ -423,6 +427,7 @@ TASKS = {
             terms=_count_masked,
             score=Score("accuracy", _guessed),
             only=("LAMB", "KFACLAMB", "KFACLAMB, eigenbasis"),
+            ends=True,
         ),
     )
 }

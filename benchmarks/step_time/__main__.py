@@ -27,6 +27,7 @@ from . import ranks, refresh, scaling, steps
 from .report import Settings
 from .tasks import FITTING, TASKS
 
+OF_TASKS = ("steps", "ranks")
 PARTS = {"steps": steps.run, "ranks": ranks.run, "scaling": scaling.run, "refresh": refresh.run}
 ON_CUDA = ("steps", "scaling")
 
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures += report.figures
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            chosen = [*(options.tasks or ()), *(["short"] if settings.short else ())]
+            chosen = list(options.tasks or ()) if part in OF_TASKS else []
+            chosen += ["short"] if settings.short else []
             name = "_".join(["step_time", part, settings.device, *chosen])
             record = {
                 "machine": where,
