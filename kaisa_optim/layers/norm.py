@@ -20,7 +20,7 @@ from .base import Basis, Layer, Moments, register_layer
 
 def _chunk(tensor: Tensor) -> int:
     """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches."""
-    return 1 << (18 if tensor.device.type == "cpu" else 24)
+    return 1 << (20 if tensor.device.type == "cpu" else 24)
 
 
 class _Norm(Layer):
