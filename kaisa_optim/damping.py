@@ -12,7 +12,7 @@ from torch import Tensor
 from . import algebra, gradients
 from .optimizers import KFACMixin
 from .options import check_damping, check_interval
-from .scheduler import check_optimizer
+from .scheduler import check_optimizer, claim_damping
 from .sharding import is_sharded
 
 _GOOD, _POOR = 0.75, 0.25
@@ -76,8 +76,20 @@ class AdaptiveDamping:
         self._attach()
 
     def _attach(self) -> None:
-        self.optimizer.register_step_pre_hook(self._starts)
-        self.optimizer.register_step_post_hook(self._ends)
+        claim_damping(self.optimizer, self)
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._starts),
+            self.optimizer.register_step_post_hook(self._ends),
+        ]
+
+    def remove(self) -> None:
+        """Take it off the optimizer, whose damping stays as it is; :meth:`step` does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.optimizer._damping_owner is not None and self.optimizer._damping_owner() is self:
+            self.optimizer._damping_owner = None
+        self._before = self._foreseen = None
 
     def step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
         """After each ``optimizer.step()``: adapt the damping, if this step decides.
@@ -176,9 +188,15 @@ class AdaptiveDamping:
             group["damping"] = check_damping(damping)
         self.ratio = state_dict["ratio"]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied optimizer comes without its hooks; these are its own, if they are still there.
+        return {**self.__dict__, "_handles": len(self._handles)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._attach()  # a copied optimizer comes without its hooks
+        attached = state.pop("_handles")
+        self.__dict__.update(state, _handles=[])
+        if attached:
+            self._attach()
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ class KFACMixin(Optimizer, Joinable):
 
     _base: type[Optimizer]
     _group_schedules: list[dict[str, Callable[[int], Any]]]
+    _damping_owner: weakref.ref[Any] | None = None  # what writes it from step to step
 
     def __init__(
         self,

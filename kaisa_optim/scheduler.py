@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,20 @@ def check_optimizer(optimizer: Any) -> None:
             f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
             "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
         )
+
+
+def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
+    """Refuse two that would write an optimizer's damping; a scheduler may follow another one."""
+    former = optimizer._damping_owner() if optimizer._damping_owner is not None else None
+    both_schedule = isinstance(former, KFACParamScheduler) and isinstance(owner, KFACParamScheduler)
+    if former is not None and former is not owner and not both_schedule:
+        adapts = not isinstance(former, KFACParamScheduler)
+        raise ValueError(
+            f"Invalid optimizer: its damping is set by {'an' if adapts else 'a'} "
+            f"{type(former).__name__} already, and one would overwrite the other; "
+            + ("call its remove() first" if adapts else "leave damping out there")
+        )
+    optimizer._damping_owner = weakref.ref(owner)
 
 
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
@@ -82,6 +97,8 @@ class KFACParamScheduler:
             if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
                 raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
             self.schedules[name] = schedule
+        if "damping" in self.schedules:
+            claim_damping(optimizer, self)
         self.last_epoch = 0
         self.initial = self._read()
         self._exact = {name: list(values) for name, values in self.initial.items()}

@@ -20,7 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from training import assert_same, backward, batch, network, values
 from watch import matrix_of
 
-from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, with_kfac
+from kaisa_optim import (
+    KFACLAMB,
+    KFACSGD,
+    AdaptiveDamping,
+    KFACAdam,
+    KFACParamScheduler,
+    with_kfac,
+)
+from kaisa_optim.scheduler import decay_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -370,7 +378,37 @@ def test_a_loaded_state_sets_the_damping():
         adaptive.load_state_dict({"damping": [0.7, 0.7], "ratio": None})
 
 
+def test_it_can_be_taken_off():
+    model, opt, adaptive = made()
+    go_on(model, opt, adaptive, range(3))
+    adaptive.remove()
+    damping, ratio = opt.param_groups[0]["damping"], adaptive.ratio
+    assert ratio is not None
+    copied_model, copied, gone = copy.deepcopy((model, opt, adaptive))
+    for parts in ((model, opt, adaptive), (copied_model, copied, gone)):
+        go_on(*parts, range(3, 9))
+        assert parts[1].param_groups[0]["damping"] == damping and parts[2].ratio == ratio
+    assert AdaptiveDamping(opt).optimizer is opt
+
+
 # ---- errors ----
+
+
+def test_one_alone_writes_the_damping():
+    _, opt, adaptive = made()
+    wanted = "its damping is set by an AdaptiveDamping already.* call its remove.. first"
+    with pytest.raises(ValueError, match=wanted):
+        AdaptiveDamping(opt)
+    with pytest.raises(ValueError, match=wanted):
+        KFACParamScheduler(opt, damping=decay_at([2], 0.5))
+    KFACParamScheduler(opt, inv_update_steps=decay_at([2], 2))
+    adaptive.remove()
+    first = KFACParamScheduler(opt, damping=decay_at([2], 0.5))
+    with pytest.raises(ValueError, match="set by a KFACParamScheduler already"):
+        AdaptiveDamping(opt)
+    second = KFACParamScheduler(opt, damping=decay_at([2], 0.5))  # as one that is built anew
+    del first, second
+    AdaptiveDamping(opt)
 
 
 @pytest.mark.parametrize(
