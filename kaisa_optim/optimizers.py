@@ -78,7 +78,7 @@ class KFACMixin(Optimizer, Joinable):
         eigenvalue_correction: bool | str = False,
         grafting: bool = False,
         warmup_steps: int = 0,
-        early_refreshes: Iterable[int] = (),
+        early_refreshes: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):

@@ -596,7 +596,7 @@ class Preconditioner:
 
     def _turn(self) -> frozenset[Layer]:
         """Whose turn it is to be refreshed: of all at first and early, else one after the other."""
-        if self.steps == 0 or self.steps in self.options.early_refreshes:
+        if self.steps == 0 or self.steps in self.options.early:
             return frozenset(self.fed)
         interval = self.inv_update_steps
         return self._turns("refresh", interval).get(self.steps % interval, frozenset())
@@ -832,10 +832,10 @@ class Preconditioner:
             value = self._schedules["statistics_fraction"](self.steps)
             fraction = checks.check_statistics_fraction(value)
         # A layer gathers once in an interval, and early: each time it takes the next rows.
-        extra = sum(step <= self.steps for step in self.options.early_refreshes)
+        extra = sum(step <= self.steps for step in self.options.early)
         capture.sample = sample_of(fraction, self.steps // interval + extra)
         turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
-        early = self.steps in self.options.early_refreshes  # with the statistics of that very step
+        early = self.steps in self.options.early  # with the statistics of that very step
         capture.wanted = frozenset(self.active) if early else turn
 
     def _gathering_steps(self) -> int:

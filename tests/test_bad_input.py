@@ -48,7 +48,7 @@ OPTIONS = [
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", None], r"share in \[0, 1\)"),
     ("grafting", ["yes", None, 2], "True or False"),
     ("warmup_steps", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for none"),
-    ("early_refreshes", [5, "5", None, (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),
+    ("early_refreshes", [5, "5", (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),
     ("factor_dtype", [torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
     ("inv_dtype", [torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     ("grad_scaler", ["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),

@@ -59,6 +59,7 @@ EIGENBASIS: dict[str, Any] = {
     "moments": "eigenbasis",
     "factor_update_steps": 1,
     "inv_update_steps": INTERVAL,
+    "early_refreshes": (),
     "staggered": False,
 }
 MOMENTS = ("exp_avg", "exp_avg_sq", "adam_steps")

@@ -214,6 +214,33 @@ def test_statistics_do_not_wait_for_the_warm_up():
 # ---- early refreshes ----
 
 
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        ({"moments": "eigenbasis"}, (5, 10, 25, 50)),
+        ({"moments": "eigenbasis", "early_refreshes": ()}, ()),
+        ({}, ()),
+    ],
+)
+def test_bases_that_adam_works_in_are_found_anew_early(options, early):
+    """By default, and all of them together; in other steps none or one of the two."""
+    model = network()
+    opt = KFACAdam(model, lr=0.01, **options)
+
+    def bases() -> list[Tensor]:
+        kfac = opt.preconditioner
+        return [dict(kfac.views(x))["a_vectors"].clone() for x in kfac.layers.values()]
+
+    before, together = None, []
+    for i in range(60):
+        train_plainly(model, opt, [i])
+        now = bases()
+        if before is not None and not any(map(torch.equal, now, before)):
+            together.append(i)
+        before = now
+    assert tuple(together) == early
+
+
 @pytest.mark.parametrize("normalization", ["fisher", "kaisa"])
 def test_early_refreshes_take_in_their_steps_statistics(normalization):
     """Against running averages and dense solutions by hand, all layers at once."""

@@ -127,7 +127,7 @@ class Follower:
 def test_every_refresh_of_one_process(tolerance, moments, staggered):
     model = net()
     options = {**HALF, "staggered": staggered, "moments": moments, "basis_tolerance": tolerance}
-    opt = KFACAdam(model, lr=0.02, eps=1e-3, **options)
+    opt = KFACAdam(model, lr=0.02, eps=1e-3, early_refreshes=(), **options)
     follower, before = Follower(opt, tolerance), {}
     for step in range(26):
         learn(model, opt, range(step, step + 1))
@@ -175,7 +175,7 @@ def test_steps_with_a_basis_that_stays():
 def test_moments_turn_with_the_basis_that_is_new():
     """Where the bases stay, moments stay as they are; where they move, so do the moments."""
     tracked, plain = net(), net()
-    options = {**HALF, "moments": "eigenbasis"}
+    options = {**HALF, "moments": "eigenbasis", "early_refreshes": ()}
     runs = {}
     for model, tolerance in ((tracked, 1e-9), (plain, 0.0)):
         opt = KFACAdam(model, lr=0.0, eps=1e-3, **options, basis_tolerance=tolerance)
