@@ -162,6 +162,25 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
     assert (tmp_path / "result.png").stat().st_size > 1000
 
 
+def test_default_settings_run_against_the_tuned_ones(tmp_path):
+    names = {"base": None, "KFAC x": None, "KFAC x, defaults": "KFAC x", "KFAC y": None}
+    entries = [
+        contest.Entry(dataclasses.replace(plain(0.1, name=name), tuned=tuned), line())
+        for name, tuned in names.items()
+    ]
+    found = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,))
+    assert [(r.baseline, r.optimizer) for r in found.reached] == [
+        ("base", "KFAC x"),
+        ("base", "KFAC x, defaults"),
+        ("base", "KFAC y"),
+        ("KFAC x", "KFAC x, defaults"),
+    ]
+    for one in CONTESTANTS.values():
+        if one.tuned is not None:
+            assert set(one.space) == {"lr"} and one.name == f"{one.tuned}, defaults"
+            assert one.draw("a")["lr"] == CONTESTANTS[one.tuned].draw("a")["lr"]
+
+
 def test_who_takes_part_and_why_not():
     gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
     with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):

@@ -79,13 +79,11 @@ def contest(
             run = store.get(e.task, data, e.one, best[e.one.name], seed, e.task.steps)
             final[e.one.name].append(run)
     reached = []
-    for base in (e for e in entries if not e.one.name.startswith("KFAC")):
+    for base in entries:
         own = final[base.one.name]
         target = statistics.median(run.loss for run in own)
         seconds = statistics.median(run.seconds for run in own)
-        for e in entries:
-            if e is base or target == math.inf:
-                continue
+        for e in _rivals(base, entries) if target < math.inf else ():
             name = e.one.name
             part, runs = shortest(
                 e.task, data, e.one, best[name], tuple(seeds), target, store, PARTS
@@ -97,6 +95,13 @@ def contest(
                 found = Reached(base.one.name, name, steps, needed, *ratios)
             reached.append(found)
     return Outcome(best, final, reached)
+
+
+def _rivals(base: Entry, entries: Sequence[Entry]) -> list[Entry]:
+    """Who is to come to where ``base`` ends: of one of ours, the same with default settings."""
+    if base.one.name.startswith("KFAC"):
+        return [e for e in entries if e.one.tuned == base.one.name]
+    return [e for e in entries if e is not base]
 
 
 def rows(outcome: Outcome) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ class Contestant:
     build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
+    tuned: str | None = None  # the one that this is without its settings: all but lr at defaults
 
     def draw(self, trial: str, ends: bool = False) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
@@ -140,15 +141,29 @@ def _ours(cls: type[Any], moments: str | None = None) -> Any:
         options = dict(config)
         if "beta1" in options:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
-        every = options.pop("every")
+        every = options.pop("every", None)
         options.pop("lr_rest", None)
-        options["early_refreshes"] = tuple(options.pop("early", ()))
+        if "early" in options:
+            options["early_refreshes"] = tuple(options.pop("early"))
         if moments is not None:
             options["moments"] = moments
-        options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
+        if every is not None:
+            options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
         return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
 
     return build
+
+
+def _defaults(
+    tuned: str, cls: type[Any], lr: Callable[[random.Random], float], **fixed: Any
+) -> Contestant:
+    """With lr alone to search for. SGD's momentum is 0 by default, which nobody trains with."""
+
+    def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+        options = {"lr": config["lr"], **fixed}
+        return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
+
+    return Contestant(f"{tuned}, defaults", build, {"lr": lr}, tuned=tuned)
 
 
 _ADAM = {
@@ -200,5 +215,10 @@ CONTESTANTS = {
         Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, "eigenbasis"), _EIGENBASIS),
         Contestant("KFACLAMB", _ours(KFACLAMB), {**_ADAM, **_PLAIN}),
         Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, "eigenbasis"), _EIGENBASIS),
+        _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
+        _defaults("KFACAdam", KFACAdam, _ADAM["lr"]),
+        _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"], moments="eigenbasis"),
+        _defaults("KFACLAMB", KFACLAMB, _ADAM["lr"]),
+        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _EIGENBASIS["lr"], moments="eigenbasis"),
     )
 }

@@ -426,7 +426,13 @@ TASKS = {
             {},
             terms=_count_masked,
             score=Score("accuracy", _guessed),
-            only=("LAMB", "KFACLAMB", "KFACLAMB, eigenbasis"),
+            only=(
+                "LAMB",
+                "KFACLAMB",
+                "KFACLAMB, eigenbasis",
+                "KFACLAMB, defaults",
+                "KFACLAMB, eigenbasis, defaults",
+            ),
             ends=True,
         ),
     )
