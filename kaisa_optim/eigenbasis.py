@@ -85,8 +85,14 @@ def direction(
     names = ("exp_avg", "exp_avg_sq", "adam_steps")
     moving = first, second, steps = tuple(state[name][slots] for name in names)
     former = [] if present is None else [tensor.clone() for tensor in moving]
-    first.mul_(adam.keep1).add_(gradient * adam.take1)
-    second.mul_(adam.keep2).add_(gradient.square().mul_(adam.take2))
+    first.mul_(adam.keep1)
+    second.mul_(adam.keep2)
+    if isinstance(adam.take1, Tensor) or isinstance(adam.take2, Tensor):
+        first.add_(gradient * adam.take1)
+        second.add_(gradient.square().mul_(adam.take2))
+    else:  # for all alike, without copies
+        first.add_(gradient, alpha=adam.take1)
+        second.addcmul_(gradient, gradient, value=adam.take2)
     steps.add_(1)
     if present is not None:
         for tensor, old in zip(moving, former, strict=True):
