@@ -171,7 +171,7 @@ _ADAM = {
     "beta1": one_of(0.9, 0.95),
     "beta2": one_of(0.95, 0.99, 0.999),
 }
-_ENDS = {"lr_rest": between(3e-4, 3e-2)}
+_ENDS = {"lr_rest": between(3e-3, 5e-2)}
 _MUON = {"lr": between(1e-3, 1e-1), "momentum": one_of(0.9, 0.95), **_ENDS}
 _EIGENBASIS = {
     **_ADAM,
