@@ -32,8 +32,8 @@ class Contestant:
     def draw(self, trial: str, ends: bool = False) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
 
-        Otherwise the luckier draws would win. With ``ends``, all have a rate for what Muon does not
-        take.
+        Otherwise the luckier draws would win. With ``ends``, all have the same range of rates for
+        what Muon does not take.
         """
         space = {**self.space, **_ENDS} if ends else self.space
         return {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}
@@ -172,7 +172,11 @@ _ADAM = {
     "beta2": one_of(0.95, 0.99, 0.999),
 }
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
-_MUON = {"lr": between(1e-3, 1e-1), "momentum": one_of(0.9, 0.95), **_ENDS}
+_MUON = {
+    "lr": between(1e-3, 1e-1),
+    "momentum": one_of(0.9, 0.95),
+    "lr_rest": between(3e-4, 3e-2),
+}
 _EIGENBASIS = {
     **_ADAM,
     "lr": between(1e-3, 1e-1),
