@@ -59,9 +59,8 @@ def _precise_matmuls() -> Iterator[None]:
 def _precise_convolutions(device: str | None) -> Iterator[None]:
     """cuDNN's convolutions use TF32 unless told otherwise."""
     of = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
-    backends: list[Any] = [
-        getattr(part, "conv", None) for kind, part in of.items() if device in (None, kind)
-    ]
+    parts = [of[device]] if device in of else list(of.values())
+    backends: list[Any] = [getattr(part, "conv", None) for part in parts]
     saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     if not saved:  # before torch 2.9
         allowed = torch.backends.cudnn.allow_tf32

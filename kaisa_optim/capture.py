@@ -95,7 +95,8 @@ class _Tap(torch.autograd.Function):
     """Identity on a layer's output, after which in-place activations may follow.
 
     Marked in place for that; but for a view autograd would then copy the gradient three times. It
-    passes under another name, where nothing else can see it.
+    passes under another name, where nothing else can see it. There is no setup_context, for which
+    torch would look up the signature in every call: under its transforms nothing is tapped.
     """
 
     @staticmethod
@@ -107,7 +108,6 @@ class _Tap(torch.autograd.Function):
         probe: Tensor | None,
         unseen: bool,
     ) -> Tensor:
-        # With a setup_context, torch would look up this signature anew in every call.
         # Saved through autograd, so that checkpointing and offloading treat it as their own.
         ctx.save_for_backward(x)
         ctx.record = record

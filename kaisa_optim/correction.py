@@ -17,8 +17,8 @@ from .algebra import out_of_basis
 from .collectives import Ranks
 from .layers import Layer
 from .routes import chunks
-from .stacks import Layout, Pair, Specs, by_place, common_or_each, joined, per_block, stack_key
-from .statistics import Statistics, Tally, given, weighed
+from .stacks import Layout, Pair, Specs, by_place, joined, per_block, stack_key
+from .statistics import Statistics, Tally, given, keep_and_take, weighed
 
 DecayOf = Callable[[Layer], float]
 State = dict[str, Tensor]
@@ -92,7 +92,7 @@ def take_examples(
         if members:
             slots = joined([pair.slots[layer] for layer in members], pair.g.key.device)
             new = torch.cat([sums.pop(layer) for layer in members])
-            decay = common_or_each(members, decay_of, pair.g.key)
+            decay = keep_and_take(members, decay_of, pair.g.key)
             mass = pair.tensors["corrected_mass"]
             taken = _finite(new) & given(members, tally, pair.g.key)
             grown, step = weighed(mass[slots], decay, taken)

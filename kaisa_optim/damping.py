@@ -87,8 +87,7 @@ class AdaptiveDamping:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self.optimizer._damping_owner is not None and self.optimizer._damping_owner() is self:
-            self.optimizer._damping_owner = None
+        self.optimizer._damping_owners.discard(self)
         self._before = self._foreseen = None
 
     def step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
@@ -165,7 +164,7 @@ class AdaptiveDamping:
             for pair in kfac.layout.pairs:
                 members = [x for x in pair.layers if x in ready and kfac.owner(x, "g") == rank]
                 if members:
-                    stacked = gradients.stack(gradients.Members(members), change.get)
+                    stacked = gradients.stack(kfac.together(members), change.get)
                     terms.append(kfac.second_order.curvature(pair, stacked, members) / 2)
         return sum((x.to(terms[0].device) for x in terms), torch.zeros(()))
 
@@ -178,6 +177,10 @@ class AdaptiveDamping:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue; the optimizer's groups take the saved dampings."""
+        if not self._handles:
+            raise RuntimeError(
+                "this AdaptiveDamping was taken off by remove(); build a new one to load into"
+            )
         groups, saved = self.optimizer.param_groups, state_dict["damping"]
         if len(saved) != len(groups):
             raise ValueError(
@@ -193,9 +196,8 @@ class AdaptiveDamping:
         return {**self.__dict__, "_handles": len(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        attached = state.pop("_handles")
         self.__dict__.update(state, _handles=[])
-        if attached:
+        if state["_handles"]:
             self._attach()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,30 +37,47 @@ class _View(NamedTuple):
         """Of a single block, without that dimension."""
         return _View(self.size[1:], self.stride[1:], self.offset)
 
+    def moved(self, by: int) -> _View:
+        return self._replace(offset=self.offset + by)
+
+
+class Places(NamedTuple):
+    """Where a layer's parameters have their numbers: found once, as it takes as long as a small
+    layer's products."""
+
+    matrix: list[_View]  # of each parameter, in the layer's own ``[blocks, g, a]``
+    own: list[_View]  # of the same numbers, in a tensor like the parameter
+
+    @classmethod
+    def of(cls, layer: Layer) -> Places:
+        matrix = torch.empty(layer.blocks, layer.g_dim, layer.a_dim, device="meta")
+        like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
+        both = [
+            [_View.like(part) for part in parts]
+            for parts in (layer.matrix_parts(matrix), layer.parameter_parts(like))
+        ]
+        if all(view.size[:1] == (1,) for view in both[0]):
+            both = [[view.of_one() for view in views] for views in both]
+        return cls(*both)
+
 
 class Members:
-    """Layers of one shape, whose gradients make one tensor ``[count, g, a]``.
+    """Layers of one shape, whose gradients make one tensor ``[count, g, a]``."""
 
-    Where each parameter has its place in it is found once: to ask every layer in every step takes
-    as long as a small layer's products.
-    """
-
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[Layer], places: Mapping[Layer, Places]) -> None:
         self.layers = layers
         self.blocks = [layer.blocks for layer in layers]
         g, a = stack_key(layers[0], "g"), stack_key(layers[0], "a")
         self.dtype, self.device = g.dtype, g.device
         self.shape = torch.Size((sum(self.blocks), g.size, a.size))
         self.parameters = [p for layer in layers for p in layer.parameters]
-        whole = torch.empty(self.shape, device="meta")
-        self._matrix: list[_View] = []  # of each parameter, in the tensor of all
-        self._own: list[_View] = []  # of the same numbers, in a tensor like the parameter
-        for layer, matrix in zip(layers, whole.split(self.blocks), strict=True):
-            like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
-            views = (layer.matrix_parts(matrix), layer.parameter_parts(like))
-            for found, parts in zip((self._matrix, self._own), views, strict=True):
-                single = all(part.shape[:1] == (1,) for part in parts)
-                found += [v.of_one() if single else v for v in map(_View.like, parts)]
+        starts = itertools.accumulate(self.blocks, initial=0)
+        self._matrix = [
+            view.moved(start * g.size * a.size)
+            for layer, start in zip(layers, starts, strict=False)
+            for view in places[layer].matrix
+        ]
+        self._own = [view for layer in layers for view in places[layer].own]
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -217,12 +234,19 @@ def unstack(
             if p not in new:
                 old = gradient_of(p)
                 gradient = p if old is None else old
-                new[p] = gradient.clone() if p in in_parts else torch.empty_like(gradient)
+                new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
         targets += one.members.parameter_parts([new[p] for p in parameters])
         sources += one.members.matrix_parts(one.new.contiguous())
     if targets:
         torch._foreach_copy_(targets, sources)
     return {p: gradient for p, gradient in new.items() if gradient_of(p) is not None}
+
+
+def _room(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Laid out as the parameter is; of a gradient laid out otherwise not all kinds have a view."""
+    alike = gradient.stride() == parameter.stride()
+    layout = torch.preserve_format if alike else torch.contiguous_format
+    return torch.empty_like(gradient, memory_format=layout)
 
 
 def clip(

@@ -39,7 +39,7 @@ class KFACMixin(Optimizer, Joinable):
 
     _base: type[Optimizer]
     _group_schedules: list[dict[str, Callable[[int], Any]]]
-    _damping_owner: weakref.ref[Any] | None = None  # what writes it from step to step
+    _damping_owners: weakref.WeakSet[Any]  # what writes it from step to step
 
     def __init__(
         self,
@@ -135,6 +135,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
+        self._damping_owners = weakref.WeakSet()
         self._has_joined = False
         self._was_loaded = False
         self._former_join = getattr(self._kfac_model, "_join_config", None)

@@ -24,7 +24,7 @@ from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .coverage import Coverage, cover, unwrapped
-from .gradients import Members, Preconditioned
+from .gradients import Members, Places, Preconditioned
 from .layers import Basis, Layer
 from .options import Options
 from .routes import chunks
@@ -113,7 +113,8 @@ class Preconditioner:
         self._unproven = self.ranks.world > 1  # weights not yet compared
         self._silent = 0  # steps since a layer saw a backward pass, of those that gather
         self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
-        self._members: dict[tuple[Layer, ...], Members] = {}  # as they are asked for
+        self._places: dict[Layer, Places] = {}
+        self._members: dict[Layer, Members] = {}  # as they were last together, by their first
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -407,7 +408,10 @@ class Preconditioner:
     # ---- what all ranks must know alike ----
 
     def _exchanges(self) -> bool:
-        """Whether ranks have something to agree on in this step; one rank always has."""
+        """Whether there is something to agree on in this step.
+
+        One rank alone looks at whatever was gathered; several must know it without asking.
+        """
         capture = self._capture
         assert capture is not None
         asked = self.second_order.tracking.asked
@@ -648,14 +652,18 @@ class Preconditioner:
         for pair in self.layout.pairs:
             members = [layer for layer in self._with_gradient(pair) if self._is_whole(layer)]
             if members:
-                result.append(self._precondition(self._together(members), apply))
+                result.append(self._precondition(self.together(members), apply))
         return result
 
-    def _together(self, layers: list[Layer]) -> Members:
-        key = tuple(layers)
-        if key not in self._members:
-            self._members[key] = Members(layers)
-        return self._members[key]
+    def together(self, layers: list[Layer]) -> Members:
+        """These layers of one shape, and the places of their gradients."""
+        found = self._members.get(layers[0])
+        if found is None or found.layers != layers:
+            for layer in layers:
+                if layer not in self._places:
+                    self._places[layer] = Places.of(layer)
+            found = self._members[layers[0]] = Members(layers, self._places)
+        return found
 
     def _precondition(
         self,
@@ -709,7 +717,7 @@ class Preconditioner:
     ) -> list[Tensor]:
         """What a root sends of the layers of its column, or room for it elsewhere."""
         tensors = []
-        for members in map(self._together, shapes):
+        for members in map(self.together, shapes):
             if root == self.ranks.rank:
                 one = self._precondition(members, apply)
             else:
@@ -730,7 +738,7 @@ class Preconditioner:
             whole = self._gather(chunk)
             preconditioned: dict[Tensor, Tensor] = {}
             for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):
-                one = self._precondition(self._together(members), apply, whole.get)
+                one = self._precondition(self.together(members), apply, whole.get)
                 preconditioned |= gradients.unstack([one], (), whole.get)
                 terms.update(one.terms())
             self._return(chunk, preconditioned, new, terms)
@@ -922,8 +930,8 @@ class Preconditioner:
         """What is covered, found alike on all ranks; else every rank raises."""
         error: Exception | None = None
         found = Coverage()
-        of_group = [eigenbasis.settings(g) for g in groups] if self.second_order.moments else []
         try:
+            of_group = [eigenbasis.settings(g) for g in groups] if self.second_order.moments else []
             found = cover(
                 unwrapped(self.model),
                 self._group_of,
@@ -1006,6 +1014,7 @@ class Preconditioner:
     def lay_out(self) -> None:
         self._turns_of.clear()
         self._members.clear()
+        self._places.clear()
         kept = {layer: dict(self.views(layer)) for layer in self.fed}
         self.shelf = Shelf()
         for members in alike(self.active):

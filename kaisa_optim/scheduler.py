@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,16 +24,16 @@ def check_optimizer(optimizer: Any) -> None:
 
 def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
     """Refuse two that would write an optimizer's damping; a scheduler may follow another one."""
-    former = optimizer._damping_owner() if optimizer._damping_owner is not None else None
-    both_schedule = isinstance(former, KFACParamScheduler) and isinstance(owner, KFACParamScheduler)
-    if former is not None and former is not owner and not both_schedule:
-        adapts = not isinstance(former, KFACParamScheduler)
+    for former in optimizer._damping_owners:
+        schedules = isinstance(former, KFACParamScheduler)
+        if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):
+            continue
         raise ValueError(
-            f"Invalid optimizer: its damping is set by {'an' if adapts else 'a'} "
+            f"Invalid optimizer: its damping is set by {'a' if schedules else 'an'} "
             f"{type(former).__name__} already, and one would overwrite the other; "
-            + ("call its remove() first" if adapts else "leave damping out there")
+            + ("leave damping out there" if schedules else "call its remove() first")
         )
-    optimizer._damping_owner = weakref.ref(owner)
+    optimizer._damping_owners.add(owner)
 
 
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
@@ -103,6 +102,11 @@ class KFACParamScheduler:
         self.initial = self._read()
         self._exact = {name: list(values) for name, values in self.initial.items()}
         self._write()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "damping" in self.schedules:
+            claim_damping(self.optimizer, self)
 
     def step(self) -> None:
         """Go to the next epoch."""

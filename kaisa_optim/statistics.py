@@ -15,6 +15,7 @@ from .layers import Layer, Moments
 from .stacks import Factor, Shelf, Specs, Stack, StackKey, common_or_each, slots_of, stack_key
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
+Number = Tensor | float  # a tensor has one for each block
 
 
 class Gathered:
@@ -298,7 +299,7 @@ class Statistics:
         values = [sums[f.layer, f.side] for f in factors]
         layers = [factor.layer for factor in factors]
         blocks = [layer.blocks for layer in layers]
-        decay = common_or_each(layers, decay_of, stack.key)
+        decay = keep_and_take(layers, decay_of, stack.key)
         matrix = (slice(None), *(None,) * (values[0].dim() - 1))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         finite = torch.cat([_trace(value, stack.key) for value in values]).isfinite()
@@ -337,14 +338,27 @@ def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:
     return _on_device(flags, torch.bool, like.device)
 
 
-def weighed(mass: Tensor, decay: Tensor | float, taken: Tensor) -> tuple[Tensor, Tensor]:
+def keep_and_take(
+    layers: Sequence[Layer], decay_of: Callable[[Layer], float], like: StackKey
+) -> tuple[Number, Number]:
+    """β and 1 - β, each rounded once: an average's bits must not depend on its company."""
+    return (
+        common_or_each(layers, decay_of, like),
+        common_or_each(layers, lambda layer: 1 - decay_of(layer), like),
+    )
+
+
+def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple[Tensor, Tensor]:
     """What running averages weigh after a new value, and the step that they take towards it.
 
-    Those that are not ``taken`` stay. The first value is taken as it is, also by a decay of 1,
-    which then keeps it.
+    ``decays`` are those of :func:`keep_and_take`. Those that are not ``taken`` stay. The first
+    value is taken as it is, also by a decay of 1, which then keeps it.
     """
-    grown = (mass * decay).add_(1 - decay)
-    step = (1 - decay) / grown
+    decay, rest = decays
+    if not isinstance(rest, Tensor):  # a number would be multiplied with a reciprocal
+        rest = mass.new_full((), rest)
+    grown = (mass * decay).add_(rest)
+    step = rest / grown
     if isinstance(decay, Tensor) or decay == 1:
         first = (mass == 0) & (decay == 1)
         grown, step = torch.where(first, 1, grown), torch.where(first, 1, step)

@@ -388,6 +388,8 @@ def test_it_can_be_taken_off():
     for parts in ((model, opt, adaptive), (copied_model, copied, gone)):
         go_on(*parts, range(3, 9))
         assert parts[1].param_groups[0]["damping"] == damping and parts[2].ratio == ratio
+    with pytest.raises(RuntimeError, match=r"taken off by remove\(\); build a new one"):
+        adaptive.load_state_dict(adaptive.state_dict())
     assert AdaptiveDamping(opt).optimizer is opt
 
 
@@ -407,7 +409,12 @@ def test_one_alone_writes_the_damping():
     with pytest.raises(ValueError, match="set by a KFACParamScheduler already"):
         AdaptiveDamping(opt)
     second = KFACParamScheduler(opt, damping=decay_at([2], 0.5))  # as one that is built anew
-    del first, second
+    copied, _ = copy.deepcopy((opt, second))
+    del second
+    for scheduled in (opt, copied):
+        with pytest.raises(ValueError, match="set by a KFACParamScheduler already"):
+            AdaptiveDamping(scheduled)
+    del first
     AdaptiveDamping(opt)
 
 

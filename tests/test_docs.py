@@ -62,8 +62,7 @@ def test_readme_lists_every_kfac_option_with_its_default():
     base = inspect.signature(torch.optim.SGD).parameters
     ours = inspect.signature(KFACSGD).parameters
     options = {k: p.default for k, p in ours.items() if k not in base and k != "model"}
-    # None, but for the papers' scaling and for moments in the eigenbasis.
-    settled = {"kl_clip_lr": "initial", "staggered": True, "early_refreshes": ()}
+    settled = {"kl_clip_lr": "initial", "staggered": True}  # None, but for the papers' scaling
     told_elsewhere = {"damping_split"}
     assert set(listed) == set(options) - told_elsewhere
     for name, default in options.items():

@@ -106,6 +106,60 @@ def test_channels_last_model():
     assert not net.conv.weight.is_contiguous()
 
 
+class Kinds(nn.Module):
+    """Two layers of each kind whose parameters have several dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = {
+            "conv": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            "back": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1),
+            "norm": lambda: nn.LayerNorm((3, 4)),
+            "linear": lambda: nn.Linear(12, 12),
+            "words": lambda: nn.Embedding(5, 12),
+            "attend": lambda: nn.MultiheadAttention(12, 2, batch_first=True),
+        }
+        for name, make in pairs.items():
+            setattr(self, name, nn.ModuleList([make(), make()]))
+
+    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
+        for layer in (*self.conv, *self.back):
+            images = layer(images).tanh()
+        for layer in self.norm:
+            images = layer(images)
+        rows = self.words[0](tokens) + self.words[1](tokens) + images.flatten(2)
+        for layer in self.linear:
+            rows = layer(rows).tanh()
+        for layer in self.attend:
+            rows = rows + layer(rows, rows, rows)[0]
+        return rows.square().sum((1, 2)).mean()
+
+
+def test_gradients_laid_out_in_any_way():
+    """Of two layers of a shape, one's as its parameter, the other's with its dimensions reversed;
+    in the second step without a layer, in the third with all of them again."""
+    plain = seeded(Kinds)
+    turned = copy.deepcopy(plain)
+    opts = [KFACSGD(net, lr=0.01, kl_clip=1e-3, inv_update_steps=1) for net in (plain, turned)]
+    images, tokens = normal(3, 4, 3, 4), torch.arange(12).remainder(5).view(3, 4)
+    start = copy.deepcopy(list(plain.parameters()))
+    for step in range(3):
+        for net, opt in zip((plain, turned), opts, strict=True):
+            opt.zero_grad()
+            net(images, tokens).backward()
+            if step == 1:
+                for p in net.linear[0].parameters():
+                    p.grad = None
+            for name, p in net.named_parameters():
+                if net is turned and ".0." in name and p.grad is not None:
+                    back = list(reversed(range(p.dim())))
+                    p.grad = p.grad.permute(back).contiguous().permute(back)
+            opt.step()
+        for (name, one), other in zip(plain.named_parameters(), turned.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
+    assert not any(map(torch.equal, start, plain.parameters()))
+
+
 def test_grouped_convolution():
     check_convolution(nn.Conv2d(4, 6, 2, groups=2), normal(3, 4, 3, 4))
 

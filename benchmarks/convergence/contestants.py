@@ -27,7 +27,7 @@ class Contestant:
     build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
-    tuned: str | None = None  # the one that this is without its settings: all but lr at defaults
+    tuned: str | None = None  # the one that this is with no other settings than learning rates
 
     def draw(self, trial: str, ends: bool = False) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
@@ -157,7 +157,8 @@ def _ours(cls: type[Any], moments: str | None = None) -> Any:
 def _defaults(
     tuned: str, cls: type[Any], lr: Callable[[random.Random], float], **fixed: Any
 ) -> Contestant:
-    """With lr alone to search for. SGD's momentum is 0 by default, which nobody trains with."""
+    """With nothing but learning rates to search for. Momentum is ``fixed`` where the base's own
+    default is 0, which nobody trains with."""
 
     def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
         options = {"lr": config["lr"], **fixed}
@@ -181,8 +182,7 @@ _EIGENBASIS = {
     **_ADAM,
     "lr": between(1e-3, 1e-1),
     "every": one_of(1, 2, 5),
-    # Bases of the first batches fit badly: a few early ones are worth more than a better lr.
-    "early": one_of((5, 10, 25)),
+    "early": one_of((5, 10, 25)),  # without the last of the default ones, for short horizons
 }
 _PLAIN = {
     "damping": between(3e-3, 1e-1),

@@ -118,8 +118,12 @@ class Layer:
     def covers(self, covers: tuple[bool, bool]) -> None:
         self._covers = covers
         both = zip((self.weight, self.bias), covers, strict=True)
-        # The covered ones, weight first.
-        self.parameters = [p for p, covered in both if covered and p is not None]
+        self._parameters = tuple(p for p, covered in both if covered and p is not None)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The covered ones, weight first."""
+        return self._parameters
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
