@@ -829,6 +829,18 @@ def test_another_base_on_one_rank() -> None:
         assert error is not None and "'Adam' on rank 1, 'SGD' on rank 0" in error
 
 
+def odd_betas() -> str | None:
+    betas = (0.9, 0.99, 0.9) if dist.get_rank() == 1 else (0.9, 0.99)
+    make = lambda: KFACAdam(net(), betas=betas, moments="eigenbasis")  # noqa: E731
+    return attempt(nn.Identity(), make).error
+
+
+def test_betas_that_are_none_on_one_rank() -> None:
+    waiting, own = run(2, odd_betas)
+    assert own is not None and "too many values" in own
+    assert waiting is not None and "too many values" in waiting and "rank 1" in waiting
+
+
 def other_share() -> str | None:
     """Each rank loads its own share, of another step."""
     model = net()
