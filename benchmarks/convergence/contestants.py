@@ -136,17 +136,15 @@ def _shampoo(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Opt
     return [ScalableShampoo(_params(model, config), lr=config["lr"], betas=_betas(config))]
 
 
-def _ours(cls: type[Any], moments: str | None = None) -> Any:
+def _ours(cls: type[Any], **fixed: Any) -> Any:
     def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-        options = dict(config)
+        options = {**fixed, **config}
         if "beta1" in options:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
         every = options.pop("every", None)
         options.pop("lr_rest", None)
         if "early" in options:
             options["early_refreshes"] = tuple(options.pop("early"))
-        if moments is not None:
-            options["moments"] = moments
         if every is not None:
             options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
         return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
@@ -159,12 +157,7 @@ def _defaults(
 ) -> Contestant:
     """With nothing but learning rates to search for. Momentum is ``fixed`` where the base's own
     default is 0, which nobody trains with."""
-
-    def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-        options = {"lr": config["lr"], **fixed}
-        return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
-
-    return Contestant(f"{tuned}, defaults", build, {"lr": lr}, tuned=tuned)
+    return Contestant(f"{tuned}, defaults", _ours(cls, **fixed), {"lr": lr}, tuned=tuned)
 
 
 _ADAM = {
@@ -216,9 +209,9 @@ CONTESTANTS = {
             {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
         ),
         Contestant("KFACAdam", _ours(KFACAdam), {**_ADAM, **_PLAIN}),
-        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, "eigenbasis"), _EIGENBASIS),
+        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
         Contestant("KFACLAMB", _ours(KFACLAMB), {**_ADAM, **_PLAIN}),
-        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, "eigenbasis"), _EIGENBASIS),
+        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam", KFACAdam, _ADAM["lr"]),
         _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"], moments="eigenbasis"),
