@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -112,6 +112,24 @@ class _Reply(NamedTuple):
         return f"raised {self.error}" if self.trace else str(self.error)
 
 
+# Ranks are forks of one process that has imported torch, which takes two seconds each else. What a
+# process that forks has measured would be counted again, so coverage starts in the ranks only.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "pytest"])
+_TRACE = "COVERAGE_PROCESS_CONFIG"  # makes coverage start in processes that find it
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[str | None]:
+    """Hides from processes that start here that coverage is measured, and how; gives that."""
+    setting = os.environ.pop(_TRACE, None)
+    try:
+        yield setting
+    finally:
+        if setting is not None:
+            os.environ[_TRACE] = setting
+
+
 class _Pool:
     def __init__(self, world: int) -> None:
         self.ended = False
@@ -119,13 +137,14 @@ class _Pool:
         self.directory = tempfile.mkdtemp(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("spawn")
         try:
             for rank in range(world):
-                here, there = context.Pipe()
-                args = rank, world, self.directory, there
-                process = context.Process(target=_serve, args=args, name=f"rank {rank}")
-                process.start()
+                here, there = _CONTEXT.Pipe()
+                with _untraced() as setting:
+                    # One rank is enough: all run nearly the same lines, and tracing is slow.
+                    args = rank, world, self.directory, there, setting if rank == 0 else None
+                    process = _CONTEXT.Process(target=_serve, args=args, name=f"rank {rank}")
+                    process.start()
                 there.close()  # so that the end of the process is the end of the pipe
                 self.pipes.append(here)
                 self.processes.append(process)
@@ -236,7 +255,8 @@ def end_all() -> None:
 # ---- a rank ----
 
 
-def _serve(rank: int, world: int, directory: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, directory: str, pipe: Connection, trace: str | None) -> None:
+    coverage = None if trace is None else _measured(trace)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, which then end the ranks
     with _stack_file(directory, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -250,6 +270,17 @@ def _serve(rank: int, world: int, directory: str, pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+    if coverage is not None:
+        coverage.stop()
+        coverage.save()
+
+
+def _measured(setting: str) -> Any:
+    """Coverage, as it starts by itself in processes that are no forks."""
+    from coverage import process_startup
+
+    os.environ[_TRACE] = setting
+    return process_startup()
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[bytes], directory: str) -> None:

@@ -143,8 +143,6 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
         every = options.pop("every", None)
         options.pop("lr_rest", None)
-        if "early" in options:
-            options["early_refreshes"] = tuple(options.pop("early"))
         if every is not None:
             options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
         return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
@@ -174,8 +172,7 @@ _MUON = {
 _EIGENBASIS = {
     **_ADAM,
     "lr": between(1e-3, 1e-1),
-    "every": one_of(1, 2, 5),
-    "early": one_of((5, 10, 25)),  # without the last of the default ones, for short horizons
+    "every": one_of(2, 10),
 }
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
