@@ -45,10 +45,15 @@ def settings(group: Group) -> Settings:
     return Settings(beta1, take1, beta2, 1 - beta2, log1, log2, group["eps"])
 
 
+def suits(base: type[Optimizer]) -> bool:
+    """Whether an optimizer has Adam's moments."""
+    return issubclass(base, Adam | AdamW | LAMB)
+
+
 def check(optimizer: Optimizer, group: Group) -> None:
     """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Adam | AdamW | LAMB):
+    if not suits(type(optimizer)):
         raise ValueError(
             f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
             'of them; use moments="parameters"'

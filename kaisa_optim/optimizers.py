@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from . import checkpoint, eigenbasis
 from .assignment import WorkAssignment
 from .lamb import LAMB
-from .options import PER_GROUP, Interval, Number, Options
+from .options import PER_GROUP, Interval, Number, Options, default_moments
 from .preconditioner import Preconditioner
 
 if torch.distributed.is_available():
@@ -72,7 +72,7 @@ class KFACMixin(Optimizer, Joinable):
         bucket_cap_mb: float = 25.0,
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
-        moments: str = "parameters",
+        moments: str | None = None,
         basis_tolerance: float = 0.0,
         statistics_fraction: Number = 1.0,
         eigenvalue_correction: bool | str = False,
@@ -93,38 +93,44 @@ class KFACMixin(Optimizer, Joinable):
                 f"first, as {type(self).__name__}(model, ...), or as model="
             )
         self._kfac_model = model
-        self._kfac_options = Options(
-            kl_clip=kl_clip,
-            kl_clip_lr=kl_clip_lr,
-            factor_update_steps=factor_update_steps,
-            inv_update_steps=inv_update_steps,
-            compute_method=compute_method,
-            damping_split=damping_split,
-            compute_eigenvalue_outer_product=compute_eigenvalue_outer_product,
-            factor_dtype=factor_dtype,
-            inv_dtype=inv_dtype,
-            skip_layers=skip_layers,
-            max_factor_size=max_factor_size,
-            weight_sharing=weight_sharing,
-            loss_terms=loss_terms,
-            loss_reduction=loss_reduction,
-            normalization=normalization,
-            grad_scaler=grad_scaler,
-            staggered=staggered,
-            max_failures=max_failures,
-            grad_worker_fraction=grad_worker_fraction,
-            assignment=assignment,
-            colocate_factors=colocate_factors,
-            bucket_cap_mb=bucket_cap_mb,
-            comm_dtype=comm_dtype,
-            moments=moments,
-            basis_tolerance=basis_tolerance,
-            statistics_fraction=statistics_fraction,
-            eigenvalue_correction=eigenvalue_correction,
-            grafting=grafting,
-            warmup_steps=warmup_steps,
-            early_refreshes=early_refreshes,
-        )
+        asked: dict[str, Any] = {
+            "kl_clip": kl_clip,
+            "kl_clip_lr": kl_clip_lr,
+            "factor_update_steps": factor_update_steps,
+            "inv_update_steps": inv_update_steps,
+            "compute_method": compute_method,
+            "damping_split": damping_split,
+            "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
+            "factor_dtype": factor_dtype,
+            "inv_dtype": inv_dtype,
+            "skip_layers": skip_layers,
+            "max_factor_size": max_factor_size,
+            "weight_sharing": weight_sharing,
+            "loss_terms": loss_terms,
+            "loss_reduction": loss_reduction,
+            "normalization": normalization,
+            "grad_scaler": grad_scaler,
+            "staggered": staggered,
+            "max_failures": max_failures,
+            "grad_worker_fraction": grad_worker_fraction,
+            "assignment": assignment,
+            "colocate_factors": colocate_factors,
+            "bucket_cap_mb": bucket_cap_mb,
+            "comm_dtype": comm_dtype,
+            "basis_tolerance": basis_tolerance,
+            "statistics_fraction": statistics_fraction,
+            "eigenvalue_correction": eigenvalue_correction,
+            "grafting": grafting,
+            "warmup_steps": warmup_steps,
+            "early_refreshes": early_refreshes,
+        }
+        if moments is None:
+            moments = "parameters"
+            if eigenbasis.suits(self._base):
+                own = inspect.signature(KFACMixin.__init__).parameters
+                defaults = {name: parameter.default for name, parameter in own.items()}
+                moments = default_moments({**asked, "damping": damping}, defaults)
+        self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
         self._warned_of_share = False
@@ -608,9 +614,9 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 
 @_sign
 class KFACAdam(KFACMixin, torch.optim.Adam):
-    """torch.optim.Adam with K-FAC inside: Adam sees preconditioned gradients.
+    """torch.optim.Adam with K-FAC inside: it works in the eigenbasis of K-FAC's factors.
 
-    With ``moments="eigenbasis"`` Adam itself works in the eigenbasis of K-FAC's factors.
+    With ``moments="parameters"`` it sees preconditioned gradients.
     """
 
     _base = torch.optim.Adam
@@ -618,9 +624,9 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 
 @_sign
 class KFACLAMB(KFACMixin, LAMB):
-    """LAMB with K-FAC inside: LAMB sees preconditioned gradients, its clipping included.
+    """LAMB with K-FAC inside: its inner moments live in the eigenbasis of K-FAC's factors.
 
-    With ``moments="eigenbasis"`` its inner moments live in the eigenbasis of K-FAC's factors.
+    With ``moments="parameters"`` it sees preconditioned gradients, its clipping included.
     """
 
     _base = LAMB

@@ -135,6 +135,25 @@ PER_GROUP: dict[str, Callable[[Any], float]] = {
 # character GPT these few refreshes took the loss after 150 steps from 2.27 to 2.15.
 _EARLY = (5, 10, 25, 50)
 
+# What moments in the eigenbasis have no use for.
+_OF_PARAMETERS = (
+    "damping",
+    "kl_clip",
+    "kl_clip_lr",
+    "compute_method",
+    "compute_eigenvalue_outer_product",
+    "eigenvalue_correction",
+    "grafting",
+    "warmup_steps",
+    "normalization",
+)
+
+
+def default_moments(asked: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """In the eigenbasis, unless something else was asked for than can be had there."""
+    free = all(asked[name] == defaults[name] for name in _OF_PARAMETERS)
+    return "eigenbasis" if free else "parameters"
+
 
 @dataclass(frozen=True)
 class Options:

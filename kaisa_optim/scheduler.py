@@ -93,6 +93,12 @@ class KFACParamScheduler:
                     f"Invalid {name}: the optimizer was given a callable for it already; give it a "
                     "number, or leave it out here"
                 )
+            eigenbasis = optimizer.preconditioner.options.moments == "eigenbasis"
+            if eigenbasis and name in ("damping", "kl_clip"):
+                raise ValueError(
+                    f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
+                    'leave it out here, or build the optimizer with moments="parameters"'
+                )
             if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
                 raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
             self.schedules[name] = schedule

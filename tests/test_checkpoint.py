@@ -213,7 +213,7 @@ def test_an_earlier_checkpoint_rewinds_a_trained_optimizer():
 
 
 def test_entries_are_flat_tensors_beside_the_bases(tmp_path):
-    model, opt = pair(KFACAdam, lr=0.01)
+    model, opt = pair(KFACAdam, lr=0.01, moments="parameters")
     train(model, opt, [0])
     state = opt.state_dict()["state"]
     assert state.keys() == {0, 1, 2, 3}
@@ -275,7 +275,8 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     ],
 )
 def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_path):
-    model, opt = pair(cls, **settings)
+    ours = {} if cls is KFACSGD else {"moments": "parameters"}
+    model, opt = pair(cls, **settings, **ours)
     train(model, opt, range(3))
     saved = disk(opt.state_dict(), tmp_path / "state")
     base = plain(model.parameters(), **settings)
@@ -291,7 +292,7 @@ def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_p
     train(expected, by_hand, range(3, 6))
     assert_same(model, expected)
     # And back again: the factors of then are still there.
-    _, again = pair(cls, **settings)
+    _, again = pair(cls, **settings, **ours)
     quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
     assert_same(factors(again), factors(opt))
 

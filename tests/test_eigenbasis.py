@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training import assert_near, assert_same
 from watch import Watch, factors_of, normal, rows_of
 
-from kaisa_optim import KFACLAMB, KFACAdam, eigenbasis, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, eigenbasis, with_kfac
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -136,6 +136,46 @@ def moments(opt: Any) -> dict[str, dict[str, Tensor]]:
 
 def counts(opt: Any) -> dict[str, int]:
     return {name: int(kept["adam_steps"].max()) for name, kept in moments(opt).items()}
+
+
+# ---- the default ----
+
+
+@pytest.mark.parametrize("cls", FAMILY, ids=lambda cls: cls._base.__name__)
+def test_moments_live_in_the_eigenbasis_unless_told_otherwise(cls):
+    (model, opt), (other, named) = (pair(cls, moments=m) for m in (None, "eigenbasis"))
+    for trained, optimizer in ((model, opt), (other, named)):
+        learn(trained, optimizer, range(INTERVAL + 2))
+    assert_same(values(model), values(other))
+    assert moments(opt).keys() == set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("damping", 0.1),
+        ("damping", lambda step: 0.01),
+        ("kl_clip", None),
+        ("kl_clip_lr", "current"),
+        ("compute_method", "inverse"),
+        ("compute_eigenvalue_outer_product", True),
+        ("eigenvalue_correction", "gradients"),
+        ("warmup_steps", 3),
+        ("normalization", "kaisa"),
+    ],
+)
+def test_what_belongs_to_preconditioned_gradients_gets_them(option, value):
+    opt = KFACAdam(net(), **{option: value})
+    assert opt.preconditioner.options.moments == "parameters"
+    assert (
+        opt.preconditioner.options
+        == KFACAdam(net(), **{option: value}, moments="parameters").preconditioner.options
+    )
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, with_kfac(torch.optim.RAdam)])
+def test_bases_without_these_moments_see_preconditioned_gradients(cls):
+    assert cls(net()).preconditioner.options.moments == "parameters"
 
 
 # ---- the equations ----

@@ -217,9 +217,9 @@ def test_statistics_do_not_wait_for_the_warm_up():
 @pytest.mark.parametrize(
     ("options", "early"),
     [
-        ({"moments": "eigenbasis"}, (5, 10, 25, 50)),
-        ({"moments": "eigenbasis", "early_refreshes": ()}, ()),
-        ({}, ()),
+        ({}, (5, 10, 25, 50)),
+        ({"early_refreshes": ()}, ()),
+        ({"moments": "parameters"}, ()),
     ],
 )
 def test_bases_that_adam_works_in_are_found_anew_early(options, early):

@@ -205,14 +205,22 @@ CONTESTANTS = {
             _ours(KFACSGD),
             {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
         ),
-        Contestant("KFACAdam", _ours(KFACAdam), {**_ADAM, **_PLAIN}),
+        Contestant(
+            "KFACAdam, parameters",
+            _ours(KFACAdam, moments="parameters"),
+            {**_ADAM, **_PLAIN},
+        ),
         Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
-        Contestant("KFACLAMB", _ours(KFACLAMB), {**_ADAM, **_PLAIN}),
+        Contestant(
+            "KFACLAMB, parameters",
+            _ours(KFACLAMB, moments="parameters"),
+            {**_ADAM, **_PLAIN},
+        ),
         Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
-        _defaults("KFACAdam", KFACAdam, _ADAM["lr"]),
-        _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"], moments="eigenbasis"),
-        _defaults("KFACLAMB", KFACLAMB, _ADAM["lr"]),
-        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _EIGENBASIS["lr"], moments="eigenbasis"),
+        _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
+        _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"]),
+        _defaults("KFACLAMB, parameters", KFACLAMB, _ADAM["lr"], moments="parameters"),
+        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _EIGENBASIS["lr"]),
     )
 }

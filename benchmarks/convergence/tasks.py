@@ -428,9 +428,9 @@ TASKS = {
             score=Score("accuracy", _guessed),
             only=(
                 "LAMB",
-                "KFACLAMB",
+                "KFACLAMB, parameters",
                 "KFACLAMB, eigenbasis",
-                "KFACLAMB, defaults",
+                "KFACLAMB, parameters, defaults",
                 "KFACLAMB, eigenbasis, defaults",
             ),
             ends=True,
