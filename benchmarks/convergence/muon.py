@@ -1,9 +1,9 @@
 """Muon in float32, and an experiment: Muon in the metric of K-FAC's output factors.
 
 Of a momentum M the experiment takes the step L polar(L M), with L = (G + λI)^-½ and G of mean
-eigenvalue 1. Tuned by a few trials on the character GPT (one seed, a loaded machine), it took about
-0.88 to 0.9 of Muon's steps and 1.13 of its CPU time for each: no gain that a user would see. So it
-stays here, and the package has no class for it.
+eigenvalue 1. Tuned by as many trials as Muon on the character GPT it came to Muon's loss in about
+0.92 of its steps, each of 1.2 times the CPU time (docs/benchmarks.md). So it stays here, and the
+package has no class for it.
 """
 
 from __future__ import annotations
