@@ -45,15 +45,18 @@ def settings(group: Group) -> Settings:
     return Settings(beta1, take1, beta2, 1 - beta2, log1, log2, group["eps"])
 
 
-def suits(base: type[Optimizer]) -> bool:
-    """Whether an optimizer has Adam's moments."""
-    return issubclass(base, Adam | AdamW | LAMB)
+def suits(base: type[Optimizer], arguments: Group) -> bool:
+    """Whether the eigenbasis can be had unasked: a subclass may have a step of its own, which
+    would not be called, and the arguments may be such that :func:`check` refuses."""
+    betas = arguments.get("betas", ())
+    tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
+    return base in (Adam, AdamW, LAMB) and not arguments.get("amsgrad") and not tensors
 
 
 def check(optimizer: Optimizer, group: Group) -> None:
     """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
     name = type(optimizer).__name__
-    if not suits(type(optimizer)):
+    if not isinstance(optimizer, Adam | AdamW | LAMB):
         raise ValueError(
             f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
             'of them; use moments="parameters"'

@@ -50,8 +50,9 @@ class LAMB(Optimizer):
     ``weight_decay=0``. ``bias_correction=False`` leaves both divisions by 1 - beta^t out.
 
     LAMB knows no gradients but ``p.grad`` as it is when ``step`` runs, and leaves it unchanged. In
-    ``KFACLAMB``, as in the K-FAC papers, these are the preconditioned gradients: the moments, the
-    trust ratios and the clipping by ``max_grad_norm`` all see them, not the raw ones.
+    ``KFACLAMB(moments="parameters")``, as in the K-FAC papers, these are the preconditioned
+    gradients: the moments, the trust ratios and the clipping by ``max_grad_norm`` all see them, not
+    the raw ones. By default the moments live in K-FAC's eigenbasis, and the clipping sees raw ones.
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.

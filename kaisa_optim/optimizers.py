@@ -126,7 +126,7 @@ class KFACMixin(Optimizer, Joinable):
         }
         if moments is None:
             moments = "parameters"
-            if eigenbasis.suits(self._base):
+            if eigenbasis.suits(self._base, kwargs):
                 own = inspect.signature(KFACMixin.__init__).parameters
                 defaults = {name: parameter.default for name, parameter in own.items()}
                 moments = default_moments({**asked, "damping": damping}, defaults)

@@ -151,7 +151,9 @@ _OF_PARAMETERS = (
 
 def default_moments(asked: dict[str, Any], defaults: dict[str, Any]) -> str:
     """In the eigenbasis, unless something else was asked for than can be had there."""
-    free = all(asked[name] == defaults[name] for name in _OF_PARAMETERS)
+    pairs = [(asked[name], defaults[name]) for name in _OF_PARAMETERS]
+    # No value has been checked yet: a tensor's == would be one, too.
+    free = all(a is b or (isinstance(a, int | float | str) and a == b) for a, b in pairs)
     return "eigenbasis" if free else "parameters"
 
 

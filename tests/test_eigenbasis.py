@@ -173,7 +173,24 @@ def test_what_belongs_to_preconditioned_gradients_gets_them(option, value):
     )
 
 
-@pytest.mark.parametrize("cls", [KFACSGD, with_kfac(torch.optim.RAdam)])
+class OwnStep(torch.optim.Adam):
+    """Whose step would not be called for what the eigenbasis steps."""
+
+
+@pytest.mark.parametrize(
+    "base", [{"amsgrad": True}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}]
+)
+def test_what_the_eigenbasis_refuses_is_had_without_it(base):
+    opt = KFACAdam(net(), **base)
+    assert opt.preconditioner.options.moments == "parameters"
+
+
+def test_a_damping_that_is_none_is_told_in_its_own_words():
+    with pytest.raises(ValueError, match="Invalid damping"):
+        KFACAdam(net(), damping=torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, with_kfac(torch.optim.RAdam), with_kfac(OwnStep)])
 def test_bases_without_these_moments_see_preconditioned_gradients(cls):
     assert cls(net()).preconditioner.options.moments == "parameters"
 
