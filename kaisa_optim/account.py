@@ -101,7 +101,7 @@ class Account:
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
     moments: bool = False  # Adam's, kept in the eigenbasis
-    tracked: bool = False  # bases stay where they still fit
+    tracked: bool = False  # bases follow where they still fit
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
     state_bytes: int | None = None  # of one in eigenvectors, inverses, products
@@ -175,15 +175,14 @@ class Account:
         *,
         factors: Collection[str] = (),
         refresh: Collection[str] = (),
-        kept: Collection[str] = (),
         asked: Collection[str] = (),
         first: bool = False,
     ) -> list[Usage]:
         """What arrives at each rank in one step, by kind.
 
         A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
-        ``refresh`` which it refreshes, ``kept`` which of these keep their bases, ``asked`` which
-        did so in the step before. In the ``first`` of all, there is no eigenbasis yet.
+        ``refresh`` which it refreshes, ``asked`` which bases followed in the step before. In the
+        ``first`` of all, there is no eigenbasis yet.
         """
         got = self._gradients()
         if self.grid.world > 1:
@@ -194,7 +193,7 @@ class Account:
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             for numbers in self._refreshed_together(fed, due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
-            self._add(got["second_order"], self._shared(due, set(kept)))
+            self._add(got["second_order"], self._shared(due))
         return _by_rank(got)
 
     def _chosen(self, names: Collection[str]) -> list[Work]:
@@ -206,7 +205,7 @@ class Account:
     ) -> list[Means]:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals.
 
-        Where bases may stay, it is the most that it can be: none does.
+        Where bases follow, it is the most that it can be: all are decomposed a step later.
         """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both
@@ -227,8 +226,7 @@ class Account:
             if share > 1e-12:
                 factors = () if at_fed is None else fed[at_fed]
                 refresh = () if at_due is None else due[at_due]
-                kept = refresh if self.tracked else ()
-                _weigh(mean, self.step(factors=factors, refresh=refresh, kept=kept), share)
+                _weigh(mean, self.step(factors=factors, refresh=refresh), share)
         for asked in due.values() if self.tracked else ():
             _weigh(mean, self._found_anew(asked), 1 / inv_update_steps)
         return mean
@@ -326,22 +324,20 @@ class Account:
             for (_, itemsize), works in _grouped(part, lambda work: (work.device, work.itemsize)):
                 yield 2 * itemsize * sum(work.task.blocks for work in works)
 
-    def _shared(self, due: list[Work], kept: set[str]) -> list[int]:
+    def _shared(self, due: list[Work]) -> list[int]:
         """New second-order state on its way from its owners to the gradient workers."""
         got = [0] * self.grid.world
         everywhere = [0] * self.grid.columns
         for work in due:
             for factor in _factors(work):
-                size = self._sent(factor, work.task.name in kept)
+                size = self._sent(factor)
                 everywhere[factor.owner % self.grid.columns] += size
                 got[factor.owner] -= size
         self._add(got, [everywhere[rank % self.grid.columns] for rank in range(self.grid.world)])
         return got
 
-    def _sent(self, factor: _Factor, kept: bool) -> int:
+    def _sent(self, factor: _Factor) -> int:
         """A factor's state on the wire; of an inverse, half."""
-        if kept:
-            return cargo_bytes([factor.values * factor.work.itemsize])
         if self.method == "inverse":
             return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
         return cargo_bytes(self._state(factor).values())

@@ -16,6 +16,8 @@ from torch import Tensor
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
 _PARTS = 4
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
+_LEADING = 8  # one of so many eigenvectors leads
+_TURNS = 4  # until each of the others has been looked at
 
 
 @contextmanager
@@ -191,23 +193,57 @@ def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tens
 
 
 def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of PSD factors."""
+    """Eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of PSD factors.
+
+    The largest come first.
+    """
     if factors.shape[-1] == 1:  # a solver would be called for each of a norm layer's features
         return factors[..., 0].clamp(min=0), torch.ones_like(factors)
     values, vectors = torch.linalg.eigh(factors)
-    return values.clamp_(min=0), vectors
+    return values.clamp_(min=0).flip(-1), vectors.flip(-1)
 
 
-def in_basis(factors: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The diagonal of QᵀFQ ``[k, n]``, and ``[k]``: the norm outside of it, and of all.
+def followed(
+    factors: Tensor, vectors: Tensor, values: Tensor, turn: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Eigenvalues and eigenvectors near F's, from those of an F that was a little different.
 
-    For orthonormal Q both norms are those of columns of FQ, so that one product is enough.
+    With them, ``[k]`` each, about the norm of QᵀFQ outside of its diagonal, and that of F. It is a
+    quarter of a decomposition's work, as no product has all of F's columns:
+
+    - one orthogonal iteration of the leading eighth of the vectors. The reflections that it takes
+      turn the others along, so that all stay orthonormal;
+    - those leading vectors are F's best ones in what they span (Rayleigh and Ritz);
+    - of the others, every fourth is multiplied with F, other ones at each ``turn``. These get new
+      eigenvalues, the rest keep theirs. What they have outside of the diagonal counts for all.
+
+    The leading vectors come first.
     """
-    product = factors @ vectors
-    values = torch.linalg.vecdot(product, vectors, dim=1)
-    whole = product.flatten(1).norm(dim=1)
-    product.addcmul_(vectors, values[:, None, :], value=-1)
-    return values.clamp_(min=0), product.flatten(1).norm(dim=1), whole
+    n = factors.shape[-1]
+    if n == 1:
+        values, vectors = eigendecompose(factors)
+        return values, vectors, torch.zeros_like(values[:, 0]), values[:, 0]
+    few = max(1, n // _LEADING)
+    image = vectors.mT @ (factors @ vectors[..., :few])
+    # Transposed, rows are the columns that LAPACK works on: nothing is copied to and fro.
+    basis = torch.ormqr(*torch.geqrf(image), vectors.mT, transpose=True).mT
+    leading, others = basis[..., :few], basis[..., few:]
+    image = factors @ leading
+    # Where a factor is not finite, its result is not either; a solver would refuse the others.
+    own, inside = torch.linalg.eigh((leading.mT @ image).nan_to_num(0.0, 0.0, 0.0))
+    own, inside = own.flip(-1), inside.flip(-1)
+    leading.copy_(leading @ inside)
+    outside = (image @ inside).sub_(leading * own[:, None, :]).square_().sum((1, 2))
+    turns = min(_TURNS, n - few)
+    some = slice(turn % turns, None, turns)
+    picked = others[..., some]
+    image = factors @ picked
+    found = torch.linalg.vecdot(image, picked, dim=1)
+    rest = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
+    outside += rest * (others.shape[-1] / picked.shape[-1])
+    values = torch.cat([own, values[:, few:]], 1)
+    values[:, few:][:, some] = found
+    return values.clamp_(min=0), basis, outside.sqrt_(), factors.flatten(1).norm(dim=1)
 
 
 def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:

@@ -225,6 +225,12 @@ class Options:
                 f"Invalid basis_tolerance: {self.basis_tolerance!r} belongs to "
                 'compute_method="eigen" and normalization="fisher"; leave it out'
             )
+        if self.basis_tolerance and self.inv_dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"Invalid inv_dtype: {self.inv_dtype} with basis_tolerance="
+                f"{self.basis_tolerance!r}; eigenvectors that are found from older ones, so "
+                "rounded, would not stay orthonormal: leave out one of the two"
+            )
         self._check_correction()
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(

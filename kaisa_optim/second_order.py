@@ -39,6 +39,7 @@ from .tracking import Key, Tracking
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
 OwnerOf = Callable[[Layer, str], int]
+_AT_ONCE = 1 << 20  # numbers of bases that follow in one batch: larger ones only take memory
 
 
 @dataclass
@@ -122,9 +123,12 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def begin(self, due: Sequence[Layer], turn: Collection[Layer]) -> None:
-        """Settle how each layer in ``due`` is refreshed; ``turn`` are those whose turn it is."""
-        self.tracking.begin(due, turn, self.ready.difference(self.failures))
+    def begin(self, due: Sequence[Layer], turn: Collection[Layer], number: int) -> None:
+        """Settle how each layer in ``due`` is refreshed; ``turn`` are those whose turn it is.
+
+        ``number`` counts the turns that each of them has had.
+        """
+        self.tracking.begin(due, turn, self.ready.difference(self.failures), number)
 
     def forget(self, layer: Layer) -> None:
         self.ready.discard(layer)
@@ -170,11 +174,11 @@ class SecondOrder:
         for stack in shelf.stacks.values():
             mine = [f for f in stack.factors if f.layer in wanted and (f.layer, f.side) in plan]
             anew = [f for f in mine if plan[f.layer, f.side]]
-            kept = [f for f in mine if not plan[f.layer, f.side]]
+            followed = [f for f in mine if not plan[f.layer, f.side]]
             if anew:
                 outcome.failed |= self._refresh_stack(stack, anew, layout, shifts)
-            if kept:
-                self._keep_bases(stack, kept, layout)
+            for some in chunks(followed, _numbers, _AT_ONCE):
+                self._follow(stack, some, layout)
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""
@@ -234,19 +238,11 @@ class SecondOrder:
     def _bytes(self, key: Key) -> int:
         layer, side = key
         shape = stack_key(layer, side)
-        specs = self._sent(key)
+        specs = self.specs(shape, layer.blocks)
         if self.method == "inverse" and not shape.diagonal:
             dtype = specs["inverse"][1]
             specs = {"half": ((layer.blocks, algebra.packed_size(shape.size)), dtype)}
         return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
-
-    def _sent(self, key: Key) -> Specs:
-        """What of a factor's state is new; with its basis, also what that travels with."""
-        layer, side = key
-        specs = self.specs(stack_key(layer, side), layer.blocks)
-        if not self.tracking.plan[key]:
-            specs.pop("vectors", None)
-        return specs
 
     def _states(
         self, layout: Layout, keys: list[Key], packed: list[tuple[Factor, Tensor]]
@@ -257,7 +253,7 @@ class SecondOrder:
             factor = layout.factors[key]
             shape = factor.stack.key
             if self.method != "inverse" or shape.diagonal:
-                tensors += [factor[name] for name in self._sent(key)]
+                tensors += [factor[name] for name in self.specs(shape, key[0].blocks)]
             else:
                 # Its root unpacks it, too, so that all have the same bits.
                 tensors.append(algebra.pack(factor["inverse"]))
@@ -290,7 +286,7 @@ class SecondOrder:
                 scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
     def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
-        """Copies of the bases that moments are in, before a refresh; None for those that stay."""
+        """Copies of the bases that moments are in, before a refresh; None where none moves."""
         if not (self.moments or self.correction):
             return {}
         copies = {}
@@ -301,10 +297,10 @@ class SecondOrder:
         return copies
 
     def _turning(self, layout: Layout, layer: Layer) -> Basis:
-        """The bases of G and A that this refresh finds anew; a diagonal factor has none."""
+        """The bases of G and A that this refresh moves; a diagonal factor has none."""
         g, a = _vectors(layout, layer)
         plan = self.tracking.plan
-        return g if plan.get((layer, "g")) else None, a if plan.get((layer, "a")) else None
+        return g if (layer, "g") in plan else None, a if (layer, "a") in plan else None
 
     def turn(self, layout: Layout, layers: Sequence[Layer], before: Mapping[Layer, Basis]) -> None:
         """Express moments in the new bases; those of layers without an older one start anew."""
@@ -375,16 +371,10 @@ class SecondOrder:
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors, stack)] = 0
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        if stack.key.diagonal:
-            if shift is None:
-                state["values"][slots] = average.clamp(min=0)
-            else:
-                inverse = 1 / (average + shift[:, None])
-                state["inverse"][slots] = _stored(inverse, state["inverse"].dtype)
-            return set()
         names = ("values", "vectors") if shift is None else ("inverse",)
+        names, renewed = (names[:1], _diagonals) if stack.key.diagonal else (names, _robustly)
         current = tuple(state[name][slots] for name in names)
-        results, good = _robustly(average, shift, current)
+        results, good = renewed(average, shift, current)
         for name, result in zip(names, results, strict=True):
             state[name][slots] = _stored(result, state[name].dtype)
         parts = good.split([f.layer.blocks for f in factors])
@@ -398,18 +388,28 @@ class SecondOrder:
         applied = [layout.factors[f.layer, f.side] for f in factors]
         return average, layout.stacks[stack.key].tensors, slots_of(applied, applied[0].stack)
 
-    def _keep_bases(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
-        """New eigenvalues in the bases as they are, and a look at how well these still fit."""
+    def _follow(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
+        """New state from that of the last refresh, and a look at how well it fits."""
         average, state, slots = self._work(stack, factors, layout)
+        names = ("values",) if stack.key.diagonal else ("values", "vectors")
+        older = [state[name][slots].to(average.dtype) for name in names]
         if stack.key.diagonal:
-            values, outside = average.clamp(min=0), average.new_zeros(len(average))
-            whole = values.norm(dim=1)
+            results, outside = [average.clamp(min=0)], average.new_zeros(len(average))
+            whole = results[0].norm(dim=1)
         else:
-            vectors = state["vectors"][slots].to(average.dtype)
-            values, outside, whole = algebra.in_basis(average, vectors)
+            values, vectors = older
+            try:
+                *results, outside, whole = algebra.followed(
+                    average, vectors, values, self.tracking.number
+                )
+            except LinAlgError:
+                results, whole = older, average.new_zeros(len(average))
+                outside = whole + math.inf
         # An average that overflowed must not get in: its factor is stale, and fails by name then.
-        fine = values.isfinite().all(1, keepdim=True)
-        state["values"][slots] = torch.where(fine, values, state["values"][slots])
+        fine = (outside + whole).isfinite()
+        for name, result, kept in zip(names, results, older, strict=True):
+            keep = fine.view(-1, *[1] * (result.dim() - 1))
+            state[name][slots] = torch.where(keep, result, kept).to(state[name].dtype)
         self.tracking.look(factors, slots_of(factors, stack), outside, whole)
 
     def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:
@@ -515,6 +515,10 @@ def _vectors(layout: Layout, layer: Layer) -> Basis:
     )
 
 
+def _numbers(factor: Factor) -> int:
+    return math.prod(factor.stack.key.shape(factor.layer.blocks))
+
+
 def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
     if len(members) == len(pair.layers):
         return slice(None)
@@ -582,6 +586,15 @@ def _robustly(
                 good[i] = True
                 break
     return results, good
+
+
+def _diagonals(
+    averages: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same of diagonal factors, of which none fails but what is not finite."""
+    good = averages.isfinite().all(1)
+    new = averages.clamp(min=0) if damping is None else 1 / (averages + damping[:, None])
+    return (torch.where(good[:, None], new, current[0].to(new.dtype)),), good.cpu()
 
 
 def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, ...]]:

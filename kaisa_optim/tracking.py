@@ -1,9 +1,9 @@
-"""Bases that stay: what is left of a refresh where the eigenvectors of the last one still fit.
+"""Bases that follow their factors: a refresh that begins with what the last one found.
 
-At its turn, a factor F with a basis Q gets the diagonal of QᵀFQ as its eigenvalues, for one product
-of matrices instead of a decomposition. Its owner measures what is outside of that diagonal. Where
-that is too much, all ranks learn of it in the exchange of the next step, and find a new basis then:
-no host waits for a device's work of the same step to hear whether it has to.
+At its turn, a factor F with a basis Q gets one near to it, for a quarter of a decomposition's
+work. Its owner estimates what is left outside of the diagonal of QᵀFQ. Where that is too much, all
+ranks learn of it in the exchange of the next step, and the factor is decomposed then: no host waits
+for a device's work of the same step to hear whether it has to.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
 
 class Tracking:
-    """Which factors are decomposed at a refresh, and which keep their basis."""
+    """Which factors are decomposed at a refresh, and which bases follow."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance  # of QᵀFQ, the norm outside of its diagonal, as a share
         self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: to be decomposed
+        self.number = 0  # of the turns that each factor has had
         self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
         self.stale: set[Key] = set()  # their bases no longer fit
         self._arriving: dict[Stack, tuple[Tensor, Any]] = {}
@@ -42,10 +43,10 @@ class Tracking:
     # ---- what all ranks know alike ----
 
     def begin(
-        self, due: Iterable[Layer], turn: Collection[Layer], known: Collection[Layer]
+        self, due: Iterable[Layer], turn: Collection[Layer], known: Collection[Layer], number: int
     ) -> None:
-        """Plan a refresh: ``turn`` have theirs, ``known`` have bases that may stay."""
-        self.plan = {}
+        """Plan a refresh: ``turn`` have their turn ``number``, ``known`` have bases to follow."""
+        self.plan, self.number = {}, number
         for layer in due:
             for side in "ag":
                 anew = not self.tolerance or layer not in known or (layer, side) in self.stale
@@ -76,7 +77,8 @@ class Tracking:
     ) -> None:
         """Note the factors of which too much is outside of the diagonal."""
         kept = factors[0].stack.tensors
-        fits = outside <= self.tolerance * whole  # not, where either is not a number
+        # Not, where either is not a number.
+        fits = (outside <= self.tolerance * whole) & whole.isfinite()
         # A sum that was left out is named by the full refresh.
         kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
 

@@ -71,6 +71,14 @@ def test_a_basis_that_is_not_there(other):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, **other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bases_that_follow_are_not_kept_in_half_precision(dtype):
+    said = r"Invalid inv_dtype: torch.* with basis_tolerance=0.1; .* leave out one of the two"
+    with pytest.raises(ValueError, match=said):
+        KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=dtype)
+    KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("value", ["none", "full "])
 def test_damping_split(value):
     with pytest.raises(ValueError, match=f"Invalid damping_split: '{value}'.*'pi', 'full'"):

@@ -1,4 +1,4 @@
-"""Bases that stay at a refresh: against dense references, over ranks, and across checkpoints."""
+"""Bases that follow their factors: against dense references, over ranks, across checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pickle
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from training import assert_same
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.account import Account
-from kaisa_optim.algebra import in_basis
+from kaisa_optim.algebra import followed
 from kaisa_optim.layers import Layer
 
 HALF = {"factor_update_steps": 1, "inv_update_steps": 4, "damping": 0.01, "kl_clip": None}
@@ -32,30 +32,99 @@ Key = tuple[str, str]  # a layer's name, "a" or "g"
 State = dict[Key, tuple[Tensor, Tensor]]  # eigenvalues and eigenvectors
 
 
-def spread(matrix: Tensor, vectors: Tensor) -> float:
-    """How much of QᵀFQ is outside of its diagonal, as a share."""
-    turned = vectors.mT @ matrix @ vectors
-    diagonal = turned.diagonal(dim1=-2, dim2=-1).diag_embed()
-    return float(torch.linalg.norm(turned - diagonal) / torch.linalg.norm(turned))
+class Followed(NamedTuple):
+    """A factor in a basis that was turned for it, by products of whole matrices."""
+
+    values: Tensor
+    vectors: Tensor
+    share: float  # outside of the diagonal, of the factor's norm, as far as is looked
 
 
-@given(st.integers(1, 3), st.integers(1, 7), st.integers(0, 10**6))
-def test_a_matrix_in_a_basis(count, n, seed):
+def expected(factor: Tensor, vectors: Tensor, values: Tensor, turn: int) -> Followed:
+    n = len(factor)
+    few = max(1, n // 8)
+    turned = vectors @ torch.linalg.qr(vectors.T @ factor @ vectors[:, :few], mode="complete").Q
+    own = torch.linalg.eigh(turned[:, :few].T @ factor @ turned[:, :few])
+    turned[:, :few] = turned[:, :few] @ own.eigenvectors.flip(1)
+    inside = turned.T @ factor @ turned
+    found, columns = inside.diagonal(), (inside - inside.diagonal().diag()).square().sum(0)
+    turns = min(4, n - few)
+    picked = range(few + turn % turns, n, turns)
+    values = values.clone()
+    for i in (*range(few), *picked):
+        values[i] = found[i]
+    outside = columns[:few].sum() + sum(columns[i] for i in picked) * (n - few) / len(picked)
+    return Followed(values, turned, float(outside.sqrt() / factor.norm()))
+
+
+def moment(rows: int, n: int, generator: torch.Generator) -> Tensor:
+    """With eigenvalues that differ: each is about two thirds of the one before."""
+    drawn = torch.randn(rows, n, generator=generator, dtype=torch.float64)
+    drawn *= 1.2 ** -torch.arange(n)
+    turned = drawn @ torch.linalg.qr(torch.randn(n, n, generator=generator).double()).Q
+    return turned.T @ turned / rows
+
+
+def largest_first(factor: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(factor)
+    return values.flip(-1), vectors.flip(-1)
+
+
+@given(st.integers(2, 40), st.integers(0, 9), st.integers(0, 10**6))
+def test_a_basis_that_follows_its_factor(n, turn, seed):
+    """Two at once, each as by whole matrices."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(count, n + 2, n, generator=generator, dtype=torch.float64)
-    factors = rows.mT @ rows
-    basis = torch.linalg.qr(
-        torch.randn(count, n, n, generator=generator, dtype=torch.float64)
-    ).Q.contiguous()
-    values, outside, whole = in_basis(factors, basis)
-    turned = basis.mT @ factors @ basis
-    diagonal = turned.diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(values, diagonal)
-    torch.testing.assert_close(outside, (turned - diagonal.diag_embed()).flatten(1).norm(dim=1))
-    torch.testing.assert_close(whole, factors.flatten(1).norm(dim=1))
-    with_vectors = torch.linalg.eigh(factors)
-    _, outside, whole = in_basis(factors, with_vectors.eigenvectors)
-    assert (outside <= 1e-12 * whole).all()
+    older = [moment(3 * n, n, generator) for _ in range(2)]
+    factors = [0.8 * f + 0.2 * moment(3 * n, n, generator) for f in older]
+    values, vectors = (torch.stack(x) for x in zip(*map(largest_first, older), strict=True))
+    found = followed(torch.stack(factors), vectors, values, turn)
+    for i, factor in enumerate(factors):
+        right = expected(factor, vectors[i], values[i], turn)
+        torch.testing.assert_close(found[0][i], right.values)
+        signs = (found[1][i] * right.vectors).sum(0).sign()
+        torch.testing.assert_close(found[1][i] * signs, right.vectors)
+        torch.testing.assert_close(found[1][i].T @ found[1][i], torch.eye(n).double())
+        torch.testing.assert_close(float(found[2][i] / found[3][i]), right.share)
+        torch.testing.assert_close(found[3][i], factor.norm())
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(0, 10**6))
+def test_a_basis_that_fits_stays(n, turn, seed):
+    factor = moment(3 * n, n, torch.Generator().manual_seed(seed))
+    values, vectors = largest_first(factor)
+    found = followed(factor[None], vectors[None], values[None], turn)
+    torch.testing.assert_close(found[0][0], values)
+    torch.testing.assert_close(found[1][0].abs(), vectors.abs())
+    assert found[2] <= 1e-12 * found[3]
+
+
+def test_leading_vectors_become_eigenvectors():
+    """From anywhere; and the others get their values one turn after the other."""
+    generator = torch.Generator().manual_seed(0)
+    factor = moment(200, 24, generator)
+    vectors = torch.linalg.qr(torch.randn(24, 24, generator=generator).double()).Q
+    values = torch.ones(1, 24).double()
+    basis = vectors[None]
+    for turn in range(200):
+        values, basis, _, _ = followed(factor[None], basis, values, turn)
+    right, _ = largest_first(factor)
+    torch.testing.assert_close(values[0, :3], right[:3])
+    inside = basis[0].T @ factor @ basis[0]
+    torch.testing.assert_close(values[0], inside.diagonal())
+    assert inside[3:, :3].norm() < 1e-8 * right[0]
+
+
+@pytest.mark.parametrize("n", [1, 5, 30])
+def test_what_is_not_a_number_is_told(n):
+    factors = torch.arange(n, 0, -1.0).diag().repeat(3, 1, 1)
+    factors[1, -1, 0] = math.nan
+    factors[2, 0, -1] = math.inf
+    vectors, values = torch.eye(n).repeat(3, 1, 1), torch.ones(3, n)
+    values, vectors, outside, whole = followed(factors, vectors, values, 1)
+    assert (outside + whole).isfinite().tolist() == [True, False, False]
+    torch.testing.assert_close(vectors[0].abs(), torch.eye(n))
+    few = max(1, n // 8)
+    torch.testing.assert_close(values[0, :few], torch.arange(n, n - few, -1.0))
 
 
 # ---- one process, step by step ----
@@ -93,7 +162,7 @@ class Follower:
     def __init__(self, opt: Any, tolerance: float) -> None:
         self.opt, self.tolerance = opt, tolerance
         self.stale: set[Key] = set()
-        self.kept = self.anew = 0
+        self.fits = self.anew = 0
 
     def check(self, step: int, before: State) -> None:
         kfac = self.opt.preconditioner
@@ -101,21 +170,22 @@ class Follower:
         turn = turns(kfac).get(step % kfac.inv_update_steps, set())
         stale, self.stale = self.stale, set()
         for key, (values, vectors) in now.items():
-            turned = vectors.mT @ factors[key] @ vectors
-            diagonal = turned.diagonal(dim1=-2, dim2=-1)
             if step == 0 or key in stale:
                 self.anew += 1
-                assert spread(factors[key], vectors) < 1e-10
-                torch.testing.assert_close(values, diagonal, rtol=1e-9, atol=1e-12)
+                right, _ = largest_first(factors[key][0])
+                torch.testing.assert_close(values[0], right, rtol=1e-9, atol=1e-12)
+                inside = vectors.mT @ factors[key] @ vectors
+                torch.testing.assert_close(inside[0], right.diag(), rtol=1e-9, atol=1e-12)
             elif key[0] in turn and not any((key[0], side) in stale for side in "ag"):
-                assert torch.equal(vectors, before[key][1])
-                torch.testing.assert_close(values, diagonal, rtol=1e-9, atol=1e-12)
-                share = spread(factors[key], vectors)
-                assert abs(share - self.tolerance) > 1e-9  # or rounding would decide
-                if share > self.tolerance:
+                older = (part[0] for part in reversed(before[key]))
+                one = expected(factors[key][0], *older, turn=step // kfac.inv_update_steps)
+                torch.testing.assert_close(values[0], one.values, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(vectors[0], one.vectors, rtol=1e-8, atol=1e-8)
+                assert abs(one.share - self.tolerance) > 1e-9  # or rounding would decide
+                if one.share > self.tolerance:
                     self.stale.add(key)
                 else:
-                    self.kept += 1
+                    self.fits += 1
             elif key[0] not in turn:
                 assert torch.equal(vectors, before[key][1])
                 assert torch.equal(values, before[key][0])
@@ -134,9 +204,9 @@ def test_every_refresh_of_one_process(tolerance, moments, staggered):
         follower.check(step, before)
         before = state(opt)
     if tolerance == 0.1:
-        assert follower.kept > 5 and follower.anew > 15  # of which 7 in the first step
+        assert follower.fits > 5 and follower.anew > 15  # of which 7 in the first step
     else:
-        assert (follower.kept == 0) == (tolerance < 0.1)
+        assert (follower.fits == 0) == (tolerance < 0.1)
         assert (follower.anew == 7) == (tolerance > 0.9)
 
 
@@ -147,14 +217,14 @@ def test_a_tolerance_of_nothing_decomposes_at_every_refresh():
     assert_same(tracked, plain)
 
 
-def test_steps_with_a_basis_that_stays():
-    """The second step is taken in the basis of the first, with eigenvalues of its own."""
+def test_steps_with_a_basis_that_followed():
+    """The second step is taken in the basis of the first, turned a little."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3)).double()
     options = {**HALF, "inv_update_steps": 1, "basis_tolerance": 0.999}
     opt = KFACSGD(model, lr=1.0, **options)
     (layer,) = model
-    bases: list[Tensor] = []
+    bases: list[tuple[Tensor, Tensor]] = []
     for step in range(2):
         x, y = torch.randn(6, 4).double(), torch.randn(6, 3).double()
         opt.zero_grad()
@@ -164,20 +234,22 @@ def test_steps_with_a_basis_that_stays():
         opt.step()
         a, g = (f[0] for f in opt.preconditioner.factors("0"))
         if step == 0:
-            bases = [torch.linalg.eigh(f).eigenvectors for f in (a, g)]
-        qa, qg = bases
-        va, vg = ((q.mT @ f @ q).diagonal() for q, f in zip(bases, (a, g), strict=True))
-        expected = qg @ ((qg.mT @ gradient @ qa) / (vg[:, None] * va + 0.01)) @ qa.mT
+            bases = [largest_first(f) for f in (a, g)]
+        else:
+            pairs = zip((a, g), bases, strict=True)
+            bases = [expected(f, q, v, turn=1)[:2] for f, (v, q) in pairs]
+        (va, qa), (vg, qg) = bases
+        expected_step = qg @ ((qg.mT @ gradient @ qa) / (vg[:, None] * va + 0.01)) @ qa.mT
         moved = old - torch.cat([layer.weight, layer.bias[:, None]], 1)
-        torch.testing.assert_close(moved, expected)
+        torch.testing.assert_close(moved, expected_step)
 
 
-def test_moments_turn_with_the_basis_that_is_new():
-    """Where the bases stay, moments stay as they are; where they move, so do the moments."""
-    tracked, plain = net(), net()
+def test_moments_turn_with_the_bases():
+    """Those that follow, those that are found anew after that, and those that always are."""
     options = {**HALF, "moments": "eigenbasis", "early_refreshes": ()}
     runs = {}
-    for model, tolerance in ((tracked, 1e-9), (plain, 0.0)):
+    for tolerance in (0.0, 1e-9, 0.99):
+        model = net()
         opt = KFACAdam(model, lr=0.0, eps=1e-3, **options, basis_tolerance=tolerance)
         learn(model, opt, range(8))
         kfac = opt.preconditioner
@@ -191,8 +263,9 @@ def test_moments_turn_with_the_basis_that_is_new():
             first = first if bases[0] is None else bases[0] @ first
             runs[tolerance].append(first if bases[1] is None else first @ bases[1].mT)
     # Without steps, statistics and gradients are the same: so are the moments, turned back.
-    for one, other in zip(runs[1e-9], runs[0.0], strict=True):
-        torch.testing.assert_close(one, other)
+    for tolerance in (1e-9, 0.99):
+        for one, other in zip(runs[tolerance], runs[0.0], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_sums_that_were_left_out_are_named_a_step_later():
@@ -213,11 +286,13 @@ def test_sums_that_were_left_out_are_named_a_step_later():
         learn(model, opt, range(6, 12))
 
 
-def test_an_average_that_overflows_stays_out_of_the_steps():
-    """The eigenvalues of before stay in use, as where a decomposition fails."""
+@pytest.mark.parametrize("widest", [3, 16384])
+@pytest.mark.parametrize("how", [{}, {"basis_tolerance": 0.5}, {"compute_method": "inverse"}])
+def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
+    """The state of before stays in use, as where a decomposition fails; of a diagonal, too."""
     model = nn.Sequential(nn.Linear(4, 3))
     options = {**HALF, "inv_update_steps": 1, "factor_dtype": torch.float16}
-    opt = KFACSGD(model, lr=0.1, basis_tolerance=0.5, **options)
+    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **options, **how)
     for scale in (1.0, 1.0, 1e4, 1.0):
         opt.zero_grad()
         with warnings.catch_warnings(record=True) as said:
@@ -245,22 +320,24 @@ def follow(options: dict[str, Any], steps: int) -> tuple[list[Tensor], list[Coun
     for step in range(steps):
         learn(model, opt, range(step, step + 1))
         plan = opt.preconditioner.second_order.tracking.plan
-        plans.append(Counter("anew" if anew else "kept" for anew in plan.values()))
+        plans.append(Counter("anew" if anew else "followed" for anew in plan.values()))
     return [p.detach().clone() for p in model.parameters()], plans
 
 
 @pytest.mark.parametrize(("world", "options"), SPREADS)
 def test_ranks_decide_as_one_process(world, options):
     alone, plans = follow({}, 14)
-    assert sum(p["kept"] for p in plans) > 5 and sum(p["anew"] for p in plans[1:]) > 1
+    assert sum(p["followed"] for p in plans) > 5 and sum(p["anew"] for p in plans[1:]) > 1
     for weights, theirs in run(world, follow, options, 14):
         assert theirs == plans
         for one, other in zip(weights, alone, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-def traffic(case: Case, steps: int) -> tuple[list[tuple[Counter[str], dict[str, Any]]], Account]:
-    """What arrived in each step, with what was done in it."""
+def traffic(
+    case: Case, steps: int
+) -> tuple[list[tuple[Counter[str], dict[str, Any], int]], Account]:
+    """What arrived in each step, with what was done in it, and how many bases followed."""
     model, opt = build(case)
     kfac = opt.preconditioner
     seen = []
@@ -277,12 +354,12 @@ def traffic(case: Case, steps: int) -> tuple[list[tuple[Counter[str], dict[str, 
             last += Counter(kfac.ranks.received) - before
         plan: dict[tuple[Layer, str], bool] = kfac.second_order.tracking.plan
         names = {layer.name for layer, _ in plan}
-        kept = {n for n in names if not any(v for (x, _), v in plan.items() if x.name == n)}
         every = case.intervals[0]
         fed = kfac.account.gathering_turns(every).get(step % every, [])
-        done = {"factors": fed, "refresh": names, "kept": kept, "asked": asked}
+        done = {"factors": fed, "refresh": names, "asked": asked}
+        followed = sum(not anew for anew in plan.values())
         if len(plan) == 2 * len(names):  # not one side alone
-            seen.append((Counter(kfac.ranks.received) - before, done))
+            seen.append((Counter(kfac.ranks.received) - before, done, followed))
         asked = [layer.name for layer in kfac.second_order.tracking.asked]
     used, kept = kfac.memory_usage(), kfac.account.memory()[dist.get_rank()]
     assert {kind: used.get(kind, 0) for kind in kept} == kept
@@ -293,16 +370,16 @@ def traffic(case: Case, steps: int) -> tuple[list[tuple[Counter[str], dict[str, 
 
 @pytest.mark.parametrize("tolerance", [1e-6, 0.9])
 @pytest.mark.parametrize(("world", "options"), SPREADS)
-def test_what_travels_of_bases_that_stay(world, options, tolerance):
+def test_what_travels_of_bases_that_follow(world, options, tolerance):
     options = {**options, "basis_tolerance": tolerance}
     case = Case("images", options, intervals=(2, 3), dtype=torch.float64)
     for rank, (steps, account) in enumerate(run(world, traffic, case, 12)):
         kinds = Counter()
-        for got, done in steps:
+        for got, done, followed_here in steps:
             assert got == pick(account.step(**done)[rank])
-            kinds["kept"] += len(done["kept"])
-            kinds["anew"] += len(done["refresh"]) - len(done["kept"])
-        assert kinds["kept"] > 3 and (kinds["anew"] > 3) == (tolerance < 0.1)
+            kinds["followed"] += followed_here
+            kinds["anew"] += 2 * len(done["refresh"]) - followed_here
+        assert kinds["followed"] > 6 and (kinds["anew"] > 6) == (tolerance < 0.1)
 
 
 # ---- checkpoints ----

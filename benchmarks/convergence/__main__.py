@@ -1,13 +1,15 @@
 """Steps and seconds to a loss: K-FAC beside what one would pick instead.
 
     python -m benchmarks.convergence digits-full fashion-256 ... [--data FOLDER]
-        [--only NAME ...] [--out FOLDER] [--trials N] [--seeds N] [--device cpu|cuda]
+        [--only NAME ...] [--targets NAME ...] [--out FOLDER] [--trials N] [--seeds N]
+        [--device cpu|cuda]
 
 Every optimizer gets the same number of trials, drawn at random from a space of its own, by
 successive halving on seed 0; settings that two have in common fall on the same places of their
 ranges. Its best settings then run on other seeds, over the whole horizon and over ever shorter
 ones, each with a schedule of its own. The target is the loss at which the baseline ends its whole
-horizon; "steps" is the shortest horizon that ends there, in the median.
+horizon; "steps" is the shortest horizon that ends there, in the median. --targets names the
+baselines to come to; otherwise all are.
 Runs are kept in FOLDER as they end: a search that was broken off goes on.
 
 --data is a folder with what a task needs, or with folders that have it: FashionMNIST/raw (IDX),
@@ -38,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument(
+        "--targets", nargs="+", choices=list(CONTESTANTS), help="whose ends are targets"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--seeds", type=int, default=3)
@@ -56,7 +61,8 @@ def compete(name: str, options: argparse.Namespace) -> None:
     data = task.load(options.data)
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
     entries = [Entry(one, task) for one in present]
-    outcome = contest(entries, data, store, options.trials, range(1, 1 + options.seeds))
+    seeds = range(1, 1 + options.seeds)
+    outcome = contest(entries, data, store, options.trials, seeds, options.targets)
     score = task.score.name if task.score else None
     report(outcome, score)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,17 @@ def picked(names: Sequence[str], task: Task) -> tuple[list[Contestant], list[str
 
 
 def contest(
-    entries: Sequence[Entry], data: Any, store: Store, trials: int, seeds: Sequence[int]
+    entries: Sequence[Entry],
+    data: Any,
+    store: Store,
+    trials: int,
+    seeds: Sequence[int],
+    targets: Collection[str] | None = None,
 ) -> Outcome:
-    """The same number of trials for all, then a run for each seed, then shorter horizons."""
+    """The same number of trials for all, then a run for each seed, then shorter horizons.
+
+    ``targets`` names those to whose ends the others are to come; all of them unless given.
+    """
     best = {e.one.name: search(e.task, data, e.one, store, trials) for e in entries}
     final: dict[str, list[Run]] = {name: [] for name in best}
     # They take turns, so that a machine that slows down slows all of them.
@@ -80,6 +88,8 @@ def contest(
             final[e.one.name].append(run)
     reached = []
     for base in entries:
+        if targets is not None and base.one.name not in targets:
+            continue
         own = final[base.one.name]
         target = statistics.median(run.loss for run in own)
         seconds = statistics.median(run.seconds for run in own)

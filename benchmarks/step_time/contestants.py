@@ -188,7 +188,7 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
 
 OURS = {
     "KFACSGD": ours(),
-    "KFACSGD, bases kept": ours(basis_tolerance=TOLERANCE),
+    "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
     "KFACSGD, inverse": ours(compute_method="inverse"),
 }
 # Statistics from some of the rows.
