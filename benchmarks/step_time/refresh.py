@@ -5,7 +5,7 @@ some of the 12 equal blocks, and refreshes all of them in one step. Between two 
 averages take in ten updates of 2,048 rows with decay 0.95, as in training: a basis of the last
 refresh says much about the next, but not all.
 
-Rows are made, not gathered: an eighth of their directions are loadings that many coordinates share,
+Rows are made, not gathered: a quarter of their directions are loadings that many coordinates share,
 with a spectrum that decays, above noise of its own size for each coordinate; the loadings wander a
 little with every update.
 """
@@ -42,7 +42,7 @@ class Rows:
 
     def __init__(self, size: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        rank = max(1, size // 8)
+        rank = max(1, size // 4)
         self.scale = torch.arange(1, rank + 1) ** -0.5
         places = torch.randperm(size, generator=self.generator)
         self.noise = 0.3 * (places + 1.0) ** -0.25
