@@ -1165,7 +1165,10 @@ class Preconditioner:
         return Work(task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards)
 
     def __repr__(self) -> str:
-        lines = [f"Preconditioner({self.options.compute_method}, {self.steps} steps taken)"]
+        how = self.options.compute_method
+        if self.second_order.moments:
+            how += ", moments in the eigenbasis"
+        lines = [f"Preconditioner({how}, {self.steps} steps taken)"]
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),
             ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),

@@ -256,9 +256,8 @@ def end_all() -> None:
 
 
 def _serve(rank: int, world: int, directory: str, pipe: Connection, trace: str | None) -> None:
-    coverage = None if trace is None else _measured(trace)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, which then end the ranks
-    with _stack_file(directory, rank).open("w") as stacks:
+    with _measured(trace), _stack_file(directory, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         jobs: SimpleQueue[bytes] = SimpleQueue()
         threading.Thread(target=_listen, args=(pipe, jobs, directory), daemon=True).start()
@@ -270,17 +269,24 @@ def _serve(rank: int, world: int, directory: str, pipe: Connection, trace: str |
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
-    if coverage is not None:
-        coverage.stop()
-        coverage.save()
 
 
-def _measured(setting: str) -> Any:
-    """Coverage, as it starts by itself in processes that are no forks."""
+@contextlib.contextmanager
+def _measured(setting: str | None) -> Iterator[None]:
+    """Coverage, as it starts by itself in processes that are no forks; saved however it ends."""
+    if setting is None:
+        yield
+        return
     from coverage import process_startup
 
     os.environ[_TRACE] = setting
-    return process_startup()
+    coverage = process_startup()
+    try:
+        yield
+    finally:
+        if coverage is not None:
+            coverage.stop()
+            coverage.save()
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[bytes], directory: str) -> None:

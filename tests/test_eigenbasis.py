@@ -148,6 +148,7 @@ def test_moments_live_in_the_eigenbasis_unless_told_otherwise(cls):
         learn(trained, optimizer, range(INTERVAL + 2))
     assert_same(values(model), values(other))
     assert moments(opt).keys() == set(LAYERS)
+    assert "Preconditioner(eigen, moments in the eigenbasis, " in repr(opt.preconditioner)
 
 
 @pytest.mark.parametrize(
