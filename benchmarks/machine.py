@@ -22,7 +22,7 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
         name = f"{len(models)} × {models[0]}" if models else name
     return {
         "date": date.today().isoformat(),
-        "cpu": name,
+        "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "threads": threads or torch.get_num_threads(),
         "python": platform.python_version(),

@@ -172,8 +172,10 @@ _MUON = {
 _EIGENBASIS = {
     **_ADAM,
     "lr": between(1e-3, 1e-1),
-    "every": one_of(2, 10),
+    "inv_update_steps": one_of(10, 30, 100),
+    "statistics_fraction": one_of(0.25, 1.0),
 }
+_FOLLOWED = {"moments": "eigenbasis", "basis_tolerance": 0.1}
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
     "kl_clip": between(1e-5, 1e-2),
@@ -210,13 +212,13 @@ CONTESTANTS = {
             _ours(KFACAdam, moments="parameters"),
             {**_ADAM, **_PLAIN},
         ),
-        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
+        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, **_FOLLOWED), _EIGENBASIS),
         Contestant(
             "KFACLAMB, parameters",
             _ours(KFACLAMB, moments="parameters"),
             {**_ADAM, **_PLAIN},
         ),
-        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
+        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, **_FOLLOWED), _EIGENBASIS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
         _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"]),
