@@ -181,8 +181,8 @@ class Account:
         """What arrives at each rank in one step, by kind.
 
         A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
-        ``refresh`` which it refreshes, ``asked`` which bases followed in the step before. In the
-        ``first`` of all, there is no eigenbasis yet.
+        ``refresh`` which it refreshes, ``asked`` of which layers bases followed in the step
+        before. In the ``first`` of all, there is no eigenbasis yet.
         """
         got = self._gradients()
         if self.grid.world > 1:
@@ -248,7 +248,7 @@ class Account:
         return self._by_turn(turns(sizes, interval, staggered))
 
     def refresh_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
-        """The layers that are decomposed in each step of an interval, where any is."""
+        """The layers that are refreshed in each step of an interval, where any is."""
         return self._by_turn(turns([1] * len(self.layers), interval, staggered))
 
     def _by_turn(self, numbers: list[int]) -> dict[int, list[str]]:

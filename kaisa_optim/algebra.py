@@ -185,10 +185,11 @@ def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
 def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
     """γ_A and γ_G with product γ and ratio ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
 
-    A factor that is zero has no scale to balance: the pair then shares √γ evenly.
+    A factor that is zero, or not finite, has no scale to balance: the pair then shares √γ evenly.
     """
     ratio = mean_a / mean_g
-    ratio = torch.where((mean_a > 0) & (mean_g > 0), ratio, torch.ones_like(ratio))
+    fine = (mean_a > 0) & (mean_g > 0) & (ratio > 0) & ratio.isfinite()
+    ratio = torch.where(fine, ratio, torch.ones_like(ratio))
     return torch.sqrt(damping * ratio), torch.sqrt(damping / ratio)
 
 
@@ -208,14 +209,15 @@ def followed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Eigenvalues and eigenvectors near F's, from those of an F that was a little different.
 
-    With them, ``[k]`` each, about the norm of QᵀFQ outside of its diagonal, and that of F. It is a
-    quarter of a decomposition's work, as no product has all of F's columns:
+    With them, ``[k]`` each, about the norm of QᵀFQ outside of its diagonal, and that of F. It is
+    0.3 of a decomposition's work or less, as no product has all of F's columns:
 
     - one orthogonal iteration of the leading eighth of the vectors. The reflections that it takes
-      turn the others along, so that all stay orthonormal;
+      turn the others along, so that all stay orthonormal but for rounding;
     - those leading vectors are F's best ones in what they span (Rayleigh and Ritz);
     - of the others, every fourth is multiplied with F, other ones at each ``turn``. These get new
-      eigenvalues, the rest keep theirs. What they have outside of the diagonal counts for all.
+      eigenvalues; those of the rest are scaled so that all add up to F's trace. What the former
+      have outside of the diagonal counts for all.
 
     The leading vectors come first.
     """
@@ -241,8 +243,14 @@ def followed(
     found = torch.linalg.vecdot(image, picked, dim=1)
     rest = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
     outside += rest * (others.shape[-1] / picked.shape[-1])
-    values = torch.cat([own, values[:, few:]], 1)
-    values[:, few:][:, some] = found
+    kept = values[:, few:].clone()
+    kept[:, some] = 0
+    left = (factors.diagonal(dim1=1, dim2=2).sum(1) - own.sum(1) - found.sum(1)).clamp(min=0)
+    total, count = kept.sum(1), max(1, n - few - picked.shape[-1])
+    evenly, alike = (left / count)[:, None], kept * (left / total)[:, None]
+    rest_values = torch.where(total[:, None] > 0, alike, evenly)
+    rest_values[:, some] = found
+    values = torch.cat([own, rest_values], 1)
     return values.clamp_(min=0), basis, outside.sqrt_(), factors.flatten(1).norm(dim=1)
 
 

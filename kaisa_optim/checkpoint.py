@@ -242,8 +242,10 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
             view.copy_(entry[name])
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
+        elif name.endswith("stale"):
+            view.fill_(1)  # nobody has looked whether bases can follow: they may be rounded
         else:
-            second_order_present = second_order_present and name.endswith(("rejected", "stale"))
+            second_order_present = second_order_present and name.endswith("rejected")
     if fed:
         kfac.fed.add(layer)
     if ready and second_order_present:

@@ -342,7 +342,8 @@ class Preconditioner:
         """
         self.fed.update(tally.counts)
         due, outcome = self._due(), Outcome()
-        self.second_order.begin(due, self._turn(), self.steps // self.inv_update_steps)
+        early = sum(step <= self.steps for step in self.options.early)
+        self.second_order.begin(due, self._turn(), self.steps // self.inv_update_steps + early)
         bases = self.second_order.bases(self.layout, due)
         self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
         ready = [layer for layer in due if layer not in tally.counts]

@@ -126,7 +126,7 @@ class SecondOrder:
     def begin(self, due: Sequence[Layer], turn: Collection[Layer], number: int) -> None:
         """Settle how each layer in ``due`` is refreshed; ``turn`` are those whose turn it is.
 
-        ``number`` counts the turns that each of them has had.
+        ``number`` grows from each turn of a layer to its next.
         """
         self.tracking.begin(due, turn, self.ready.difference(self.failures), number)
 
@@ -592,8 +592,8 @@ def _diagonals(
     averages: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The same of diagonal factors, of which none fails but what is not finite."""
-    good = averages.isfinite().all(1)
     new = averages.clamp(min=0) if damping is None else 1 / (averages + damping[:, None])
+    good = (averages.isfinite() & new.isfinite()).all(1)
     return (torch.where(good[:, None], new, current[0].to(new.dtype)),), good.cpu()
 
 

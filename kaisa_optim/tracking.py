@@ -1,7 +1,7 @@
 """Bases that follow their factors: a refresh that begins with what the last one found.
 
-At its turn, a factor F with a basis Q gets one near to it, for a quarter of a decomposition's
-work. Its owner estimates what is left outside of the diagonal of QᵀFQ. Where that is too much, all
+At its turn, a factor F with a basis Q gets one near to it, for 0.3 of a decomposition's work or
+less. Its owner estimates what is left outside of the diagonal of QᵀFQ. Where that is too much, all
 ranks learn of it in the exchange of the next step, and the factor is decomposed then: no host waits
 for a device's work of the same step to hear whether it has to.
 """
@@ -26,7 +26,7 @@ class Tracking:
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance  # of QᵀFQ, the norm outside of its diagonal, as a share
         self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: to be decomposed
-        self.number = 0  # of the turns that each factor has had
+        self.number = 0  # of the turn; it grows from each turn of a factor to its next
         self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
         self.stale: set[Key] = set()  # their bases no longer fit
         self._arriving: dict[Stack, tuple[Tensor, Any]] = {}

@@ -177,6 +177,8 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
     ]
     few = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["KFAC x"])
     assert few.reached == found.reached[3:] and few.final.keys() == found.final.keys()
+    with pytest.raises(SystemExit, match="--targets SGD: not among those who train, base, KFAC x"):
+        contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["SGD"])
     for one in CONTESTANTS.values():
         if one.tuned is not None:
             assert set(one.space) == {"lr"} and one.name == f"{one.tuned}, defaults"

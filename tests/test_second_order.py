@@ -574,6 +574,13 @@ def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method)
         assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
+    mean_a, mean_g = torch.tensor([torch.inf, 0.0, 4.0]), torch.tensor([1.0, 1.0, 1.0])
+    of_a, of_g = algebra.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
+    torch.testing.assert_close(of_a, torch.tensor([0.1, 0.1, 0.2]))
+    torch.testing.assert_close(of_g, torch.tensor([0.1, 0.1, 0.05]))
+
+
 @pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
 def test_broken_statistics_for_ever_raise():
     model = network(dtype=torch.float32)

@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections import Counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import assert_same
 
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, KFACAdam, algebra
 from kaisa_optim.account import Account
 from kaisa_optim.algebra import followed
 from kaisa_optim.layers import Layer
@@ -50,9 +51,12 @@ def expected(factor: Tensor, vectors: Tensor, values: Tensor, turn: int) -> Foll
     found, columns = inside.diagonal(), (inside - inside.diagonal().diag()).square().sum(0)
     turns = min(4, n - few)
     picked = range(few + turn % turns, n, turns)
+    seen = [*range(few), *picked]
+    rest = [i for i in range(n) if i not in seen]
     values = values.clone()
-    for i in (*range(few), *picked):
-        values[i] = found[i]
+    if rest:
+        values[rest] *= (factor.trace() - found[seen].sum()) / values[rest].sum()
+    values[seen] = found[seen]
     outside = columns[:few].sum() + sum(columns[i] for i in picked) * (n - few) / len(picked)
     return Followed(values, turned, float(outside.sqrt() / factor.norm()))
 
@@ -112,6 +116,27 @@ def test_leading_vectors_become_eigenvectors():
     inside = basis[0].T @ factor @ basis[0]
     torch.testing.assert_close(values[0], inside.diagonal())
     assert inside[3:, :3].norm() < 1e-8 * right[0]
+
+
+@given(st.integers(2, 40), st.integers(0, 3), st.sampled_from([0.0, 1e-3, 100.0]))
+def test_a_factor_that_is_scaled(n, turn, scale):
+    """All eigenvalues go with it, also of vectors that are not looked at; and from nothing up."""
+    factor = moment(3 * n, n, torch.Generator().manual_seed(n))
+    values, vectors = largest_first(factor)
+    found = followed(scale * factor[None], vectors[None], values[None], turn)
+    torch.testing.assert_close(found[0][0], scale * values)
+    again = followed(factor[None], vectors[None], found[0] if scale else 0 * found[0], turn)
+    torch.testing.assert_close(again[0].sum(), values.sum())
+
+
+def test_many_turns_leave_vectors_orthonormal():
+    generator = torch.Generator().manual_seed(0)
+    factor = moment(128, 64, generator).float()
+    values, vectors = (x[None] for x in largest_first(factor))
+    for turn in range(300):
+        factor = 0.95 * factor + 0.05 * moment(128, 64, generator).float()
+        values, vectors, _, _ = followed(factor[None], vectors, values, turn)
+    assert (vectors[0].T @ vectors[0] - torch.eye(64)).norm() < 5e-4
 
 
 @pytest.mark.parametrize("n", [1, 5, 30])
@@ -303,6 +328,32 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
     assert "the decomposition of layer '0' failed" in str(said[0].message)
 
 
+def test_early_refreshes_look_at_other_quarters():
+    model = net()
+    options = {**HALF, "inv_update_steps": 100, "moments": "eigenbasis", "basis_tolerance": 0.99}
+    opt = KFACAdam(model, lr=0.01, early_refreshes=(2, 3, 5), **options)
+    numbers = []
+    for step in range(7):
+        learn(model, opt, range(step, step + 1))
+        if step in (2, 3, 5):
+            numbers.append(opt.preconditioner.second_order.tracking.number)
+    assert numbers == [1, 2, 3]
+
+
+def test_a_solver_that_fails_leaves_the_state_and_all_is_decomposed_a_step_later():
+    model = net()
+    opt = KFACSGD(model, lr=0.0, basis_tolerance=0.99, **{**HALF, "staggered": False})
+    learn(model, opt, range(4))
+    before = state(opt)
+    with mock.patch.object(algebra, "followed", side_effect=torch.linalg.LinAlgError("planted")):
+        learn(model, opt, range(4, 5))
+    for key, (values, vectors) in state(opt).items():
+        assert torch.equal(values, before[key][0]) and torch.equal(vectors, before[key][1])
+    learn(model, opt, range(5, 6))
+    for key, (values, _) in state(opt).items():
+        torch.testing.assert_close(values[0], largest_first(averages(opt)[key][0])[0])
+
+
 # ---- several ranks ----
 
 SPREADS = [
@@ -409,6 +460,20 @@ def test_going_on_between_a_look_and_what_follows(steps, way):
     learn(model, opt, range(steps, steps + 6))
     learn(other, again, range(steps, steps + 6))
     assert_same(other, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bases_of_one_who_decomposes_are_found_anew(dtype):
+    """They may be rounded, and what follows rounded ones is not orthonormal."""
+    model = net()
+    opt = KFACSGD(model, lr=0.1, inv_dtype=dtype, **HALF)
+    learn(model, opt, range(5))
+    other, again = begun({}, 0)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(opt.state_dict())
+    learn(other, again, range(5, 6))
+    for key, (values, _) in state(again).items():
+        torch.testing.assert_close(values[0], largest_first(averages(again)[key][0])[0])
 
 
 def carried_on(saved: tuple[dict[str, Any], dict[str, Any]] | None, start: int, stop: int) -> Any:

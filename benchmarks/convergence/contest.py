@@ -79,6 +79,10 @@ def contest(
 
     ``targets`` names those to whose ends the others are to come; all of them unless given.
     """
+    names = [e.one.name for e in entries]
+    if strangers := set(targets or ()).difference(names):
+        wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
+        raise SystemExit(f"--targets {wrong}: not among those who train, {right}")
     best = {e.one.name: search(e.task, data, e.one, store, trials) for e in entries}
     final: dict[str, list[Run]] = {name: [] for name in best}
     # They take turns, so that a machine that slows down slows all of them.
