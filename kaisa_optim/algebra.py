@@ -17,7 +17,7 @@ _WIDE = 256  # from here on half of a symmetric product is saved by parts
 _PARTS = 4
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
-_TURNS = 4  # until each of the others has been looked at
+_TURNS = 8  # until each of the others has been looked at
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def followed(
     - one orthogonal iteration of the leading eighth of the vectors. The reflections that it takes
       turn the others along, so that all stay orthonormal but for rounding;
     - those leading vectors are F's best ones in what they span (Rayleigh and Ritz);
-    - of the others, every fourth is multiplied with F, other ones at each ``turn``. These get new
+    - of the others, every eighth is multiplied with F, other ones at each ``turn``. These get new
       eigenvalues; those of the rest are scaled so that all add up to F's trace. What the former
       have outside of the diagonal counts for all.
 
@@ -241,16 +241,17 @@ def followed(
     picked = others[..., some]
     image = factors @ picked
     found = torch.linalg.vecdot(image, picked, dim=1)
-    rest = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
-    outside += rest * (others.shape[-1] / picked.shape[-1])
+    beside = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
+    outside += beside * (others.shape[-1] / picked.shape[-1])
     kept = values[:, few:].clone()
     kept[:, some] = 0
-    left = (factors.diagonal(dim1=1, dim2=2).sum(1) - own.sum(1) - found.sum(1)).clamp(min=0)
-    total, count = kept.sum(1), max(1, n - few - picked.shape[-1])
-    evenly, alike = (left / count)[:, None], kept * (left / total)[:, None]
-    rest_values = torch.where(total[:, None] > 0, alike, evenly)
-    rest_values[:, some] = found
-    values = torch.cat([own, rest_values], 1)
+    left = factors.diagonal(dim1=1, dim2=2).sum(1, keepdim=True) - own.sum(1, keepdim=True)
+    left = (left - found.sum(1, keepdim=True)).clamp_(min=0)
+    scale = left / kept.sum(1, keepdim=True)
+    evenly = left / max(1, n - few - picked.shape[-1])  # where nothing is left to be scaled
+    kept = torch.where(scale.isfinite(), kept * scale, evenly)
+    kept[:, some] = found
+    values = torch.cat([own, kept], 1)
     return values.clamp_(min=0), basis, outside.sqrt_(), factors.flatten(1).norm(dim=1)
 
 

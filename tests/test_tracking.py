@@ -49,7 +49,7 @@ def expected(factor: Tensor, vectors: Tensor, values: Tensor, turn: int) -> Foll
     turned[:, :few] = turned[:, :few] @ own.eigenvectors.flip(1)
     inside = turned.T @ factor @ turned
     found, columns = inside.diagonal(), (inside - inside.diagonal().diag()).square().sum(0)
-    turns = min(4, n - few)
+    turns = min(8, n - few)
     picked = range(few + turn % turns, n, turns)
     seen = [*range(few), *picked]
     rest = [i for i in range(n) if i not in seen]
@@ -125,8 +125,9 @@ def test_a_factor_that_is_scaled(n, turn, scale):
     values, vectors = largest_first(factor)
     found = followed(scale * factor[None], vectors[None], values[None], turn)
     torch.testing.assert_close(found[0][0], scale * values)
-    again = followed(factor[None], vectors[None], found[0] if scale else 0 * found[0], turn)
-    torch.testing.assert_close(again[0].sum(), values.sum())
+    for older in (0 * found[0], 1e-300 * found[0]):  # too small for a proportion
+        again = followed(factor[None], vectors[None], older, turn)
+        torch.testing.assert_close(again[0].sum(), values.sum())
 
 
 def test_many_turns_leave_vectors_orthonormal():
@@ -328,7 +329,7 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
     assert "the decomposition of layer '0' failed" in str(said[0].message)
 
 
-def test_early_refreshes_look_at_other_quarters():
+def test_early_refreshes_look_at_other_vectors():
     model = net()
     options = {**HALF, "inv_update_steps": 100, "moments": "eigenbasis", "basis_tolerance": 0.99}
     opt = KFACAdam(model, lr=0.01, early_refreshes=(2, 3, 5), **options)

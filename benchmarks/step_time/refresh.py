@@ -147,7 +147,7 @@ def measure(blocks: int, width: int, rows: int) -> Result:
         With the CPU time, how many factors were decomposed.
         """
         seconds, anew = 0.0, 0
-        for interval in (1, NEVER, NEVER):  # three steps: each refresh looks at another quarter
+        for interval in (1, NEVER, NEVER):  # three steps: refreshes look at other vectors
             kfac.inv_update_steps = interval
             seconds += cpu_seconds(optimizer.step)
             anew += sum(kfac.second_order.tracking.plan.values())
