@@ -243,16 +243,22 @@ def followed(
     found = torch.linalg.vecdot(image, picked, dim=1)
     beside = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
     outside += beside * (others.shape[-1] / picked.shape[-1])
-    kept = values[:, few:].clone()
-    kept[:, some] = 0
-    left = factors.diagonal(dim1=1, dim2=2).sum(1, keepdim=True) - own.sum(1, keepdim=True)
-    left = (left - found.sum(1, keepdim=True)).clamp_(min=0)
-    scale = left / kept.sum(1, keepdim=True)
-    evenly = left / max(1, n - few - picked.shape[-1])  # where nothing is left to be scaled
-    kept = torch.where(scale.isfinite(), kept * scale, evenly)
-    kept[:, some] = found
-    values = torch.cat([own, kept], 1)
-    return values.clamp_(min=0), basis, outside.sqrt_(), factors.flatten(1).norm(dim=1)
+    older = values[:, few:].clone()
+    older[:, some] = 0
+    left = factors.diagonal(dim1=1, dim2=2).sum(1) - own.sum(1) - found.sum(1)
+    rest = _adding_up(older, left.clamp_(min=0), n - few - picked.shape[-1])
+    rest[:, some] = found
+    values = torch.cat([own, rest], 1).clamp_(min=0)
+    return values, basis, outside.sqrt_(), factors.flatten(1).norm(dim=1)
+
+
+def _adding_up(values: Tensor, total: Tensor, count: int) -> Tensor:
+    """``values`` ``[k, n]`` in their proportions, scaled to a sum of ``total`` ``[k]``.
+
+    Where they have none, each is what ``count`` equal ones would be.
+    """
+    scale = (total / values.sum(1))[:, None]
+    return torch.where(scale.isfinite(), values * scale, total[:, None] / max(1, count))
 
 
 def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:

@@ -342,8 +342,7 @@ class Preconditioner:
         """
         self.fed.update(tally.counts)
         due, outcome = self._due(), Outcome()
-        early = sum(step <= self.steps for step in self.options.early)
-        self.second_order.begin(due, self._turn(), self.steps // self.inv_update_steps + early)
+        self.second_order.begin(due, self._turn(), self._turns_begun())
         bases = self.second_order.bases(self.layout, due)
         self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
         ready = [layer for layer in due if layer not in tally.counts]
@@ -605,6 +604,11 @@ class Preconditioner:
             return frozenset(self.fed)
         interval = self.inv_update_steps
         return self._turns("refresh", interval).get(self.steps % interval, frozenset())
+
+    def _turns_begun(self) -> int:
+        """How often all have been due, early refreshes counted: from the step's number alone."""
+        early = sum(step <= self.steps for step in self.options.early)
+        return self.steps // self.inv_update_steps + early
 
     def _turns(self, kind: str, interval: int) -> dict[int, frozenset[Layer]]:
         """The layers whose turn it is in each step of an interval, for "gathering" or "refresh"."""
