@@ -102,7 +102,7 @@ class Preconditioner:
             dtype=options.inv_dtype,
             max_failures=options.max_failures,
             moments=options.moments == "eigenbasis",
-            tolerance=options.basis_tolerance,
+            tolerance=options.tolerance,
             correction=options.correction,
         )
         self.fed: set[Layer] = set()  # have a running average
@@ -1151,7 +1151,7 @@ class Preconditioner:
             split=second_order.split,
             stored_product=second_order.stored_product,
             moments=second_order.moments,
-            tracked=options.basis_tolerance > 0,
+            tracked=options.tolerance > 0,
             correction=second_order.correction,
             scaled=options.comm_dtype == torch.float16,
             bucket_bytes=self.ranks.bucket_bytes,

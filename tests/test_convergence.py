@@ -48,6 +48,13 @@ def plain(*rates: float, name: str = "plain") -> Contestant:
 DATA = (torch.ones(4, 1),) * 2
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Rungs of few steps are as good as others on a line."""
+    monkeypatch.setattr(search, "FEWEST", 1)
+
+
+@pytest.mark.usefixtures("short")
 def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
     store = search.Store(tmp_path / "runs.json")
     one, task = plain(1e-4, 1e-3, 1e-2, 1e-1), line()
@@ -56,6 +63,14 @@ def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
     lengths = sorted(run["steps"] for run in store.runs.values())
     # Equal draws share a run, so four settings: all are tried, two of these go on to the end.
     assert lengths.count(10) == 4 and lengths.count(40) <= 2
+
+
+@pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])
+def test_nothing_is_judged_by_a_schedule_of_a_few_steps(tmp_path, horizon, rungs):
+    store = search.Store(tmp_path / "runs.json")
+    task = dataclasses.replace(line(), steps=horizon)
+    search.search(task, DATA, plain(1e-4, 1e-3, 1e-2, 1e-1), store, trials=12)
+    assert {run["steps"] for run in store.runs.values()} == rungs
 
 
 def test_a_search_that_was_broken_off_goes_on(tmp_path):
@@ -129,6 +144,7 @@ def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
         assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
 
 
+@pytest.mark.usefixtures("short")
 def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
     task, store = line(), search.Store(tmp_path / "runs.json")
     rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}

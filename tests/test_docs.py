@@ -62,7 +62,13 @@ def test_readme_lists_every_kfac_option_with_its_default():
     base = inspect.signature(torch.optim.SGD).parameters
     ours = inspect.signature(KFACSGD).parameters
     options = {k: p.default for k, p in ours.items() if k not in base and k != "model"}
-    settled = {"kl_clip_lr": "initial", "staggered": True}  # None, but for the papers' scaling
+    # None: they follow from other options.
+    settled = {
+        "kl_clip_lr": "initial",
+        "staggered": True,
+        "inv_update_steps": 100,
+        "basis_tolerance": 0.0,
+    }
     told_elsewhere = {"damping_split"}
     assert set(listed) == set(options) - told_elsewhere
     for name, default in options.items():

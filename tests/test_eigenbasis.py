@@ -59,6 +59,7 @@ EIGENBASIS: dict[str, Any] = {
     "moments": "eigenbasis",
     "factor_update_steps": 1,
     "inv_update_steps": INTERVAL,
+    "basis_tolerance": 0,  # eigenvectors that the reference can find, too
     "early_refreshes": (),
     "staggered": False,
 }
@@ -172,6 +173,30 @@ def test_what_belongs_to_preconditioned_gradients_gets_them(option, value):
         opt.preconditioner.options
         == KFACAdam(net(), **{option: value}, moments="parameters").preconditioner.options
     )
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tolerance", "interval"),
+    [
+        ({}, 0.1, 10),
+        ({"basis_tolerance": 0}, 0.0, 100),
+        ({"inv_update_steps": 7}, 0.1, 7),
+        ({"moments": "parameters"}, 0.0, 100),
+        ({"moments": "parameters", "basis_tolerance": 0.1}, 0.1, 100),
+        *(({"inv_dtype": dtype}, 0.0, 100) for dtype in HALVES),
+        ({"inv_dtype": torch.float32}, 0.1, 10),
+    ],
+)
+def test_bases_of_these_moments_are_followed_and_often_where_they_can_be(
+    asked, tolerance, interval
+):
+    kfac = KFACAdam(net(), **asked).preconditioner
+    assert (kfac.options.tolerance, kfac.inv_update_steps) == (tolerance, interval)
+    plain = KFACSGD(net(), lr=0.1).preconditioner
+    assert (plain.options.tolerance, plain.inv_update_steps) == (0.0, 100)
 
 
 class OwnStep(torch.optim.Adam):

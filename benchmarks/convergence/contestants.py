@@ -141,10 +141,12 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
         options = {**fixed, **config}
         if "beta1" in options:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
-        every = options.pop("every", None)
+        every, often = options.pop("every", None), options.pop("often", None)
         options.pop("lr_rest", None)
         if every is not None:
             options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
+        if often is not None:  # what bases that are followed can afford
+            options |= {"factor_update_steps": often, "inv_update_steps": often}
         return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
 
     return build
@@ -172,10 +174,9 @@ _MUON = {
 _EIGENBASIS = {
     **_ADAM,
     "lr": between(1e-3, 1e-1),
-    "inv_update_steps": one_of(10, 30, 100),
+    "often": one_of(5, 10),
     "statistics_fraction": one_of(0.25, 1.0),
 }
-_FOLLOWED = {"moments": "eigenbasis", "basis_tolerance": 0.1}
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
     "kl_clip": between(1e-5, 1e-2),
@@ -212,13 +213,13 @@ CONTESTANTS = {
             _ours(KFACAdam, moments="parameters"),
             {**_ADAM, **_PLAIN},
         ),
-        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, **_FOLLOWED), _EIGENBASIS),
+        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
         Contestant(
             "KFACLAMB, parameters",
             _ours(KFACLAMB, moments="parameters"),
             {**_ADAM, **_PLAIN},
         ),
-        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, **_FOLLOWED), _EIGENBASIS),
+        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
         _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"]),

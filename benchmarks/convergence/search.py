@@ -23,8 +23,10 @@ from .tasks import Step, Task
 
 WARMUP = 0.05  # of the steps; then a cosine to nothing, for all alike
 TRIALS = 12
-RUNGS = (0.25, 0.5, 1.0)  # parts of the horizon that trials get
-KEPT = (1 / 3, 1 / 2)  # of a rung's trials, how many go on to the next
+# Parts of the horizon that trials get, and of a rung's trials, how many go on to the next.
+RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
+# A schedule of fewer steps prefers learning rates that are too high for a longer one.
+FEWEST = 25
 
 
 @dataclass
@@ -134,8 +136,10 @@ class Store:
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
     """Successive halving: all trials run a little, the better ones longer; the best settings."""
     configs = [one.draw(f"{task.name} {i}", task.ends) for i in range(trials)]
-    for part, kept in zip(RUNGS, (*KEPT, 0.0), strict=True):
+    for part, kept in RUNGS:
         steps = max(1, round(part * task.steps))
+        if steps < FEWEST and part < 1:
+            continue
         runs = [store.get(task, data, one, config, 0, steps) for config in configs]
         runs.sort(key=lambda run: run.loss)
         configs = [run.config for run in runs[: max(1, round(kept * len(runs)))]]
