@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .algebra import second_moment
+
 Pairs = Sequence[tuple[int, int]]  # zeros before and after, for each dimension
 
 
@@ -56,7 +58,8 @@ def patch_moment(
     for axis, start, stop, first in _strips(x.shape[2:], kernel, dilation, pad):
         rows = _strip(x, kernel, dilation, pad, groups, axis, first, stop - start)
         taps = [stop - start if i == axis else k for i, k in enumerate(kernel)]
-        part = (rows @ rows.mT).view(groups, channels, *taps, channels, *taps)
+        moment_there = second_moment(rows.mT, diagonal=False)
+        part = moment_there.view(groups, channels, *taps, channels, *taps)
         here = moment.narrow(2 + axis, start, stop - start)
         here.narrow(3 + dims + axis, start, stop - start).sub_(part)
     size = channels * math.prod(kernel)

@@ -1,0 +1,152 @@
+"""Products by oneDNN, where torch's own are slow: the same numbers, asked for by a rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from training import assert_near
+
+from kaisa_optim import KFACSGD, algebra
+from kaisa_optim.correlation import patch_moment
+
+try:
+    LINEAR = algebra.onednn_linear()
+except AttributeError:
+    LINEAR = None
+needs_onednn = pytest.mark.skipif(LINEAR is None, reason="torch has no such operator here")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of the products that oneDNN is asked for, whatever the CPU."""
+    found = []
+
+    def linear(x, w):
+        found.append((*x.shape, len(w)))
+        return LINEAR(x, w)
+
+    monkeypatch.setattr(algebra, "_onednn", lambda: linear)
+    return found
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def near(actual, expected, within=2e-6):
+    """``expected`` is of float64."""
+    difference = (actual.double() - expected).norm() / expected.norm()
+    assert difference < within
+    assert actual.dtype == torch.float32
+
+
+@needs_onednn
+@pytest.mark.parametrize(("rows", "n"), [(300, 127), (600, 256), (520, 300), (70, 257)])
+@pytest.mark.parametrize("append_one", [False, True])
+@pytest.mark.parametrize("by_column", [False, True])
+def test_second_moments(calls, rows, n, append_one, by_column):
+    x = random(1, n, rows).mT if by_column else random(1, rows, n)
+    found = algebra.second_moment(x, diagonal=False, append_one=append_one)
+    wide = x.double()
+    if append_one:
+        wide = torch.cat([wide, wide.new_ones(1, rows, 1)], 2)
+    near(found, wide.mT @ wide)
+    assert torch.equal(found, found.mT)
+    # Of wide ones only the blocks on and under the diagonal.
+    part = 1 if n < 256 or rows < n / 4 else 0.66
+    assert 0 < sum(m * w for m, _, w in calls) <= part * (n + append_one) ** 2
+
+
+@needs_onednn
+@pytest.mark.parametrize(("k", "g", "a"), [(1, 256, 257), (3, 300, 256)])
+def test_between_two_matrices(calls, k, g, a):
+    left, middle, right = random(k, g, g), random(k, g, a), random(k, a, a)
+    double = [t.double() for t in (left, middle, right)]
+    near(algebra.into_basis(middle, left, right), double[0].mT @ double[1] @ double[2])
+    near(algebra.out_of_basis(middle, left, right), double[0] @ double[1] @ double[2].mT)
+    inverses = left + left.mT, right + right.mT
+    expected = inverses[0].double() @ double[1] @ inverses[1].double()
+    near(algebra.apply_inverse(middle, *inverses), expected)
+    assert len(calls) == 3 * 2 * k
+
+
+@needs_onednn
+def test_strips_of_images(calls):
+    x = random(64, 16, 40, 40)
+    found = patch_moment(x, (3, 3), (1, 1), [(1, 1), (1, 1)], 1)
+    patches = nn.functional.unfold(x, 3, padding=1).transpose(0, 1).flatten(1).double()
+    near(found[0], patches @ patches.T, 1e-4)  # the autocorrelation's own error is 2e-5
+    assert calls
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 600, 256), torch.float64), ((2, 600, 256), torch.float32), ((1, 16, 64), torch.float32)],
+    ids=["float64", "several", "small"],
+)
+def test_others_are_torchs_own(calls, shape, dtype):
+    algebra.second_moment(random(*shape, dtype=dtype), diagonal=False)
+    small = random(2, 64, 300, dtype=dtype)
+    algebra.into_basis(small, random(2, 64, 64, dtype=dtype), random(2, 300, 300, dtype=dtype))
+    assert not calls
+
+
+@needs_onednn
+def test_a_network_learns_the_same(calls, monkeypatch):
+    def learned():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 280), nn.Tanh(), nn.Linear(280, 260))
+        options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
+        opt = KFACSGD(model, lr=0.01, damping=1.0, **options)
+        for i in range(4):
+            x = torch.randn(512, 300, generator=torch.Generator().manual_seed(i))
+            opt.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            opt.step()
+        return [p.detach() for p in model.parameters()]
+
+    quick = learned()
+    assert calls
+    monkeypatch.setattr(algebra, "_onednn", lambda: None)
+    assert_near(quick, learned(), 1e-4, 1e-6)
+
+
+AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("maker", "capability", "taken"),
+    [
+        (AMD, "AVX512", True),
+        (AMD, "AVX2", False),
+        (INTEL, "AVX512", False),
+        (None, "AVX512", False),
+    ],
+)
+def test_who_has_them(monkeypatch, maker, capability, taken):
+    def read(path):
+        if maker is None:
+            raise FileNotFoundError(path)
+        return maker
+
+    monkeypatch.setattr(algebra.Path, "read_text", read)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert (algebra._onednn.__wrapped__() is not None) == taken
+
+
+@pytest.mark.parametrize("wrong", [None, lambda x, w, *rest: x @ w.mT + 1])
+def test_another_operator_of_that_name_is_not_called(monkeypatch, wrong):
+    def refuse(*arguments):
+        raise RuntimeError("Could not run")
+
+    class Operators:
+        _linear_pointwise = staticmethod(wrong or refuse)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Operators, raising=False)
+    with pytest.raises(AttributeError):
+        algebra.onednn_linear()
+    monkeypatch.setattr(algebra.Path, "read_text", lambda path: AMD)
+    assert algebra._onednn.__wrapped__() is None
