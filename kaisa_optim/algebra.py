@@ -180,7 +180,8 @@ def _gram(rows: Tensor, out: Tensor) -> None:
     much = len(rows) == 1 and rows.shape[1] * n * n >= _MUCH
     linear = _linear_for(rows) if much else None
     if linear is not None:
-        rows = rows.mT.contiguous().mT  # as oneDNN takes them, and but once
+        # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
+        rows = rows[0].mT.contiguous().mT[None]
     parts = 1 if n < _WIDE or rows.shape[1] < n // 4 else _PARTS
     step = -(-n // parts)
     for start in range(0, n, step):
