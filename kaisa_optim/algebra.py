@@ -102,6 +102,7 @@ def _onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
     These are MKL's, which keeps its AVX-512 kernels to CPUs of its maker: on AMD's, oneDNN's took
     0.5 of the time (2 cores, torch 2.13). There is no public name for them; they are what
     torch.compile calls. Not a matter of timing, so that a run can be repeated bit for bit.
+    ``torch.backends.mkldnn.flags(enabled=False)`` leaves all to torch.
     """
     try:
         of_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
@@ -117,10 +118,14 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
     op = torch.ops.mkldnn._linear_pointwise
 
     def linear(x: Tensor, w: Tensor) -> Tensor:
+        # It copies an x that is not dense; over such a w it takes a thousand times as long.
+        if not (w.is_contiguous() or w.mT.is_contiguous()):
+            w = w.contiguous()
         found: Tensor = op(x, w, None, "none", [], "")
         return found
 
-    x, w = torch.arange(6.0, device="cpu").view(2, 3), torch.ones(4, 3, device="cpu")
+    x = torch.arange(6, dtype=torch.float32, device="cpu").view(2, 3)
+    w = torch.ones(4, 3, dtype=torch.float32, device="cpu")
     try:
         known = torch.equal(linear(x, w), x @ w.mT)
     except RuntimeError as error:
@@ -134,7 +139,7 @@ def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """oneDNN's product, if it is the one for these."""
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
-    return _onednn()
+    return _onednn() if torch._C._get_mkldnn_enabled() else None
 
 
 def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
@@ -405,3 +410,6 @@ def _rectangle(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
     m = n - h
     rectangle = packed.unflatten(1, (n + even, m))
     return rectangle[:, even:], rectangle[:, :h, 1 - even :], m
+
+
+_onednn()  # while tensors are real: what it finds stays

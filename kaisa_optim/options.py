@@ -303,7 +303,7 @@ class Options:
         """Bases of Adam's moments are followed, and often, where they can be."""
         rounded = self.inv_dtype in _HALVES
         if self.basis_tolerance is None:
-            follows = self.moments == "eigenbasis" and not rounded
+            follows = self.moments == "eigenbasis" and not (rounded or self.papers)
             self._settle("basis_tolerance", _FOLLOWED if follows else 0.0)
         if self.inv_update_steps is None:
             often = self.moments == "eigenbasis" and self.basis_tolerance

@@ -188,6 +188,7 @@ HALVES = (torch.float16, torch.bfloat16)
         ({"moments": "parameters", "basis_tolerance": 0.1}, 0.1, 100),
         *(({"inv_dtype": dtype}, 0.0, 100) for dtype in HALVES),
         ({"inv_dtype": torch.float32}, 0.1, 10),
+        ({"moments": "eigenbasis", "normalization": "kaisa"}, 0.0, 100),
     ],
 )
 def test_bases_of_these_moments_are_followed_and_often_where_they_can_be(
