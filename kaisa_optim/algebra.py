@@ -105,10 +105,10 @@ def _onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
     ``torch.backends.mkldnn.flags(enabled=False)`` leaves all to torch.
     """
     try:
-        of_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-        if not of_amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
             return None
-        return onednn_linear()
+        of_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+        return onednn_linear() if of_amd else None
     except (OSError, AttributeError):
         return None
 
@@ -127,12 +127,11 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
     x = torch.arange(6, dtype=torch.float32, device="cpu").view(2, 3)
     w = torch.ones(4, 3, dtype=torch.float32, device="cpu")
     try:
-        known = torch.equal(linear(x, w), x @ w.mT)
+        if torch.equal(linear(x, w), x @ w.mT):
+            return linear
     except RuntimeError as error:
         raise AttributeError("mkldnn._linear_pointwise") from error
-    if not known:
-        raise AttributeError("mkldnn._linear_pointwise")
-    return linear
+    raise AttributeError("mkldnn._linear_pointwise")
 
 
 def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -338,22 +337,19 @@ def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) 
 
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
-    if vectors_g is not None and vectors_a is not None:
-        return between(vectors_g.mT, gradient, vectors_a)
-    out = gradient if vectors_g is None else vectors_g.mT @ gradient
-    return out if vectors_a is None else out @ vectors_a
+    return between(None if vectors_g is None else vectors_g.mT, gradient, vectors_a)
 
 
 def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Q_G ∇ Q_Aᵀ."""
-    if vectors_g is not None and vectors_a is not None:
-        return between(vectors_g, gradient, vectors_a.mT)
-    out = gradient if vectors_g is None else vectors_g @ gradient
-    return out if vectors_a is None else out @ vectors_a.mT
+    return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
 
 
-def between(left: Tensor, middle: Tensor, right: Tensor) -> Tensor:
-    """L M R, ``[k, g, a]``."""
+def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
+    """L M R, ``[k, g, a]``; without a side, the other's product alone, without both M itself."""
+    if left is None or right is None:
+        out = middle if left is None else left @ middle
+        return out if right is None else out @ right
     linear = _linear_for(left, middle, right) if min(middle.shape[1:]) >= _BROAD else None
     if linear is None:
         return (left @ middle) @ right
