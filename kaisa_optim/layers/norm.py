@@ -6,6 +6,7 @@ so G is its 2x2 second moment (1x1 where one of the two is trained) and A is the
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .base import Basis, Layer, Moments, register_layer
 
 def _chunk(tensor: Tensor) -> int:
     """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches."""
-    return 1 << (20 if tensor.device.type == "cpu" else 24)
+    return 1 << (19 if tensor.device.type == "cpu" else 24)
 
 
 class _Norm(Layer):
@@ -43,13 +44,20 @@ class _Norm(Layer):
     def g_dim_of(self, covers: tuple[bool, bool]) -> int:
         return sum(covers)
 
-    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
+    def _normalized(self, x: Tensor, frame: Any) -> Tensor:
         """x̂, computed again from the input: the module keeps none."""
         raise NotImplementedError
 
-    def _settled(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
+    def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
+        """Of weight and bias, whose rows are needed for the moments of those covered."""
+        return covers
+
+    def _frame(self, x: Tensor, mode: Any, part: Part, dtype: torch.dtype) -> Any:
         """The mode with what must be known of the whole batch before its parts."""
         return mode
+
+    def _framed(self, g: Tensor, frame: Any) -> None:
+        """Make moments, in place, of what :meth:`_normalized` gave into those of x̂."""
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """A view with three dimensions: batch, and the positions and features as they lie."""
@@ -75,22 +83,23 @@ class _Norm(Layer):
         if grad.numel() == 0:
             return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
         # Before the part is taken: the forward normalized by the whole batch.
-        mode = self._settled(x, mode, dtype) if covers[0] and x is not None else mode
+        frame = self._frame(x, mode, part, dtype) if covers[0] and x is not None else None
         x, grad = None if x is None else part.of(x), part.of(grad)
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]
         positions = grad.numel() // max(1, batch * self.blocks)
-        size = sum(covers)
+        with_weight, with_bias = self._columns(covers)
+        size = with_weight + with_bias
         g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
         # Wide copies are made of a part of the batch at a time: memory stays bounded.
         chunk = batch if whole else max(1, _chunk(grad) // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
             shift = self._flat(grad[span].to(dtype))
-            columns = [shift] if covers[1] else []
-            if covers[0]:
+            columns = [shift] if with_bias else []
+            if with_weight:
                 assert x is not None
-                normalized = self._normalized(x[span].to(dtype), mode)
+                normalized = self._normalized(x[span].to(dtype), frame)
                 columns.insert(0, self._flat(normalized).mul_(shift))
             if reduce:
                 columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
@@ -98,9 +107,13 @@ class _Norm(Layer):
                 g[:, i, i] += self._squares(column)
             if size == 2:
                 g[:, 1, 0] += columns[0].mul_(columns[1]).sum((0, self.positions_dim))
+        if with_weight:
+            self._framed(g, frame)
         part.weighted(g)
         if size == 2:
             g[:, 0, 1] = g[:, 1, 0]
+        kept = slice(1 - covers[0], 1 + covers[1]) if size == 2 else slice(None)
+        g = g[:, kept, kept]
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         batch, positions = part.whole_counts(batch, positions)
@@ -171,6 +184,17 @@ class GroupNormLayer(_ChannelNorm):
         return F.group_norm(x, self.module.num_groups, None, None, self.module.eps)
 
 
+@dataclasses.dataclass
+class _Frame:
+    """Of what a batch is centred by: a place near its mean, and sums and squares from there."""
+
+    near: Tensor
+    total: Tensor
+    squares: Tensor
+    count: int
+    open: bool = False  # sums are still to be added to
+
+
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelNorm):
     def mode(self) -> tuple[Tensor, Tensor] | None:
@@ -181,19 +205,38 @@ class BatchNormLayer(_ChannelNorm):
             return None
         return module.running_mean.clone(), module.running_var.clone()
 
-    def _settled(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
-        if mode is not None:
-            return mode
-        # Sums of products: var_mean over these dimensions takes several times as long on CPUs.
-        x = self._flat(x)
-        count = x.shape[0] * x.shape[2]
-        mean = x.sum((0, 2), dtype=dtype) / count
-        var = torch.zeros_like(mean)
-        for part in x.split(max(1, _chunk(x) // x[0].numel())):
-            var += self._squares(part.to(dtype) - mean[:, None])
-        return mean, var / count
+    def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
+        return covers[0], any(covers)  # a mean that comes out last is taken off with the bias's
 
-    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
+    def _frame(self, x: Tensor, mode: Any, part: Part, dtype: torch.dtype) -> _Frame:
+        if mode is not None:
+            mean, var = (statistic.to(dtype) for statistic in mode)
+            return _Frame(mean[:, None], torch.zeros_like(mean), var, 1)
+        x = self._flat(x)
+        chunk = max(1, _chunk(x) // x[0].numel())
+        # Near the mean is near enough: one more pass would be needed to meet it.
+        near = x[:chunk].mean((0, 2), dtype=dtype)
+        none = torch.zeros_like(near)
+        frame = _Frame(near[:, None], none, none.clone(), x.shape[0] * x.shape[2], open=True)
+        if part is not WHOLE:
+            for images in x.split(chunk):
+                self._normalized(images.to(dtype), frame)
+            frame.open = False
+        return frame
+
+    def _normalized(self, x: Tensor, frame: _Frame) -> Tensor:
+        """x from near its mean, not scaled yet; while the frame is open, its moments are noted."""
+        near = self._flat(x) - frame.near
+        if frame.open:
+            frame.total += near.sum((0, 2))
+            frame.squares += self._squares(near)
+        return near
+
+    def _framed(self, g: Tensor, frame: _Frame) -> None:
         assert isinstance(self.module, _BatchNorm)
-        mean, var = (statistic.to(x) for statistic in mode)
-        return F.batch_norm(x, mean, var, training=False, eps=self.module.eps)
+        mean = frame.total / frame.count
+        var = (frame.squares / frame.count).sub_(mean * mean).clamp_(min=0)
+        scale = (var + self.module.eps).rsqrt_()
+        own, both, shift = g[:, 0, 0], g[:, 1, 0], g[:, 1, 1]
+        own.sub_((2 * both - mean * shift).mul_(mean)).clamp_(min=0).mul_(scale * scale)
+        both.sub_(mean * shift).mul_(scale)
