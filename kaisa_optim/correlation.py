@@ -2,14 +2,17 @@
 
 Over all positions at which a patch meets the input, its moment is the input's autocorrelation:
 taps δ and δ' meet at the shift δ' − δ, whatever δ. For a kernel of 3×3 these are 13 products of C×C
-and their mirror images, in place of one of 9C×9C. Positions that the convolution leaves out, thin
-strips along the border, are formed and taken off again, so that the result is exact.
+and their mirror images, in place of one of 9C×9C. Positions that the convolution leaves out are
+taken off again, so that the result is exact: a row of them meets a strip along the border, whose
+moment is the strip's own autocorrelation. Rows and columns cross at corners, which are added.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,13 @@ from torch import Tensor
 
 from .algebra import second_moment
 
-Pairs = Sequence[tuple[int, int]]  # zeros before and after, for each dimension
+_AT_ONCE = 1 << 19  # numbers
+_FEW = 1 << 20  # numbers
+_REMEMBERED = 1 << 10  # geometries, of which each step has the same
+Sizes = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
+# Of each dimension in which one position is left out: its axis, and what _strips says.
+Piece = tuple[tuple[int, int, int, int], ...]
 
 
 def windows(
@@ -29,41 +38,114 @@ def windows(
     return x
 
 
-def pays(size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], pad: Pairs) -> bool:
+@functools.lru_cache(_REMEMBERED)
+def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
     """Whether this takes fewer products of channels than patches would, by a clear margin."""
     taps = math.prod(kernel)
     positions = [
         n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
     ]
-    extended = [n + d * (k - 1) for n, k, d in zip(size, kernel, dilation, strict=True)]
     if taps == 1 or min(positions) < 1:
         return False
-    cost = kernel[0] * math.prod(2 * k - 1 for k in kernel[1:]) * math.prod(size)
-    for axis, start, stop, _ in _strips(size, kernel, dilation, pad):
-        long = math.prod(positions[:axis]) * math.prod(extended[axis + 1 :])
-        cost += long * (taps // kernel[axis] * (stop - start)) ** 2
+    cost = 0
+    for piece in _pieces(size, kernel, dilation, pad):
+        cut = {axis: stop - start for axis, start, stop, _ in piece}
+        halves = [2 * k - 1 for i, k in enumerate(kernel) if i not in cut] or [1]
+        lengths = [n for i, n in enumerate(size) if i not in cut]
+        products = math.prod(cut.values()) ** 2 * (halves[0] // 2 + 1) * math.prod(halves[1:])
+        cost += products * math.prod(lengths)
     return 1.5 * cost < taps**2 * math.prod(positions)
 
 
-def patch_moment(
-    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], pad: Pairs, groups: int
-) -> Tensor:
+def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
     """Σ u uᵀ over the patches of a convolution of stride 1, ``[groups, C·k, C·k]``.
 
     ``x`` is ``[batch, groups·C, *size]``; a patch is ordered as a weight is, (channel, *tap).
     """
-    dims, channels = len(kernel), x.shape[1] // groups
-    # [groups, C, *taps, C, *taps]
-    moment = _toeplitz(_autocorrelation(x, kernel, dilation, groups), kernel).contiguous()
-    for axis, start, stop, first in _strips(x.shape[2:], kernel, dilation, pad):
-        rows = _strip(x, kernel, dilation, pad, groups, axis, first, stop - start)
-        taps = [stop - start if i == axis else k for i, k in enumerate(kernel)]
-        moment_there = second_moment(rows.mT, diagonal=False)
-        part = moment_there.view(groups, channels, *taps, channels, *taps)
-        here = moment.narrow(2 + axis, start, stop - start)
-        here.narrow(3 + dims + axis, start, stop - start).sub_(part)
-    size = channels * math.prod(kernel)
-    return moment.view(groups, size, size)
+    dims, channels, taps = len(kernel), x.shape[1] // groups, math.prod(kernel)
+    # Blocks of C×C stay together until the end, so that all but the last copy is of whole blocks.
+    moment = _moments(x, kernel, dilation, groups).view(
+        groups, *kernel, *kernel, channels, channels
+    )
+    for (counts, own_kernel, own_dilation, _), pieces in _alike(x.shape[2:], kernel, dilation, pad):
+        borders = torch.cat([_border(x, groups, dilation, piece) for piece in pieces], 1)
+        parts = _moments(borders, own_kernel, own_dilation, groups * len(pieces)).view(
+            len(pieces), groups, *own_kernel, *own_kernel, *counts, channels, *counts, channels
+        )
+        for piece, part in zip(pieces, parts, strict=True):
+            _add(moment, part, piece, dims)
+    moment = moment.view(groups, taps, taps, channels, channels)
+    return moment.permute(0, 3, 1, 4, 2).reshape(groups, channels * taps, channels * taps)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _alike(
+    size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs
+) -> list[tuple[tuple[Sizes, Sizes, Sizes, Sizes], list[Piece]]]:
+    """The pieces but the first, those of equal shapes together: how many taps of each dimension
+    they cut, and kernel, dilation and size of the others."""
+    alike: dict[tuple[Sizes, Sizes, Sizes, Sizes], list[Piece]] = {}
+    for piece in _pieces(size, kernel, dilation, pad):
+        if piece:
+            cut = {axis: stop - start for axis, start, stop, _ in piece}
+            rest = [i for i in range(len(size)) if i not in cut]
+            of_rest = [tuple(g[i] for i in rest) for g in (kernel, dilation, size)]
+            shapes = tuple(cut.values()), of_rest[0], of_rest[1], of_rest[2]
+            alike.setdefault(shapes, []).append(piece)
+    return list(alike.items())
+
+
+def _moments(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
+    """Over all positions at which a patch meets the input, ``[groups, taps·taps, C, C]``."""
+    if not kernel:
+        return second_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
+    correlation = _autocorrelation(x, kernel, dilation, groups).flatten(1, len(kernel))
+    shifts = torch.tensor(_shifts(kernel), device="cpu").to(x.device, non_blocking=True)
+    return correlation.index_select(1, shifts)
+
+
+def _border(x: Tensor, groups: int, dilation: Sequence[int], piece: Piece) -> Tensor:
+    """What the taps of a piece meet, as channels: ``[batch, groups·taps·C, *other dimensions]``."""
+    x = x.unflatten(1, (groups, -1))
+    for axis, start, stop, first in piece:
+        d = dilation[axis]
+        places = slice(first, first + d * (stop - start - 1) + 1, d)
+        x = x[(slice(None),) * (3 + axis) + (places,)]
+    cut = [3 + axis for axis, *_ in piece]
+    rest = [dim for dim in range(3, x.dim()) if dim not in cut]
+    return x.permute(0, 1, *cut, 2, *rest).flatten(1, 2 + len(cut))
+
+
+def _add(moment: Tensor, part: Tensor, piece: Piece, dims: int) -> None:
+    """Add a piece's moment at its taps, or take it off where it crosses an odd number of rows."""
+    cut = [axis for axis, *_ in piece]
+    rest = [i for i in range(dims) if i not in cut]
+    here = moment
+    for axis, start, stop, _ in piece:
+        for at in (1 + axis, 1 + dims + axis):
+            here = here.narrow(at, start, stop - start)
+    lie = [(0, 0), *_sides(rest), *((1, i) for i in cut), (3, 0), *((2, i) for i in cut), (4, 0)]
+    belong = [(0, 0), *_sides(range(dims)), (3, 0), (4, 0)]
+    order = [lie.index(dimension) for dimension in belong]
+    here.add_(part.permute(order), alpha=(-1) ** len(cut))
+
+
+def _sides(axes: Iterable[int]) -> list[tuple[int, int]]:
+    """Names for the dimensions of taps, those of both sides of a moment."""
+    return [(side, axis) for side in (1, 2) for axis in axes]
+
+
+@functools.cache
+def _shifts(kernel: Sizes) -> list[int]:
+    """Where the shift from each tap to each is, among all shifts between taps."""
+    taps = list(itertools.product(*map(range, kernel)))
+    places = []
+    for one, other in itertools.product(taps, taps):
+        place = 0
+        for k, start, end in zip(kernel, one, other, strict=True):
+            place = place * (2 * k - 1) + end - start + k - 1
+        places.append(place)
+    return places
 
 
 def patch_sum(
@@ -78,16 +160,42 @@ def patch_sum(
 def _autocorrelation(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """Σ x[c, q] x[c', q + s] at all shifts s between taps, ``[groups, C, C, *(2k − 1)]``.
+    """Σ x[c, q] x[c', q + s] at all shifts s between taps, ``[groups, *(2k − 1), C, C]``."""
+    half: Tensor | None = None
+    for part in x.split(_images_at_once(x)):
+        own = _half_of_the_shifts(part, kernel, dilation, groups)
+        half = own if half is None else half.add_(own)
+    assert half is not None
+    mirror = half.flip(tuple(range(1, 1 + len(kernel)))).mT
+    middle = (half[:, :1] + mirror[:, -1:]) / 2  # exactly symmetric
+    return torch.cat([mirror[:, :-1], middle, half[:, 1:]], dim=1)
 
-    It is the gradient of a convolution's weight where input and output gradient are both ``x``.
+
+def _images_at_once(x: Tensor) -> int:
+    """On CPUs so few that their copies find room that was in use before.
+
+    A C library gives large blocks back to the system, and gets each page anew: that took as long
+    as the products.
     """
+    if x.device.type != "cpu":
+        return max(1, len(x))
+    return max(1, _AT_ONCE // max(1, x[:1].numel()))
+
+
+def _half_of_the_shifts(
+    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """Those that are not below 0 in the first dimension, ``[groups, *shifts, C, C]``.
+
+    The others are mirror images of these.
+    """
+    if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
+        return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
+    # The gradient of a convolution's weight where input and output gradient are both x.
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    # Half of the shifts of the first dimension are mirror images of the other half.
     sides = [(0, reach[0]), *((r, r) for r in reach[1:])]
     shifts = [kernel[0], *(2 * k - 1 for k in kernel[1:])]
-    per_group = x.shape[1] // groups
-    weight = x.new_empty(1).expand(x.shape[1], per_group, *shifts)
+    weight = x.new_empty(1).expand(x.shape[1], x.shape[1] // groups, *shifts)
     ones, zeros = [1] * len(kernel), [0] * len(kernel)
     _, half, _ = torch.ops.aten.convolution_backward(
         x,
@@ -102,65 +210,40 @@ def _autocorrelation(
         groups,
         [False, True, False],
     )
-    half = half.unflatten(0, (groups, per_group))
-    space = list(range(3, half.dim()))
-    mirror = half.transpose(1, 2).flip(space)
-    middle = (half[:, :, :, :1] + mirror[:, :, :, -1:]) / 2  # exactly symmetric
-    return torch.cat([mirror[:, :, :, :-1], middle, half[:, :, :, 1:]], dim=3)
+    return half.unflatten(0, (groups, -1)).movedim((1, 2), (-2, -1)).contiguous()
 
 
-def _toeplitz(correlation: Tensor, kernel: Sequence[int]) -> Tensor:
-    """``[groups, C, *taps, C, *taps]``: at taps δ and δ' what the shift δ' − δ has."""
-    dims = len(kernel)
-    for axis, k in enumerate(kernel, start=3):
-        # Windows at w hold the shifts from w − (k − 1) on: those of the tap δ = k − 1 − w.
-        correlation = correlation.unfold(axis, k, 1).flip(axis)
-    taps, others = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    return correlation.permute(0, 1, *taps, 2, *others)
+def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
+    """The same of few short lines ``[batch, groups, C, n]``, sooner than by a convolution."""
+    lines = x.permute(1, 2, 0, 3)
+    groups, channels, _, n = lines.shape
+    moved = lines.new_zeros(groups, kernel, *lines.shape[1:])
+    for place in range(min(kernel, -(-n // dilation))):
+        start = place * dilation
+        moved[:, place, ..., : n - start] = lines[..., start:]
+    product = moved[:, 0].flatten(2) @ moved.flatten(1, 2).flatten(2).mT
+    return product.unflatten(2, (kernel, channels)).movedim(2, 1)
 
 
-def _strips(
-    size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], pad: Pairs
-) -> Iterator[tuple[int, int, int, int]]:
-    """What a convolution leaves out of all positions at which a patch meets the input.
-
-    One dimension after the other: the axis, the taps from ``start`` to ``stop`` that meet the
-    input, and where in the input the first of them is.
-    """
-    geometry = zip(size, kernel, dilation, pad, strict=True)
-    for axis, (n, k, d, (before, after)) in enumerate(geometry):
-        last = n + after - d * (k - 1)
-        for at in (*range(-d * (k - 1), -before), *range(last, n)):
-            start = max(0, -(at // d))
-            stop = min(k, (n - 1 - at) // d + 1)
-            if start < stop:
-                yield axis, start, stop, at + d * start
-
-
-def _strip(
-    x: Tensor,
-    kernel: Sequence[int],
-    dilation: Sequence[int],
-    pad: Pairs,
-    groups: int,
-    axis: int,
-    first: int,
-    count: int,
-) -> Tensor:
-    """The patches of one strip, ``[groups, C·taps, N]``; of the dimensions before, only what the
-    convolution visits, so that no position is taken off twice."""
-    dims = len(kernel)
-    d = dilation[axis]
-    x = x[(slice(None),) * (2 + axis) + (slice(first, first + d * (count - 1) + 1, d),)]
-    sides = [
-        (0, 0) if i == axis else pad[i] if i < axis else (dilation[i] * (kernel[i] - 1),) * 2
-        for i in range(dims)
+def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator[Piece]:
+    """All positions, rows of them that a convolution leaves out, and where such rows cross."""
+    strips = [
+        list(_strips(*geometry)) for geometry in zip(size, kernel, dilation, pad, strict=True)
     ]
-    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
-    taps = [count if i == axis else k for i, k in enumerate(kernel)]
-    steps = [1 if i == axis else e for i, e in enumerate(dilation)]
-    patches = windows(x, taps, [1] * dims, steps).unflatten(1, (groups, -1))
-    positions, kernel_dims = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    # Positions last, as memory has them: that is copied in a half or a third of the time.
-    rows = patches.permute(1, 2, *kernel_dims, 0, *positions)
-    return rows.flatten(2 + dims).flatten(1, 1 + dims)
+    for count in range(1 + len(size)):
+        for axes in itertools.combinations(range(len(size)), count):
+            for cut in itertools.product(*(strips[axis] for axis in axes)):
+                yield tuple((axis, *strip) for axis, strip in zip(axes, cut, strict=True))
+
+
+def _strips(n: int, k: int, d: int, pad: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """The positions of one dimension that are left out, of those at which taps meet the input.
+
+    Of each the taps, from ``start`` to ``stop``, that do, and where in the input the first is.
+    """
+    last = n + pad[1] - d * (k - 1)
+    for at in (*range(-d * (k - 1), -pad[0]), *range(last, n)):
+        start = max(0, -(at // d))
+        stop = min(k, (n - 1 - at) // d + 1)
+        if start < stop:
+            yield start, stop, at + d * start

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from kaisa_optim import correlation
 from kaisa_optim.algebra import second_moment
 from kaisa_optim.correlation import patch_moment, patch_sum, pays, windows
 from kaisa_optim.layers.conv import ConvLayer
@@ -37,17 +38,22 @@ def geometries(draw):
         n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
     ]
     assume(min(outputs) >= 1)
-    return size, kernel, dilation, pad, draw(st.integers(1, 3))
+    return *map(tuple, (size, kernel, dilation, pad)), draw(st.integers(1, 3))
 
 
+@pytest.mark.parametrize("large", [False, True])
 @given(geometries(), st.integers(0, 2**16))
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_moments_and_sums_are_those_of_the_patches(geometry, seed):
+def test_moments_and_sums_are_those_of_the_patches(large, geometry, seed):
     size, kernel, dilation, pad, groups = geometry
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 2 * groups, *size, generator=generator, dtype=torch.float64)
     rows = rows_of(x, kernel, dilation, pad, groups)
-    moment = patch_moment(x, kernel, dilation, pad, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        if large:  # image by image, and lines by convolutions
+            patch.setattr(correlation, "_AT_ONCE", 1)
+            patch.setattr(correlation, "_FEW", 0)
+        moment = patch_moment(x, kernel, dilation, pad, groups)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-10, atol=1e-10)
     total = patch_sum(x, kernel, dilation, pad, groups)
     torch.testing.assert_close(total, rows.sum(1), rtol=1e-10, atol=1e-10)
@@ -90,10 +96,10 @@ def test_a_layer_takes_the_short_way_and_says_the_same(name, monkeypatch):
 
 
 def test_it_pays_where_the_image_is_larger_than_the_kernel():
-    geometry = (3, 3), (1, 1), [(1, 1), (1, 1)]
+    geometry = (3, 3), (1, 1), ((1, 1), (1, 1))
     assert all(pays((n, n), *geometry) for n in (4, 8, 32))
-    assert not pays((32, 32), (1, 1), (1, 1), [(0, 0), (0, 0)])  # no two taps meet
-    assert not pays((7, 7), (7, 7), (1, 1), [(0, 0), (0, 0)])  # one position
+    assert not pays((32, 32), (1, 1), (1, 1), ((0, 0), (0, 0)))  # no two taps meet
+    assert not pays((7, 7), (7, 7), (1, 1), ((0, 0), (0, 0)))  # one position
 
 
 @pytest.mark.parametrize("n", [255, 256, 257, 700])

@@ -8,7 +8,6 @@ from torch import nn
 from training import assert_near
 
 from kaisa_optim import KFACSGD, algebra
-from kaisa_optim.correlation import patch_moment
 
 try:
     LINEAR = algebra.onednn_linear()
@@ -69,15 +68,6 @@ def test_between_two_matrices(calls, k, g, a):
     expected = inverses[0].double() @ double[1] @ inverses[1].double()
     near(algebra.apply_inverse(middle, *inverses), expected)
     assert len(calls) == 3 * 2 * k
-
-
-@needs_onednn
-def test_strips_of_images(calls):
-    x = random(64, 16, 40, 40)
-    found = patch_moment(x, (3, 3), (1, 1), [(1, 1), (1, 1)], 1)
-    patches = nn.functional.unfold(x, 3, padding=1).transpose(0, 1).flatten(1).double()
-    near(found[0], patches @ patches.T, 1e-4)  # the autocorrelation's own error is 2e-5
-    assert calls
 
 
 @needs_onednn

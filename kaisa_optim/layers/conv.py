@@ -106,7 +106,7 @@ class ConvLayer(_Spatial):
         plain = not reduce and not diagonal and set(module.stride) == {1}
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
-            padded, pad = self._padded(x), [(0, 0)] * self.dims
+            padded, pad = self._padded(x), ((0, 0),) * self.dims
         geometry = module.kernel_size, module.dilation, pad
         if not plain or not pays(padded.shape[2:], *geometry):
             return super().input_moment(
@@ -130,7 +130,7 @@ class ConvLayer(_Spatial):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         return F.pad(x, [side for pair in reversed(self._padding()) for side in pair], mode=mode)
 
-    def _padding(self) -> list[tuple[int, int]]:
+    def _padding(self) -> tuple[tuple[int, int], ...]:
         """Before and after, in each dimension; "same" puts the odd element at the end."""
         module = self.module
         assert isinstance(module, _Conv)
@@ -143,7 +143,7 @@ class ConvLayer(_Spatial):
                 pairs.append((0, 0))
             else:
                 pairs.append((int(module.padding[i]), int(module.padding[i])))
-        return pairs
+        return tuple(pairs)
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
