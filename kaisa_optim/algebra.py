@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
-# From here on oneDNN pays, which is called for one matrix after the other.
-_BROAD = 256
-_MUCH = 1 << 22  # multiplications
+# Multiplications from which on oneDNN pays, which is called for one matrix after the other.
+_MUCH = 1 << 22
 _PARTS = 4
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
@@ -350,14 +349,22 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     if left is None or right is None:
         out = middle if left is None else left @ middle
         return out if right is None else out @ right
-    linear = _linear_for(left, middle, right) if min(middle.shape[1:]) >= _BROAD else None
+    _, g, a = middle.shape
+    linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return (left @ middle) @ right
-    # M's transpose is never made: (Rᵀ Mᵀ)ᵀ is what the second product takes.
-    others = right.mT
-    return torch.stack(
-        [linear(x, linear(z, y)) for x, y, z in zip(left, middle, others, strict=True)]
-    )
+    # All but Q_Gᵀ on the way into a basis is taken as it lies, and not copied.
+    stacks = zip(left, middle, right, strict=True)
+    return torch.stack([linear(x, _turned_product(linear, y, z)) for x, y, z in stacks])
+
+
+def _turned_product(
+    linear: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor
+) -> Tensor:
+    """(L R)ᵀ of dense matrices."""
+    if right.is_contiguous():
+        return linear(left, right.mT).mT
+    return linear(right.mT, left)
 
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
