@@ -28,15 +28,19 @@ class Contestant:
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
     tuned: str | None = None  # the one that this is with no other settings than learning rates
+    adams: bool = True  # whether each step is about as long as the learning rate, as Adam's are
 
-    def draw(self, trial: str, ends: bool = False) -> Config:
+    def draw(self, trial: str, ends: bool = False, pace: float = 1) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
 
         Otherwise the luckier draws would win. With ``ends``, all have the same range of rates for
-        what Muon does not take.
+        what Muon does not take. ``pace`` multiplies the rates of Adam's kind.
         """
         space = {**self.space, **_ENDS} if ends else self.space
-        return {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}
+        config = {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}
+        if pace != 1 and self.adams:
+            config["lr"] = float(f"{pace * config['lr']:.2g}")
+        return config
 
     @property
     def absent(self) -> bool:
@@ -157,7 +161,9 @@ def _defaults(
 ) -> Contestant:
     """With nothing but learning rates to search for. Momentum is ``fixed`` where the base's own
     default is 0, which nobody trains with."""
-    return Contestant(f"{tuned}, defaults", _ours(cls, **fixed), {"lr": lr}, tuned=tuned)
+    space = {"lr": lr}
+    adams = cls is not KFACSGD
+    return Contestant(f"{tuned}, defaults", _ours(cls, **fixed), space, tuned=tuned, adams=adams)
 
 
 _ADAM = {
@@ -186,7 +192,12 @@ _PLAIN = {
 CONTESTANTS = {
     one.name: one
     for one in (
-        Contestant("SGD", _sgd, {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)}),
+        Contestant(
+            "SGD",
+            _sgd,
+            {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)},
+            adams=False,
+        ),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, _ADAM),
         Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),
@@ -207,6 +218,7 @@ CONTESTANTS = {
             "KFACSGD",
             _ours(KFACSGD),
             {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
+            adams=False,
         ),
         Contestant(
             "KFACAdam, parameters",

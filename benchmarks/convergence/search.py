@@ -135,7 +135,7 @@ class Store:
 
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
     """Successive halving: all trials run a little, the better ones longer; the best settings."""
-    configs = [one.draw(f"{task.name} {i}", task.ends) for i in range(trials)]
+    configs = [one.draw(f"{task.name} {i}", task.ends, task.pace) for i in range(trials)]
     for part, kept in RUNGS:
         steps = max(1, round(part * task.steps))
         if steps < FEWEST and part < 1:

@@ -61,6 +61,8 @@ class Task:
     # Whether the network's ends and its vectors are given a learning rate of their own, as Muon's
     # users do: on text it is worth more than any other setting.
     ends: bool = False
+    # What the learning rates of Adam's kind are multiplied with, where few steps have to go far.
+    pace: float = 1
 
     def weight(self, target: Tensor) -> int:
         return len(target) if self.terms is None else self.terms(target)
@@ -310,6 +312,7 @@ def unet(size: int, steps: int) -> Task:
         {"loss_terms": "positions"},
         score=Score("Dice", _dice),
         without=MUONS,
+        pace=4,
     )
 
 
