@@ -140,6 +140,15 @@ def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     return _onednn() if torch._C._get_mkldnn_enabled() else None
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """L R of stacks, by oneDNN where it pays."""
+    much = left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
+    linear = _linear_for(left, right) if much else None
+    if linear is None:
+        return left @ right
+    return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
+
+
 def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
     """Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
@@ -230,7 +239,7 @@ def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
     """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal."""
     if moment.dim() == 2 or vectors is None:
         return moment.clone()
-    return (vectors * (moment @ vectors)).sum(-2).clamp_(min=0)
+    return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
@@ -283,20 +292,20 @@ def followed(
         values, vectors = eigendecompose(factors)
         return values, vectors, torch.zeros_like(values[:, 0]), values[:, 0]
     few = max(1, n // _LEADING)
-    image = vectors.mT @ (factors @ vectors[..., :few])
+    image = product(product(factors, vectors[..., :few]).mT, vectors).mT
     # Transposed, rows are the columns that LAPACK works on: nothing is copied to and fro.
     basis = torch.ormqr(*torch.geqrf(image), vectors.mT, transpose=True).mT
     leading, others = basis[..., :few], basis[..., few:]
-    image = factors @ leading
+    image = product(factors, leading)
     # Where a factor is not finite, its result is not either; a solver would refuse the others.
     own, inside = torch.linalg.eigh((leading.mT @ image).nan_to_num(0.0, 0.0, 0.0))
     own, inside = own.flip(-1), inside.flip(-1)
-    leading.copy_(leading @ inside)
-    outside = (image @ inside).sub_(leading * own[:, None, :]).square_().sum((1, 2))
+    leading.copy_(product(leading, inside))
+    outside = product(image, inside).sub_(leading * own[:, None, :]).square_().sum((1, 2))
     turns = min(_TURNS, n - few)
     some = slice(turn % turns, None, turns)
     picked = others[..., some]
-    image = factors @ picked
+    image = product(factors, picked)
     found = torch.linalg.vecdot(image, picked, dim=1)
     beside = image.sub_(picked * found[:, None, :]).square_().sum((1, 2))
     outside += beside * (others.shape[-1] / picked.shape[-1])
@@ -347,8 +356,8 @@ def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor |
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
     """L M R, ``[k, g, a]``; without a side, the other's product alone, without both M itself."""
     if left is None or right is None:
-        out = middle if left is None else left @ middle
-        return out if right is None else out @ right
+        out = middle if left is None else product(left, middle)
+        return out if right is None else product(out, right)
     _, g, a = middle.shape
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:

@@ -314,10 +314,8 @@ class SecondOrder:
                     tensor[slots] = 0
             dtype = pair.g.key.dtype
             now = self._turning(layout, layer)
-            turns = [
-                None if old is None or new is None else new.to(dtype).mT @ old.to(dtype)
-                for old, new in zip(before.get(layer, (None, None)), now, strict=True)
-            ]
+            bases = zip(before.get(layer, (None, None)), now, strict=True)
+            turns = [_turn(old, new, dtype) for old, new in bases]
             if not self.moments:
                 g, a = (layout.factors[layer, side]["values"] for side in "ga")
                 product = g[:, :, None] * a[:, None, :]
@@ -546,6 +544,13 @@ def _common_or_each(
 ) -> Tensor | float:
     found = common_or_each(members, value_of, pair.g.key)
     return found[:, None, None] if isinstance(found, Tensor) else found
+
+
+def _turn(old: Tensor | None, new: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """From an older basis to a new one, Q_newᵀ Q_old; None where it does not move."""
+    if old is None or new is None:
+        return None
+    return algebra.product(new.to(dtype).mT, old.to(dtype))
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,6 +71,32 @@ def test_between_two_matrices(calls, k, g, a):
 
 
 @needs_onednn
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_product(calls, turned):
+    left, right = random(2, 200, 300), random(2, 300, 150)
+    if turned:
+        left, right = random(2, 300, 200).mT, random(2, 150, 300).mT
+    near(algebra.product(left, right), left.double() @ right.double())
+    assert calls == [(200, 300, 150)] * 2
+
+
+@needs_onednn
+def test_bases_that_follow(calls):
+    rows = random(2, 900, 400)
+    factors = rows.mT @ rows
+    values, vectors = algebra.eigendecompose(factors)
+    factors += 10 * torch.eye(400)
+    values, basis, outside, whole = algebra.followed(factors, vectors, values, 1)
+    assert calls
+    near(basis.mT @ basis, torch.eye(400, dtype=torch.float64).expand(2, 400, 400), 1e-5)
+    turned = basis.double().mT @ factors.double() @ basis.double()
+    near(whole, turned.flatten(1).norm(dim=1))
+    # Of those that lead, the values are F's own there; they were F's before it was shifted.
+    near(values[:, :50], turned.diagonal(dim1=1, dim2=2)[:, :50], 1e-5)
+    assert (outside < 1e-3 * whole).all()
+
+
+@needs_onednn
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1, 600, 256), torch.float64), ((2, 600, 256), torch.float32), ((1, 16, 64), torch.float32)],
