@@ -141,7 +141,7 @@ def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """L R of stacks, by oneDNN where it pays."""
+    """L R of two stacks of as many matrices, by oneDNN where it pays."""
     much = left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
     linear = _linear_for(left, right) if much else None
     if linear is None:

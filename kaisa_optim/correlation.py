@@ -20,13 +20,14 @@ from torch import Tensor
 
 from .algebra import second_moment
 
-_AT_ONCE = 1 << 19  # numbers
-_FEW = 1 << 20  # numbers
+_AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
+_FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
+_CALLS = 16  # what a piece's calls cost, in products of channels with channels at a position
 _REMEMBERED = 1 << 10  # geometries, of which each step has the same
 Sizes = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
-# Of each dimension in which one position is left out: its axis, and what _strips says.
-Piece = tuple[tuple[int, int, int, int], ...]
+# Of each dimension in which positions are left out: its axis, and what _strips says.
+Piece = tuple[tuple[int, int, int, int, int], ...]
 
 
 def windows(
@@ -49,11 +50,11 @@ def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
         return False
     cost = 0
     for piece in _pieces(size, kernel, dilation, pad):
-        cut = {axis: stop - start for axis, start, stop, _ in piece}
+        cut = {axis: stop - start for axis, start, stop, *_ in piece}
         halves = [2 * k - 1 for i, k in enumerate(kernel) if i not in cut] or [1]
-        lengths = [n for i, n in enumerate(size) if i not in cut]
+        places = [n for i, n in enumerate(size) if i not in cut] + [rows for *_, rows in piece]
         products = math.prod(cut.values()) ** 2 * (halves[0] // 2 + 1) * math.prod(halves[1:])
-        cost += products * math.prod(lengths)
+        cost += products * math.prod(places) + _CALLS
     return 1.5 * cost < taps**2 * math.prod(positions)
 
 
@@ -67,7 +68,8 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
     moment = _moments(x, kernel, dilation, groups).view(
         groups, *kernel, *kernel, channels, channels
     )
-    for (counts, own_kernel, own_dilation, _), pieces in _alike(x.shape[2:], kernel, dilation, pad):
+    size = tuple(map(int, x.shape[2:]))
+    for (counts, own_kernel, own_dilation, *_), pieces in _alike(size, kernel, dilation, pad):
         borders = torch.cat([_border(x, groups, dilation, piece) for piece in pieces], 1)
         parts = _moments(borders, own_kernel, own_dilation, groups * len(pieces)).view(
             len(pieces), groups, *own_kernel, *own_kernel, *counts, channels, *counts, channels
@@ -81,17 +83,17 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
 @functools.lru_cache(_REMEMBERED)
 def _alike(
     size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs
-) -> list[tuple[tuple[Sizes, Sizes, Sizes, Sizes], list[Piece]]]:
+) -> list[tuple[tuple[Sizes, ...], list[Piece]]]:
     """The pieces but the first, those of equal shapes together: how many taps of each dimension
-    they cut, and kernel, dilation and size of the others."""
-    alike: dict[tuple[Sizes, Sizes, Sizes, Sizes], list[Piece]] = {}
+    they cut, kernel, dilation and size of the others, and how many positions they are about."""
+    alike: dict[tuple[Sizes, ...], list[Piece]] = {}
     for piece in _pieces(size, kernel, dilation, pad):
         if piece:
-            cut = {axis: stop - start for axis, start, stop, _ in piece}
+            cut = {axis: stop - start for axis, start, stop, *_ in piece}
             rest = [i for i in range(len(size)) if i not in cut]
-            of_rest = [tuple(g[i] for i in rest) for g in (kernel, dilation, size)]
-            shapes = tuple(cut.values()), of_rest[0], of_rest[1], of_rest[2]
-            alike.setdefault(shapes, []).append(piece)
+            of_rest = (tuple(g[i] for i in rest) for g in (kernel, dilation, size))
+            rows = tuple(rows for *_, rows in piece)
+            alike.setdefault((tuple(cut.values()), *of_rest, rows), []).append(piece)
     return list(alike.items())
 
 
@@ -100,20 +102,21 @@ def _moments(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
     if not kernel:
         return second_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
     correlation = _autocorrelation(x, kernel, dilation, groups).flatten(1, len(kernel))
-    shifts = torch.tensor(_shifts(kernel), device="cpu").to(x.device, non_blocking=True)
-    return correlation.index_select(1, shifts)
+    return correlation.index_select(1, _shifts(kernel, x.device))
 
 
-def _border(x: Tensor, groups: int, dilation: Sequence[int], piece: Piece) -> Tensor:
-    """What the taps of a piece meet, as channels: ``[batch, groups·taps·C, *other dimensions]``."""
+def _border(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
+    """What the taps of a piece meet, as channels, at its positions, as images:
+    ``[batch·positions, groups·taps·C, *other dimensions]``."""
     x = x.unflatten(1, (groups, -1))
-    for axis, start, stop, first in piece:
-        d = dilation[axis]
-        places = slice(first, first + d * (stop - start - 1) + 1, d)
-        x = x[(slice(None),) * (3 + axis) + (places,)]
+    for axis, start, stop, first, rows in piece:
+        reach = dilation[axis] * (stop - start - 1)
+        x = x.narrow(3 + axis, first, rows + reach)
+        x = x.unfold(3 + axis, reach + 1, 1)[..., :: dilation[axis]]
     cut = [3 + axis for axis, *_ in piece]
-    rest = [dim for dim in range(3, x.dim()) if dim not in cut]
-    return x.permute(0, 1, *cut, 2, *rest).flatten(1, 2 + len(cut))
+    taps = range(x.dim() - len(cut), x.dim())
+    rest = [dim for dim in range(3, taps.start) if dim not in cut]
+    return x.permute(0, *cut, 1, *taps, 2, *rest).flatten(0, len(cut)).flatten(1, 2 + len(cut))
 
 
 def _add(moment: Tensor, part: Tensor, piece: Piece, dims: int) -> None:
@@ -121,7 +124,7 @@ def _add(moment: Tensor, part: Tensor, piece: Piece, dims: int) -> None:
     cut = [axis for axis, *_ in piece]
     rest = [i for i in range(dims) if i not in cut]
     here = moment
-    for axis, start, stop, _ in piece:
+    for axis, start, stop, *_ in piece:
         for at in (1 + axis, 1 + dims + axis):
             here = here.narrow(at, start, stop - start)
     lie = [(0, 0), *_sides(rest), *((1, i) for i in cut), (3, 0), *((2, i) for i in cut), (4, 0)]
@@ -135,17 +138,15 @@ def _sides(axes: Iterable[int]) -> list[tuple[int, int]]:
     return [(side, axis) for side in (1, 2) for axis in axes]
 
 
-@functools.cache
-def _shifts(kernel: Sizes) -> list[int]:
+def _shifts(kernel: Sizes, device: torch.device) -> Tensor:
     """Where the shift from each tap to each is, among all shifts between taps."""
-    taps = list(itertools.product(*map(range, kernel)))
-    places = []
-    for one, other in itertools.product(taps, taps):
-        place = 0
-        for k, start, end in zip(kernel, one, other, strict=True):
-            place = place * (2 * k - 1) + end - start + k - 1
-        places.append(place)
-    return places
+    place = torch.zeros((), dtype=torch.long, device=device)
+    for axis, k in enumerate(kernel):
+        taps = torch.arange(k, device=device)
+        own = (taps - taps[:, None]).add_(k - 1)
+        sides = [k if i % len(kernel) == axis else 1 for i in range(2 * len(kernel))]
+        place = place * (2 * k - 1) + own.view(sides)
+    return place.flatten()
 
 
 def patch_sum(
@@ -172,11 +173,8 @@ def _autocorrelation(
 
 
 def _images_at_once(x: Tensor) -> int:
-    """On CPUs so few that their copies find room that was in use before.
-
-    A C library gives large blocks back to the system, and gets each page anew: that took as long
-    as the products.
-    """
+    """On CPUs few enough that their copies are in memory which the process has already: fresh
+    pages for those of all images took as long as the products."""
     if x.device.type != "cpu":
         return max(1, len(x))
     return max(1, _AT_ONCE // max(1, x[:1].numel()))
@@ -236,14 +234,25 @@ def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator
                 yield tuple((axis, *strip) for axis, strip in zip(axes, cut, strict=True))
 
 
-def _strips(n: int, k: int, d: int, pad: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+def _strips(n: int, k: int, d: int, pad: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
     """The positions of one dimension that are left out, of those at which taps meet the input.
 
-    Of each the taps, from ``start`` to ``stop``, that do, and where in the input the first is.
+    Neighbours that the same taps meet, from ``start`` to ``stop``, are one strip: where in the
+    input the first tap of the first position is, and how many positions there are.
     """
     last = n + pad[1] - d * (k - 1)
+    strip: tuple[int, int, int, int] | None = None
     for at in (*range(-d * (k - 1), -pad[0]), *range(last, n)):
         start = max(0, -(at // d))
         stop = min(k, (n - 1 - at) // d + 1)
-        if start < stop:
-            yield start, stop, at + d * start
+        first = at + d * start
+        if start >= stop:
+            continue
+        if strip is not None and strip[:2] == (start, stop) and first == strip[2] + strip[3]:
+            strip = *strip[:3], strip[3] + 1
+            continue
+        if strip is not None:
+            yield strip
+        strip = start, stop, first, 1
+    if strip is not None:
+        yield strip

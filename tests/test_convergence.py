@@ -144,7 +144,6 @@ def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
         assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
 
 
-@pytest.mark.usefixtures("short")
 def test_a_task_may_speed_up_those_of_adams_kind():
     for one in CONTESTANTS.values():
         plain, fast = one.draw("a 1"), one.draw("a 1", pace=4)
@@ -153,6 +152,7 @@ def test_a_task_may_speed_up_those_of_adams_kind():
         assert fast == plain
 
 
+@pytest.mark.usefixtures("short")
 def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
     task, store = line(), search.Store(tmp_path / "runs.json")
     rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}

@@ -59,6 +59,13 @@ def test_moments_and_sums_are_those_of_the_patches(large, geometry, seed):
     torch.testing.assert_close(total, rows.sum(1), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_borders_a_moment_is_exactly_symmetric(dtype):
+    x = torch.randn(7, 10, 13, 13, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    moment = patch_moment(x, (3, 3), (1, 1), ((2, 2), (2, 2)), 2)
+    assert torch.equal(moment, moment.mT)
+
+
 MODULES = {
     "same": nn.Conv2d(4, 3, 3, padding=1),
     "no padding": nn.Conv2d(4, 3, 3),
@@ -100,6 +107,27 @@ def test_it_pays_where_the_image_is_larger_than_the_kernel():
     assert all(pays((n, n), *geometry) for n in (4, 8, 32))
     assert not pays((32, 32), (1, 1), (1, 1), ((0, 0), (0, 0)))  # no two taps meet
     assert not pays((7, 7), (7, 7), (1, 1), ((0, 0), (0, 0)))  # one position
+    assert not pays((2, 2), *geometry)  # nearly all of it is border
+
+
+def test_pieces_grow_with_the_taps_and_not_with_the_dilation():
+    def count(d, pad):
+        return len(list(correlation._pieces((99, 99), (3, 3), (d, d), ((pad, pad),) * 2)))
+
+    assert {count(d, d) for d in (1, 2, 12, 24)} == {9}
+    assert {count(d, 0) for d in (1, 2, 12, 24)} == {25}
+
+
+@pytest.mark.parametrize("name", ["kernel_size", "dilation", "padding"])
+def test_what_was_set_to_a_list(name):
+    module = nn.Conv2d(4, 3, 3, padding=1).double()
+    layer = ConvLayer("", module)
+    layer.trained = layer.covers = (True, True)
+    x = torch.randn(2, 4, 12, 12, dtype=torch.float64)
+    kwargs = {"reduce": False, "diagonal": False, "append_one": True, "dtype": torch.float64}
+    expected = layer.input_moment(x, module(x).detach(), **kwargs)
+    setattr(module, name, list(getattr(module, name)))
+    assert torch.equal(layer.input_moment(x, module(x).detach(), **kwargs), expected)
 
 
 @pytest.mark.parametrize("n", [255, 256, 257, 700])

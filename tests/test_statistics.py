@@ -8,6 +8,8 @@ from torch import nn
 
 from kaisa_optim import KFACSGD, algebra
 from kaisa_optim.layers import conv, norm
+from kaisa_optim.layers.norm import BatchNormLayer
+from kaisa_optim.sampling import WHOLE, Sample
 
 
 def step(net, x, **options):
@@ -62,6 +64,65 @@ def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
     a, g = (kfac.layout.factors[kfac.layers["0"], side] for side in "ag")
     expected = 1 / (g["values"][:, :, None] * a["values"][:, None, :] + 0.1)
     torch.testing.assert_close(kfac.layout.pairs[0].tensors["scale"], expected)
+
+
+def batch_norm_moment(x, grad, part=WHOLE, eps=1e-5):
+    layer = BatchNormLayer("", nn.BatchNorm2d(x.shape[1], eps=eps))
+    layer.trained = layer.covers = (True, True)
+    return layer.moments(x, grad, (True, True), reduce=False, dtype=x.dtype, part=part).g
+
+
+def expected_moment(x, grad, eps=1e-5):
+    """In float64, the mean first."""
+    x, grad = x.double().transpose(0, 1).flatten(1), grad.double().transpose(0, 1).flatten(1)
+    x = x - x.mean(1, keepdim=True)
+    rows = torch.stack([x * (x.square().mean(1, keepdim=True) + eps).rsqrt() * grad, grad], 1)
+    return rows @ rows.mT
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3, 1e5])
+@pytest.mark.parametrize("chunk", [40, 1 << 19])
+def test_a_batch_far_from_zero(monkeypatch, mean, chunk):
+    monkeypatch.setattr(norm, "_chunk", lambda tensor: chunk)
+    x, grad = torch.randn(2, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = x + mean
+    found, expected = batch_norm_moment(x, grad), expected_moment(x, grad)
+    assert (found.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_batch_that_is_sorted(monkeypatch):
+    """Its first images are no measure of the others."""
+    monkeypatch.setattr(norm, "_chunk", lambda tensor: 48)
+    x, grad = torch.randn(2, 64, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x[:1] += 1e3
+    grad[:1] = 0
+    found, expected = batch_norm_moment(x, grad), expected_moment(x, grad)
+    apart = (found.double() - expected).abs() / expected.abs()
+    assert apart.diagonal(dim1=1, dim2=2).max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    "value, shape",
+    [(3625123.5, (32, 1, 4, 7)), (84536.3, (54, 1, 6, 7)), (7164414.0, (46, 1, 4, 7))],
+)
+def test_a_channel_that_never_changes(monkeypatch, value, shape):
+    """Means of these equal numbers are not quite equal to them."""
+    monkeypatch.setattr(norm, "_chunk", lambda tensor: 49)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = batch_norm_moment(torch.full(shape, value), grad, eps=1e-12)
+    assert found.isfinite().all() and (found.diagonal(dim1=1, dim2=2) >= 0).all()
+
+
+def test_a_part_is_normalized_by_all_of_the_batch(monkeypatch):
+    x, grad = torch.randn(2, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+    x[8:] += 2
+    part = Sample(4, 1).part(x.shape, (0,))
+    whole = batch_norm_moment(x, grad, part)
+    monkeypatch.setattr(norm, "_chunk", lambda tensor: 50)
+    torch.testing.assert_close(batch_norm_moment(x, grad, part), whole, rtol=1e-12, atol=1e-12)
+    none = torch.zeros_like(grad)
+    none[1::4] = grad[1::4]
+    torch.testing.assert_close(whole, 4 * expected_moment(x, none), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ class Contestant:
     space: dict[str, Callable[[random.Random], Any]]
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
     tuned: str | None = None  # the one that this is with no other settings than learning rates
-    adams: bool = True  # whether each step is about as long as the learning rate, as Adam's are
+    adams: bool = True  # whether steps are no longer for larger gradients, as Adam's are not
 
     def draw(self, trial: str, ends: bool = False, pace: float = 1) -> Config:
         """A trial's settings; one that two contestants have falls on the same place of its range.
 
         Otherwise the luckier draws would win. With ``ends``, all have the same range of rates for
-        what Muon does not take. ``pace`` multiplies the rates of Adam's kind.
+        what Muon does not take. ``pace`` multiplies "lr" of Adam's kind.
         """
         space = {**self.space, **_ENDS} if ends else self.space
         config = {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}

@@ -107,8 +107,9 @@ class ConvLayer(_Spatial):
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
             padded, pad = self._padded(x), ((0, 0),) * self.dims
-        geometry = module.kernel_size, module.dilation, pad
-        if not plain or not pays(padded.shape[2:], *geometry):
+        # Their owner may have set lists, and sizes are symbols while something is traced.
+        geometry = tuple(module.kernel_size), tuple(module.dilation), pad
+        if not plain or not pays(tuple(map(int, padded.shape[2:])), *geometry):
             return super().input_moment(
                 x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
             )

@@ -18,6 +18,8 @@ from ..algebra import projected_diagonal
 from ..sampling import WHOLE, Part
 from .base import Basis, Layer, Moments, register_layer
 
+_FEW = 16  # images, at least, that say where the mean of a batch is
+
 
 def _chunk(tensor: Tensor) -> int:
     """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches."""
@@ -45,7 +47,7 @@ class _Norm(Layer):
         return sum(covers)
 
     def _normalized(self, x: Tensor, frame: Any) -> Tensor:
-        """x̂, computed again from the input: the module keeps none."""
+        """x̂, computed again as the module keeps none, or what _framed makes its moments of."""
         raise NotImplementedError
 
     def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
@@ -57,7 +59,7 @@ class _Norm(Layer):
         return mode
 
     def _framed(self, g: Tensor, frame: Any) -> None:
-        """Make moments, in place, of what :meth:`_normalized` gave into those of x̂."""
+        """Make the moments that :meth:`_normalized` led to those of x̂, in place."""
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """A view with three dimensions: batch, and the positions and features as they lie."""
@@ -154,7 +156,7 @@ class LayerNormLayer(_Norm):
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         return (0, 1)[: output.dim() - len(self._shape())]
 
-    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
+    def _normalized(self, x: Tensor, frame: Any) -> Tensor:
         if isinstance(self.module, nn.RMSNorm):
             return F.rms_norm(x, list(self._shape()), None, self.module.eps)
         assert isinstance(self.module, nn.LayerNorm)
@@ -179,20 +181,23 @@ class _ChannelNorm(_Norm):
 
 @register_layer(nn.GroupNorm)
 class GroupNormLayer(_ChannelNorm):
-    def _normalized(self, x: Tensor, mode: Any) -> Tensor:
+    def _normalized(self, x: Tensor, frame: Any) -> Tensor:
         assert isinstance(self.module, nn.GroupNorm)
         return F.group_norm(x, self.module.num_groups, None, None, self.module.eps)
 
 
 @dataclasses.dataclass
 class _Frame:
-    """Of what a batch is centred by: a place near its mean, and sums and squares from there."""
+    """What a batch is normalized by: a place near its mean, and sums and squares from there.
+
+    Given statistics are a frame, too: of one number at the mean, with the variance for its square.
+    """
 
     near: Tensor
     total: Tensor
     squares: Tensor
     count: int
-    open: bool = False  # sums are still to be added to
+    open: bool = False  # whether what is normalized is still to be added to the sums
 
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -206,7 +211,8 @@ class BatchNormLayer(_ChannelNorm):
         return module.running_mean.clone(), module.running_var.clone()
 
     def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
-        return covers[0], any(covers)  # a mean that comes out last is taken off with the bias's
+        # The batch's mean is known only after its last part; the bias's sums take it off.
+        return covers[0], any(covers)
 
     def _frame(self, x: Tensor, mode: Any, part: Part, dtype: torch.dtype) -> _Frame:
         if mode is not None:
@@ -214,8 +220,10 @@ class BatchNormLayer(_ChannelNorm):
             return _Frame(mean[:, None], torch.zeros_like(mean), var, 1)
         x = self._flat(x)
         chunk = max(1, _chunk(x) // x[0].numel())
-        # Near the mean is near enough: one more pass would be needed to meet it.
-        near = x[:chunk].mean((0, 2), dtype=dtype)
+        # To meet the mean takes one more pass. Images from all over the batch, so that in a sorted
+        # one, too, what the sums take off at the end is not much more than what they leave.
+        few = max(chunk, _FEW)
+        near = x[:: -(-len(x) // few)].mean((0, 2), dtype=dtype)
         none = torch.zeros_like(near)
         frame = _Frame(near[:, None], none, none.clone(), x.shape[0] * x.shape[2], open=True)
         if part is not WHOLE:
