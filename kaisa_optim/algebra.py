@@ -378,10 +378,11 @@ def _turned_product(
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
     """G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
-    if inverse_g.dim() == inverse_a.dim() == 3:
-        return between(inverse_g, gradient, inverse_a.mT)
-    out = inverse_g @ gradient if inverse_g.dim() == 3 else inverse_g[:, :, None] * gradient
-    return out @ inverse_a.mT if inverse_a.dim() == 3 else out * inverse_a[:, None, :]
+    g, a = (inverse if inverse.dim() == 3 else None for inverse in (inverse_g, inverse_a))
+    out = out_of_basis(gradient, g, a)
+    if g is None:
+        out = inverse_g[:, :, None] * out
+    return out if a is not None else out * inverse_a[:, None, :]
 
 
 def packed_size(n: int) -> int:
