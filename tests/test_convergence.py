@@ -61,8 +61,49 @@ def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
     best = search.search(task, DATA, one, store, trials=12)
     assert best == {"lr": 0.1}
     lengths = sorted(run["steps"] for run in store.runs.values())
-    # Equal draws share a run, so four settings: all are tried, two of these go on to the end.
-    assert lengths.count(10) == 4 and lengths.count(40) <= 2
+    # Equal draws share a run, so four settings: all are tried, two of these go on to the end, where
+    # two seeds judge them.
+    assert lengths.count(10) == 4 and lengths.count(40) <= 4
+
+
+@pytest.mark.parametrize("bold", [3.0, math.inf])
+def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
+    """Of eight rates the first three look best on the first seed, and are bad on the second."""
+    rates = [i / 100 for i in range(1, 9)]
+
+    def trained(task, data, one, config, seed, steps, device):
+        loss = config["lr"] if seed == search.JUDGES[0] else 0.5
+        if config["lr"] < 0.035 and seed == search.JUDGES[1]:
+            loss = bold
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(rates)
+    one = dataclasses.replace(plain(), space={"lr": lambda generator: next(drawn)})
+    store, task = search.Store(tmp_path / "runs.json"), line(100)
+    with mock.patch.object(search, "train", side_effect=trained):
+        best = search.search(task, DATA, one, store, trials=8)
+    # Diverged ones make room for the next; others are but the worse of those that are left.
+    assert best == {"lr": 0.04 if bold == math.inf else 0.01}
+    judged = [run for run in store.runs.values() if run["seed"] == search.JUDGES[1]]
+    assert {run["steps"] for run in judged} == {50, 100}
+    if bold == math.inf:
+        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
+
+
+@pytest.mark.usefixtures("short")
+def test_the_worse_of_two_seeds_decides(tmp_path):
+    """Between the two that are left after the first rung."""
+    losses = {1: (1.0, 4.0), 2: (2.0, 3.0), 3: (9.0, 0.0), 4: (9.0, 0.0), 5: (9.0, 0.0), 6: (9.0, 0)}
+
+    def trained(task, data, one, config, seed, steps, device):
+        loss = losses[config["lr"]][search.JUDGES.index(seed)]
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(losses)
+    one = dataclasses.replace(plain(), space={"lr": lambda generator: next(drawn)})
+    with mock.patch.object(search, "train", side_effect=trained):
+        store = search.Store(tmp_path / "runs.json")
+        assert search.search(line(), DATA, one, store, trials=6) == {"lr": 2}
 
 
 @pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])

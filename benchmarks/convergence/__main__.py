@@ -5,11 +5,11 @@
         [--device cpu|cuda]
 
 Every optimizer gets the same number of trials, drawn at random from a space of its own, by
-successive halving on seed 0; settings that two have in common fall on the same places of their
-ranges. Its best settings then run on other seeds, over the whole horizon and over ever shorter
-ones, each with a schedule of its own. The target is the loss at which the baseline ends its whole
-horizon; "steps" is the shortest horizon that ends there, in the median. --targets names the
-baselines to come to; otherwise all are.
+successive halving; after the first rung the worse of two seeds decides. Settings that two have in
+common fall on the same places of their ranges. The best settings then run on other seeds, over the
+whole horizon and over ever shorter ones, each with a schedule of its own. The target is the loss at
+which the baseline ends its whole horizon; "steps" is the shortest horizon that ends there, in the
+median. --targets names the baselines to come to; otherwise all are.
 Runs are kept in FOLDER as they end: a search that was broken off goes on.
 
 --data is a folder with what a task needs, or with folders that have it: FashionMNIST/raw (IDX),

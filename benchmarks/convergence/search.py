@@ -6,7 +6,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ TRIALS = 12
 RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
 # A schedule of fewer steps prefers learning rates that are too high for a longer one.
 FEWEST = 25
+# Weights and batches that settings are judged on, none of a final's. Those that do well on one alone
+# are often too bold: all but the first rung ask the second, too, and the worse of both decides.
+JUDGES = (0, 1000)
 
 
 @dataclass
@@ -134,22 +137,42 @@ class Store:
 
 
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
-    """Successive halving: all trials run a little, the better ones longer; the best settings."""
-    configs = [one.draw(f"{task.name} {i}", task.ends, task.pace) for i in range(trials)]
+    """Successive halving: all trials run a little, the better ones longer; the best settings.
+
+    One that diverges in a later rung makes room for the next best of the rung before.
+    """
+    ranked = [one.draw(f"{task.name} {i}", task.ends, task.pace) for i in range(trials)]
+    count, judges = trials, JUDGES[:1]
     for part, kept in RUNGS:
         steps = max(1, round(part * task.steps))
         if steps < FEWEST and part < 1:
             continue
-        runs = [store.get(task, data, one, config, 0, steps) for config in configs]
-        runs.sort(key=lambda run: run.loss)
-        configs = [run.config for run in runs[: max(1, round(kept * len(runs)))]]
+        tried: list[tuple[float, Config]] = []
+        for config in ranked:
+            runs = (store.get(task, data, one, config, seed, steps) for seed in judges)
+            tried.append((_worst(runs), config))
+            if sum(loss < math.inf for loss, _ in tried) == count:
+                break
+        tried.sort(key=lambda pair: pair[0])
+        ranked = [config for _, config in tried]
         print(
-            f"  {one.name}: {len(runs)} × {steps} steps, best {runs[0].loss:.5g} {runs[0].config}",
+            f"  {one.name}: {len(tried)} × {steps} steps, best {tried[0][0]:.5g} {ranked[0]}",
             flush=True,
         )
-        if len(configs) == 1:
+        count, judges = max(1, round(kept * count)), JUDGES
+        if count == 1:
             break
-    return configs[0]
+    return ranked[0]
+
+
+def _worst(runs: Iterable[Run]) -> float:
+    """The highest loss; no further run is made after one that diverged."""
+    worst = -math.inf
+    for run in runs:
+        worst = max(worst, run.loss)
+        if worst == math.inf:
+            break
+    return worst
 
 
 def shortest(
