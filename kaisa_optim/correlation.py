@@ -50,11 +50,10 @@ def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
         return False
     cost = 0
     for piece in _pieces(size, kernel, dilation, pad):
-        cut = {axis: stop - start for axis, start, stop, *_ in piece}
-        halves = [2 * k - 1 for i, k in enumerate(kernel) if i not in cut] or [1]
-        places = [n for i, n in enumerate(size) if i not in cut] + [rows for *_, rows in piece]
-        products = math.prod(cut.values()) ** 2 * (halves[0] // 2 + 1) * math.prod(halves[1:])
-        cost += products * math.prod(places) + _CALLS
+        cut, rest, rows = _shape(piece, len(size))
+        halves = [2 * kernel[i] - 1 for i in rest] or [1]
+        products = math.prod(cut) ** 2 * (halves[0] // 2 + 1) * math.prod(halves[1:])
+        cost += products * math.prod([*(size[i] for i in rest), *rows]) + _CALLS
     return 1.5 * cost < taps**2 * math.prod(positions)
 
 
@@ -89,12 +88,17 @@ def _alike(
     alike: dict[tuple[Sizes, ...], list[Piece]] = {}
     for piece in _pieces(size, kernel, dilation, pad):
         if piece:
-            cut = {axis: stop - start for axis, start, stop, *_ in piece}
-            rest = [i for i in range(len(size)) if i not in cut]
+            cut, rest, rows = _shape(piece, len(size))
             of_rest = (tuple(g[i] for i in rest) for g in (kernel, dilation, size))
-            rows = tuple(rows for *_, rows in piece)
-            alike.setdefault((tuple(cut.values()), *of_rest, rows), []).append(piece)
+            alike.setdefault((cut, *of_rest, rows), []).append(piece)
     return list(alike.items())
+
+
+def _shape(piece: Piece, dims: int) -> tuple[Sizes, list[int], Sizes]:
+    """How many taps of each dimension it cuts, the other dimensions, and its rows in those cut."""
+    cut = {axis: stop - start for axis, start, stop, *_ in piece}
+    rest = [i for i in range(dims) if i not in cut]
+    return tuple(cut.values()), rest, tuple(rows for *_, rows in piece)
 
 
 def _moments(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:

@@ -124,12 +124,16 @@ class KFACMixin(Optimizer, Joinable):
             "warmup_steps": warmup_steps,
             "early_refreshes": early_refreshes,
         }
+        if isinstance(params, Iterator):  # groups are looked at before the base takes them
+            params = list(params)
         if moments is None:
             moments = "parameters"
             if eigenbasis.suits(self._base, kwargs):
                 own = inspect.signature(KFACMixin.__init__).parameters
                 defaults = {name: parameter.default for name, parameter in own.items()}
-                moments = default_moments({**asked, "damping": damping}, defaults)
+                listed = params if isinstance(params, list | tuple) else ()
+                groups = [group for group in listed if isinstance(group, dict)]
+                moments = default_moments({**asked, "damping": damping}, defaults, groups)
         self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None

@@ -157,9 +157,17 @@ _OF_PARAMETERS = (
 )
 
 
-def default_moments(asked: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """In the eigenbasis, unless something else was asked for than can be had there."""
-    pairs = [(asked[name], defaults[name]) for name in _OF_PARAMETERS]
+def default_moments(
+    asked: dict[str, Any], defaults: dict[str, Any], groups: Iterable[dict[str, Any]]
+) -> str:
+    """In the eigenbasis, unless something else was asked for than can be had there, of all or of
+    some parameters."""
+    pairs = [
+        (said[name], defaults[name])
+        for said in (asked, *groups)
+        for name in _OF_PARAMETERS
+        if name in said
+    ]
     # No value has been checked yet: a tensor's == would be one, too.
     free = all(a is b or (isinstance(a, int | float | str) and a == b) for a, b in pairs)
     return "eigenbasis" if free else "parameters"

@@ -175,6 +175,29 @@ def test_what_belongs_to_preconditioned_gradients_gets_them(option, value):
     )
 
 
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+@pytest.mark.parametrize(
+    ("option", "value", "moments"),
+    [
+        ("damping", 0.1, "parameters"),
+        ("damping", 0.01, "eigenbasis"),  # as it is anyway
+        ("kl_clip_lr", "current", "parameters"),
+        ("lr", 0.1, "eigenbasis"),
+        ("factor_decay", 0.5, "eigenbasis"),
+    ],
+)
+def test_so_does_what_a_group_of_its_own_asks_for(kind, option, value, moments):
+    model = net()
+    first, *rest = model.children()
+    groups = [{"params": first.parameters(), option: value}]
+    groups += [{"params": layer.parameters()} for layer in rest]
+    opt = KFACAdam(kind(groups), model=model)
+    assert opt.preconditioner.options.moments == moments
+    assert opt.param_groups[0][option] == value
+    known = {id(p) for group in opt.param_groups for p in group["params"]}
+    assert known == {id(p) for p in model.parameters()}
+
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -202,6 +225,9 @@ def test_bases_of_these_moments_are_followed_and_often_where_they_can_be(
 
 class OwnStep(torch.optim.Adam):
     """Whose step would not be called for what the eigenbasis steps."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 @pytest.mark.parametrize(
