@@ -27,9 +27,9 @@ TRIALS = 12
 RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
 # A schedule of fewer steps prefers learning rates that are too high for a longer one.
 FEWEST = 25
-# Weights and batches that settings are judged on, none of a final's. Those that do well on one alone
-# are often too bold: all but the first rung ask the second, too, and the worse of both decides.
-JUDGES = (0, 1000)
+# Of weights and batches that settings are judged on, none of a final's. Those that do well on one
+# alone are often too bold: all rungs but the first ask the second, too, and the worse one decides.
+JUDGES: tuple[int, ...] = (0, 1000)
 
 
 @dataclass
