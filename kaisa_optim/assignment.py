@@ -193,7 +193,7 @@ def make_grid(
     if fraction is not None and _workers(fraction, world) != workers:
         raise ValueError(
             f"Invalid grad_worker_fraction: {grad_worker_fraction!r} means "
-            f"{_workers(fraction, world)} gradient workers of {world} ranks, but assignment "
+            f"{_workers(fraction, world)} of {world} ranks as gradient workers, but assignment "
             f"{strategy!r} means {workers}; leave out one of the two"
         )
     return Grid(world, int(workers))

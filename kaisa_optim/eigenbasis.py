@@ -85,10 +85,12 @@ def direction(
     gradient: Tensor,
     present: Tensor | None,
     adam: Settings,
+    nesterov: bool,
 ) -> Tensor:
     """Take gradients, in the basis, into the moments at ``slots``; Adam's direction there.
 
-    ``present`` says which blocks have a gradient; the others' moments stay as they are.
+    ``present`` says which blocks have a gradient; the others' moments stay as they are. With
+    ``nesterov`` the direction is that of a first moment which takes the gradient in once more.
     """
     names = ("exp_avg", "exp_avg_sq", "adam_steps")
     moving = first, second, steps = tuple(state[name][slots] for name in names)
@@ -110,8 +112,11 @@ def direction(
         for name, tensor in zip(names, moving, strict=True):
             state[name][slots] = tensor
     count = steps.clamp(min=1)[:, None, None]  # 0 where no gradient has come yet
+    taken = count
+    if nesterov:
+        first, taken = (first * adam.keep1).add_(gradient * adam.take1), count + 1
     # 1 - β^t as it stands would lose its digits for a β near 1.
-    rest1, rest2 = (-torch.expm1(count * log) for log in (adam.log1, adam.log2))
+    rest1, rest2 = -torch.expm1(taken * adam.log1), -torch.expm1(count * adam.log2)
     scale = (second / rest2).sqrt_().add_(adam.eps)
     return (first / rest1).div_(scale)
 

@@ -19,6 +19,7 @@ from .collectives import Ranks
 from .statistics import Statistics
 
 KINDS = ("cross_entropy", "mse", "bce")
+_NAMES = ", ".join(f'"{name}"' for name in KINDS)
 Kind = str | Callable[[Tensor], Tensor]
 
 
@@ -161,8 +162,14 @@ def _exact(outputs: Tensor, kind: str) -> Iterator[Tensor]:
 def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
     """The gradient that a user's callable makes, or that of the loss that it returns."""
     leaf = outputs.detach().requires_grad_()
-    with torch.enable_grad():
-        made = kind(leaf)
+    try:
+        with torch.enable_grad():
+            made = kind(leaf)
+    except TypeError as error:
+        raise ValueError(
+            f"Invalid kind: {kind!r} can't be called with the outputs alone, which it draws labels "
+            f"for: {error}; for a loss that torch has, name it: {_NAMES}"
+        ) from error
     if isinstance(made, Tensor) and made.shape == outputs.shape:
         return made.detach().to(outputs.dtype)
     if isinstance(made, Tensor) and made.dim() == 0 and made.requires_grad:
@@ -176,8 +183,7 @@ def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
 
 def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) -> None:
     if not callable(kind) and kind not in KINDS:
-        names = ", ".join(f'"{name}"' for name in KINDS)
-        raise ValueError(f"Invalid kind: {kind!r}; it must be {names} or a callable")
+        raise ValueError(f"Invalid kind: {kind!r}; it must be {_NAMES} or a callable")
     if not isinstance(outputs, Tensor):
         raise ValueError(
             f"Invalid outputs: {type(outputs).__name__}; pass the tensor that the loss is of"
@@ -201,7 +207,7 @@ def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) 
     if exact and callable(kind):
         raise ValueError(
             "Invalid exact: True for a callable kind, of which no Hessian is known; it can be for "
-            + ", ".join(f'"{name}"' for name in KINDS)
+            + _NAMES
         )
     if exact and others["generator"] is not None:
         raise ValueError("Invalid generator: exact=True draws nothing; leave it out")

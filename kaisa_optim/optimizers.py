@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from . import checkpoint, eigenbasis
 from .assignment import WorkAssignment
 from .lamb import LAMB
-from .options import PER_GROUP, Interval, Number, Options, default_moments
+from .options import DAMPING, KL_CLIP, PER_GROUP, Interval, Number, Options, default_moments
 from .preconditioner import Preconditioner
 
 if torch.distributed.is_available():
@@ -46,9 +46,9 @@ class KFACMixin(Optimizer, Joinable):
         params: nn.Module | Iterable[Any],
         *args: Any,
         model: nn.Module | None = None,
-        damping: Number = 1e-2,
+        damping: Number = DAMPING,
         factor_decay: Number = 0.95,
-        kl_clip: Number | None = 1e-4,
+        kl_clip: Number | None = KL_CLIP,
         kl_clip_lr: str | None = None,
         factor_update_steps: Interval = 10,
         inv_update_steps: Interval | None = None,
@@ -73,6 +73,7 @@ class KFACMixin(Optimizer, Joinable):
         comm_dtype: torch.dtype | None = None,
         process_group: Any = None,
         moments: str | None = None,
+        nesterov: bool | None = None,
         basis_tolerance: float | None = None,
         statistics_fraction: Number = 1.0,
         eigenvalue_correction: bool | str = False,
@@ -124,6 +125,8 @@ class KFACMixin(Optimizer, Joinable):
             "warmup_steps": warmup_steps,
             "early_refreshes": early_refreshes,
         }
+        if nesterov is not None:
+            (kwargs if _has_nesterov(self._base) else asked)["nesterov"] = nesterov
         if isinstance(params, Iterator):  # groups are looked at before the base takes them
             params = list(params)
         if moments is None:
@@ -137,7 +140,7 @@ class KFACMixin(Optimizer, Joinable):
         self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
-        self._warned_of_share = False
+        self._warned_of_share = self._warned_of_settings = False
         self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
@@ -185,8 +188,9 @@ class KFACMixin(Optimizer, Joinable):
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
         self._refuse_join_of_the_model_alone()
+        self._notice_settings()
         with _gradients(self._joined_gradients()):
-            if self.preconditioner.options.moments == "eigenbasis":
+            if self._in_eigenbasis:
                 self._step_in_eigenbasis()
             else:
                 new = self.preconditioner.step(self.param_groups)
@@ -208,6 +212,45 @@ class KFACMixin(Optimizer, Joinable):
             with _gradients(dict.fromkeys(directions)), eigenbasis.without_limit(self):
                 self._base_step()
         eigenbasis.move(self, directions)
+
+    def _notice_settings(self) -> None:
+        """Say once what was set since, or is set, without the effect that one would expect."""
+        if self._warned_of_settings:
+            return
+        found = list(self._unused() if self._in_eigenbasis else self._beyond_the_clip())
+        if found:
+            self._warned_of_settings = True
+            warnings.warn("; ".join(found), stacklevel=5)  # past no_grad and the profiler
+
+    def _unused(self) -> Iterator[str]:
+        clip = self.preconditioner.kl_clip
+        asked = [f"damping {g['damping']!r}" for g in self.param_groups if g["damping"] != DAMPING]
+        if clip not in (None, KL_CLIP):
+            asked.append(f"kl_clip {clip!r}")
+        for said in asked:
+            yield (
+                f'{said} has no part in moments="eigenbasis"; leave it out, or build the optimizer '
+                'with moments="parameters"'
+            )
+
+    def _beyond_the_clip(self) -> Iterator[str]:
+        if self.preconditioner.kl_clip is None:
+            return
+        for number, group in enumerate(self.param_groups):
+            lr, alpha = group.get("lr"), group["kl_clip_lr"]
+            # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
+            known = isinstance(lr, int | float) and isinstance(alpha, int | float)
+            if known and 0 < 1.01 * alpha < lr:
+                yield (
+                    f"lr {lr:g} of parameter group {number} is above {alpha:g}, the lr at "
+                    f"construction, by which the KL clip goes: clipped steps are {lr / alpha:.3g} "
+                    "times as long as kl_clip allows; build the optimizer with the peak lr, or use "
+                    'kl_clip_lr="current"'
+                )
+
+    @property
+    def _in_eigenbasis(self) -> bool:
+        return self.preconditioner.options.moments == "eigenbasis"
 
     def _base_step(self) -> None:
         step: Any = self._base.step
@@ -281,7 +324,8 @@ class KFACMixin(Optimizer, Joinable):
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
         for field in dataclasses.fields(Options):
-            if field.name in param_group and field.name != "kl_clip_lr":
+            own = field.name == "kl_clip_lr" or field.name in self.defaults
+            if field.name in param_group and not own:
                 raise ValueError(
                     f"Invalid {field.name}: {param_group[field.name]!r} in a parameter group; it "
                     "is one for the whole optimizer, pass it as an argument"
@@ -373,7 +417,7 @@ class KFACMixin(Optimizer, Joinable):
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal fresh
-            if self.preconditioner.options.moments == "eigenbasis":
+            if self._in_eigenbasis:
                 for group in loaded["param_groups"]:
                     eigenbasis.check(self, group)
             loaded = loaded.copy()
@@ -441,7 +485,7 @@ class KFACMixin(Optimizer, Joinable):
         super().__setstate__(state)
         self._kfac_process_group = None
         self._consolidated = None
-        self._warned_of_share = False
+        self._warned_of_share = self._warned_of_settings = False
         known = [p for group in self.param_groups for p in group["params"]]
         self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries)
@@ -561,10 +605,17 @@ def _refuse_graph_capture() -> None:
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
+def _has_nesterov(base: type[Optimizer]) -> bool:
+    """Of its own, as SGD."""
+    return "nesterov" in inspect.signature(base.__init__).parameters
+
+
 def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
-    own = inspect.signature(KFACMixin.__init__).parameters
+    own = dict(inspect.signature(KFACMixin.__init__).parameters)
     theirs = inspect.signature(base.__init__).parameters
+    if _has_nesterov(base):
+        del own["nesterov"]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]
     last = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]

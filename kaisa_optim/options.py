@@ -91,6 +91,12 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
+def _flag(name: str, value: Any, none: str = "") -> None:
+    if not any(value is x for x in (True, False)) and not (none and value is None):
+        rest = f", or {none}" if none else ""
+        raise ValueError(f"Invalid {name}: {value!r}; it must be True or False{rest}")
+
+
 def _step_numbers(name: str, value: Any) -> tuple[int, ...]:
     steps = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [0]
     if not all(_is_whole(n) and n >= 1 for n in steps):
@@ -142,6 +148,8 @@ _EARLY = (5, 10, 25, 50)
 # 0.187, the latter with refreshes every 20 steps 2.114 and 0.193.
 _FOLLOWED = 0.1
 _OFTEN, _SELDOM = 10, 100
+
+DAMPING, KL_CLIP = 1e-2, 1e-4  # unless told otherwise
 
 # What moments in the eigenbasis have no use for.
 _OF_PARAMETERS = (
@@ -204,6 +212,7 @@ class Options:
     bucket_cap_mb: float = 25.0
     comm_dtype: torch.dtype | None = None
     moments: str = "parameters"
+    nesterov: bool = False
     basis_tolerance: float | None = None
     statistics_fraction: Number = 1.0
     eigenvalue_correction: bool | str = False
@@ -230,6 +239,15 @@ class Options:
                 'Invalid moments: "eigenbasis" takes Adam\'s second moment in place of the '
                 "eigenvalues; leave out compute_method and compute_eigenvalue_outer_product, or "
                 'use moments="parameters"'
+            )
+        for name in ("compute_eigenvalue_outer_product", "nesterov", "grafting"):
+            _flag(name, getattr(self, name))
+        for name in ("staggered", "colocate_factors"):
+            _flag(name, getattr(self, name), "None for what follows from other options")
+        if self.nesterov and self.moments != "eigenbasis":
+            raise ValueError(
+                'Invalid nesterov: True belongs to moments="eigenbasis", which the base or another '
+                "option rules out here; leave it out"
             )
         self._settle_refreshes()
         if not _is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
@@ -286,11 +304,6 @@ class Options:
             raise ValueError(
                 f"Invalid bucket_cap_mb: {self.bucket_cap_mb!r}; it must be a number of MiB above 0"
             )
-        if self.colocate_factors not in (None, True, False):
-            raise ValueError(
-                f"Invalid colocate_factors: {self.colocate_factors!r}; it must be True, False, or "
-                "None for what the assignment prefers"
-            )
         self._check_helpers()
         choose(self.assignment, self.grad_worker_fraction)
         if self.early_refreshes is None:
@@ -343,8 +356,6 @@ class Options:
 
     def _check_helpers(self) -> None:
         """What makes the first steps gentler, or all of them as long as the base's own."""
-        if self.grafting not in (True, False):
-            raise ValueError(f"Invalid grafting: {self.grafting!r}; it must be True or False")
         if not _is_whole(self.warmup_steps) or self.warmup_steps < 0:
             raise ValueError(
                 f"Invalid warmup_steps: {self.warmup_steps!r}; it must be a whole number of steps, "

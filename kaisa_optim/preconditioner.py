@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import itertools
 import logging
@@ -47,6 +48,7 @@ _SCHEDULED = (
     "loss_terms",
     "statistics_fraction",
 )
+_SETTABLE = (*_SCHEDULED, "grad_scaler")
 
 
 class Preconditioner:
@@ -56,6 +58,8 @@ class Preconditioner:
     class is to see. Everything else here is for users: what is covered, what it costs, what the
     factors are, and the hyperparameters that hold for the whole optimizer.
     """
+
+    _is_built = False
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class Preconditioner:
             dtype=options.inv_dtype,
             max_failures=options.max_failures,
             moments=options.moments == "eigenbasis",
+            nesterov=options.nesterov,
             tolerance=options.tolerance,
             correction=options.correction,
         )
@@ -131,6 +136,7 @@ class Preconditioner:
         self._compares = compare
         self.rebuild(groups)
         self._compares = True
+        self._is_built = True
         if not self.layers:
             self._detach()
             detail = "; ".join(f"{name}: {why}" for name, why in self.uncovered.items())
@@ -150,6 +156,13 @@ class Preconditioner:
             raise AttributeError(
                 f"{name} = {value!r}: it belongs to the parameter groups; set "
                 f'optimizer.param_groups[i]["{name}"]'
+            )
+        # A misspelled one would have no effect. Names of its own appear while it is built.
+        if self._is_built and not (name.startswith("_") or hasattr(self, name)):
+            near = difflib.get_close_matches(name, _SETTABLE, 1)
+            raise AttributeError(
+                f"{name} = {value!r}: the preconditioner has no {name}"
+                + (f"; did you mean {near[0]}?" if near else f"; {', '.join(_SETTABLE)} can be set")
             )
         super().__setattr__(name, value)
 
@@ -286,7 +299,15 @@ class Preconditioner:
         assert capture is not None
         if capture.due:
             draws.seed(self.steps, self.ranks.rank, capture.draws)
-            draws.draw(capture, self.statistics)
+            try:
+                draws.draw(capture, self.statistics)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "sample_fisher came after loss.backward(), which freed the graph of outputs; "
+                    "call it before, right after the forward pass"
+                ) from error
 
     # ---- the step ----
 
@@ -814,7 +835,8 @@ class Preconditioner:
                 self._named_without_statistics.add(layer)
                 warnings.warn(
                     f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "
-                    "is used; its weight may be in use outside of its module's forward",
+                    "is used; its weight may be in use outside of its module's forward, or the "
+                    "forward pass was paused()",
                     stacklevel=2,
                 )
         return with_gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from .optimizers import KFACMixin
@@ -38,6 +39,12 @@ def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
 
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """The same factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
+    if not isinstance(milestones, Iterable) or isinstance(milestones, str):
+        raise ValueError(
+            f"Invalid milestones: {milestones!r}; they must be numbers of epochs, such as [40, 80]"
+        )
+    if not isinstance(factor, Real) or isinstance(factor, bool) or not 0 < factor < math.inf:
+        raise ValueError(f"Invalid factor: {factor!r}; it must be a number above 0, such as 0.5")
     return dict.fromkeys(milestones, factor)
 
 

@@ -79,12 +79,14 @@ class SecondOrder:
         dtype: torch.dtype | None,
         max_failures: int,
         moments: bool,
+        nesterov: bool,
         tolerance: float,
         correction: str | None,
     ) -> None:
         self.ranks = ranks
         self.tracking = Tracking(tolerance)
         self.moments = moments  # Adam's are kept, in the eigenbasis
+        self.nesterov = nesterov  # and lead one step ahead
         self.correction = correction  # of the eigenvalues: by "examples", by "gradients"
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
@@ -489,7 +491,7 @@ class SecondOrder:
             each = zip(*(settings_of[layer] for layer in members), strict=True)
             adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
         projected = algebra.into_basis(gradient, *bases)
-        found = eigenbasis.direction(pair.tensors, slots, projected, given, adam)
+        found = eigenbasis.direction(pair.tensors, slots, projected, given, adam, self.nesterov)
         return algebra.out_of_basis(found, *bases)
 
     def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:

@@ -47,6 +47,9 @@ OPTIONS = [
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", True], r"share in \[0, 1\)"),
     ("grafting", ["yes", None, 2], "True or False"),
+    ("compute_eigenvalue_outer_product", ["no", None, 0], "True or False"),
+    ("staggered", ["no", 2, torch.tensor(True)], "True or False, or None"),
+    ("colocate_factors", ["no", 1], "True or False, or None"),
     ("warmup_steps", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for none"),
     ("early_refreshes", [5, "5", (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),
     ("factor_dtype", [torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
@@ -352,6 +355,98 @@ def test_values_put_in_the_wrong_place_are_named():
         KFACSGD(net, lr=0.1, grad_scaler=0)
     with pytest.warns(UserWarning, match="lr 0 at construction leaves the KL clip off; build"):
         KFACSGD(net, lr=0.0)
+
+
+def test_a_misspelled_setting_of_the_preconditioner_is_refused():
+    kfac = KFACSGD(net(), lr=0.1).preconditioner
+    with pytest.raises(AttributeError, match=r"loss_term = 5: .* did you mean loss_terms\?"):
+        kfac.loss_term = 5
+    with pytest.raises(
+        AttributeError, match=r"temperature = 1.0: .* kl_clip, .*grad_scaler can be"
+    ):
+        kfac.temperature = 1.0
+    kfac.loss_terms = 5
+    assert kfac.loss_terms == 5
+
+
+def stepped(opt: KFACSGD, model: nn.Module) -> list[str]:
+    """What two steps say."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            opt.zero_grad()
+            train(model)
+            opt.step()
+    assert {w.filename for w in found} <= {__file__}
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "lr", "said"),
+    [
+        ({}, 0.3, True),
+        ({}, 0.1, False),
+        ({}, 0.05, False),
+        ({"kl_clip_lr": "current"}, 0.3, False),
+        ({"kl_clip": None}, 0.3, False),
+    ],
+)
+def test_an_lr_beyond_what_the_clip_goes_by_is_noticed_once(options, lr, said):
+    """As OneCycleLR raises it, whatever the constructor was given."""
+    model = net()
+    first, last = model[0].parameters(), model[2].parameters()
+    opt = KFACSGD([{"params": first}, {"params": last}], lr=0.1, model=model, **options)
+    assert not stepped(opt, model)
+    opt.param_groups[1]["lr"] = lr
+    text = (
+        "lr 0.3 of parameter group 1 is above 0.1, the lr at construction, by which the KL clip "
+        "goes: clipped steps are 3 times as long as kl_clip allows; build the optimizer with the "
+        'peak lr, or use kl_clip_lr="current"'
+    )
+    assert stepped(opt, model) == [text] * said
+
+
+@pytest.mark.parametrize("where", ["argument", "group", "later", "new group", "clip", "nowhere"])
+def test_what_has_no_part_in_the_eigenbasis_is_said_once(where):
+    model = net()
+    groups = [{"params": model[0].parameters()}]
+    if where == "group":
+        groups[0]["damping"] = 0.5
+    damping = {"damping": 0.5} if where == "argument" else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        opt = KFACAdam(groups, model=model, moments="eigenbasis", **damping)
+    if where == "later":
+        opt.param_groups[0]["damping"] = 0.5
+    rest = {"params": model[2].parameters()}
+    opt.add_param_group(rest | {"damping": 0.5} if where == "new group" else rest)
+    if where == "clip":
+        opt.preconditioner.kl_clip = 0.5
+    said = stepped(opt, model)
+    assert len(said) == (where != "nowhere")
+    what = "kl_clip" if where == "clip" else "damping"
+    remedy = 'leave it out, or build the optimizer with moments="parameters"'
+    for text in said:
+        assert f'{what} 0.5 has no part in moments="eigenbasis"; {remedy}' in text
+
+
+def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
+    own = KFACSGD(net(), lr=0.1, momentum=0.9, nesterov=True)
+    assert own.param_groups[0]["nesterov"] is True
+    model = net()
+    group = {"params": model.parameters(), "nesterov": True}
+    assert KFACSGD([group], lr=0.1, momentum=0.9, model=model).param_groups[0]["nesterov"] is True
+    for make in (
+        lambda: KFACAdam(net(), nesterov=True, moments="parameters"),
+        lambda: KFACAdam(net(), nesterov=True, damping=0.1),
+        lambda: with_kfac(torch.optim.RAdam)(net(), nesterov=True),
+    ):
+        with pytest.raises(ValueError, match=r"Invalid nesterov: True belongs to .*leave it out"):
+            make()
+    with pytest.raises(ValueError, match="Invalid nesterov: 'yes'; it must be True or False"):
+        KFACAdam(net(), nesterov="yes")
+    with pytest.raises(ValueError, match="Invalid nesterov: True in a parameter group"):
+        KFACAdam([group], model=model)
 
 
 def test_a_layer_kind_registered_without_its_module_class():

@@ -266,14 +266,21 @@ class Kept(NamedTuple):
 class Reference:
     """The equations for one layer after another; ``plain`` steps what no layer covers."""
 
-    def __init__(self, cls: Any, due: Callable[[int], Iterable[str]], **options: Any) -> None:
+    def __init__(
+        self,
+        cls: Any,
+        due: Callable[[int], Iterable[str]],
+        nesterov: bool = False,
+        **options: Any,
+    ) -> None:
         self.model = net()
         self.watch = Watch(self.model, *LAYERS)
         self.due = due
         self.lamb = cls is KFACLAMB
-        self.plain = cls._base([self.model.slopes.weight], **options)
+        self.plain = cls._base([self.model.slopes.weight], **options)  # its moments stay plain
         self.group = dict(self.plain.param_groups[0])
         self.plain.param_groups[0]["max_grad_norm"] = None  # this class has all gradients' norm
+        self.nesterov = nesterov
         self.decoupled = cls is KFACAdamW or bool(
             self.group["adam_w_mode"] if self.lamb else self.group.get("decoupled_weight_decay")
         )
@@ -327,12 +334,16 @@ class Reference:
         zero = torch.zeros_like(projected)
         first, second = (zero if m is None else m for m in (kept.first, kept.second))
         averaged = self.group.get("grad_averaging", True)
-        first = beta1 * first + (1 - beta1 if averaged else 1) * projected
+        take = 1 - beta1 if averaged else 1
+        first = beta1 * first + take * projected
         second = beta2 * second + (1 - beta2) * projected**2
         steps = kept.steps + 1
+        # Nesterov's: the moment that would be if the same gradient came once more.
+        ahead = beta1 * first + take * projected if self.nesterov else first
         corrected = self.group.get("bias_correction", True)
-        c1, c2 = ((1 - b**steps if corrected else 1) for b in (beta1, beta2))
-        found = (first / c1) / ((second / c2).sqrt() + self.group["eps"])
+        c1 = 1 - beta1 ** (steps + self.nesterov) if corrected else 1
+        c2 = 1 - beta2**steps if corrected else 1
+        found = (ahead / c1) / ((second / c2).sqrt() + self.group["eps"])
         return q_g @ found @ q_a.T, kept._replace(first=first, second=second, steps=steps)
 
     def taken_in(self, p: Tensor) -> Tensor:
@@ -371,6 +382,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam maximize": (KFACAdam, {"maximize": True}),
     "Adam maximize L2": (KFACAdam, {"maximize": True, "weight_decay": 0.1}),
     "Adam Tensor lr": (KFACAdam, {"lr": torch.tensor(0.02)}),
+    "Adam Nesterov": (KFACAdam, {"nesterov": True, "weight_decay": 0.1}),
     "AdamW": (KFACAdamW, {"weight_decay": 0.5}),
     "AdamW maximize": (KFACAdamW, {"maximize": True, "weight_decay": 0.5}),
     "AdamW Tensor lr": (KFACAdamW, {"lr": torch.tensor(0.02), "weight_decay": 0.5}),
@@ -383,6 +395,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "LAMB nvlamb": (KFACLAMB, {"weight_decay": 0.0, "use_nvlamb": True}),
     "LAMB uncorrected": (KFACLAMB, {"bias_correction": False, "weight_decay": 0.0}),
     "LAMB unaveraged": (KFACLAMB, {"grad_averaging": False, "weight_decay": 0.0}),
+    "LAMB Nesterov": (KFACLAMB, {"nesterov": True, "grad_averaging": False}),
+    "LAMB uncorrected Nesterov": (KFACLAMB, {"nesterov": True, "bias_correction": False}),
     "LAMB maximize": (KFACLAMB, {"maximize": True, "adam_w_mode": False}),
     "LAMB Tensor lr": (KFACLAMB, {"lr": torch.tensor(0.02)}),
 }
@@ -420,7 +434,8 @@ def test_uncovered_parameters_follow_the_plain_base(case):
     cls, options = of_case(case)
     model, opt = pair(cls, **options)
     twin = net()
-    plain = cls._base(twin.parameters(), **copy.deepcopy(options))
+    of_base = {name: v for name, v in copy.deepcopy(options).items() if name != "nesterov"}
+    plain = cls._base(twin.parameters(), **of_base)
     for i in range(12):
         with torch.no_grad():  # or the gradients would not be those of the same place
             for own, p in zip(twin.parameters(), model.parameters(), strict=True):
@@ -536,8 +551,9 @@ def test_an_error_in_the_step_leaves_gradients_and_groups():
     assert all(p.grad is own for p, own in zip(model.parameters(), grads, strict=True))
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("beta2", [0.9, 0.999, 0.99999])
-def test_the_first_direction_in_float32_is_one_of_signs(beta2):
+def test_the_first_direction_in_float32_is_one_of_signs(beta2, nesterov):
     """1 - β² must not come from a difference of rounded numbers."""
     for apart in (False, True):  # a number for all blocks, or one for each
         state = {
@@ -548,7 +564,7 @@ def test_the_first_direction_in_float32_is_one_of_signs(beta2):
         adam = eigenbasis.settings({"betas": (0.9, beta2), "eps": 0.0})
         if apart:
             adam = eigenbasis.Settings(*(torch.full((2, 1, 1), number) for number in adam))
-        found = eigenbasis.direction(state, slice(None), gradient, None, adam)
+        found = eigenbasis.direction(state, slice(None), gradient, None, adam, nesterov)
         torch.testing.assert_close(found, gradient.sign(), rtol=1e-5, atol=0)
 
 

@@ -561,6 +561,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "callable's weight": (torch.sum, {"weight": torch.ones(4)}, "Invalid weight: a callable"),
     "callable exact": (torch.sum, {"exact": True}, "Invalid exact"),
     "callable's shape": (lambda f: f[0], {}, r"Invalid kind: its callable returned shape \(3,\)"),
+    "callable of two": (
+        nn.CrossEntropyLoss(),
+        {},
+        r"Invalid kind: CrossEntropyLoss\(\) can't be called with .* name it: \"cross_entropy",
+    ),
     "generator": ("mse", {"exact": True, "generator": torch.Generator()}, "Invalid generator"),
 }
 
@@ -579,6 +584,17 @@ def test_what_does_not_fit_is_refused(kind, arguments, text):
 def test_outputs_without_a_graph_are_refused(outputs):
     opt = optimizer(nn.Linear(2, 3))
     with pytest.raises(ValueError, match="Invalid outputs"):
+        opt.preconditioner.sample_fisher(outputs, "mse")
+
+
+def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3))
+    opt = optimizer(model)
+    outputs = model(torch.randn(4, 2))
+    outputs.square().sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"sample_fisher came after .*backward.*; call it before"
+    ):
         opt.preconditioner.sample_fisher(outputs, "mse")
 
 

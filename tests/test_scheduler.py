@@ -163,6 +163,12 @@ def test_the_papers_update_frequency_decay():
 def test_decay_at():
     assert decay_at([40, 80], 0.5) == {40: 0.5, 80: 0.5}
     assert decay_at(range(2), 3) == {0: 3, 1: 3}
+    for milestones in (40, "40"):
+        with pytest.raises(ValueError, match=rf"Invalid milestones: {milestones!r}; .*\[40, 80\]"):
+            decay_at(milestones, 0.5)
+    for factor in ("x", None, 0, -1.0, float("nan"), True):
+        with pytest.raises(ValueError, match=f"Invalid factor: {factor!r}; .*such as 0.5"):
+            decay_at([40], factor)
 
 
 # ---- groups ----

@@ -226,6 +226,7 @@ CONTESTANTS = {
             {**_ADAM, **_PLAIN},
         ),
         Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
+        Contestant("KFACAdam, eigenbasis, Nesterov", _ours(KFACAdam, nesterov=True), _EIGENBASIS),
         Contestant(
             "KFACLAMB, parameters",
             _ours(KFACLAMB, moments="parameters"),
@@ -235,6 +236,7 @@ CONTESTANTS = {
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
         _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"]),
+        _defaults("KFACAdam, eigenbasis, Nesterov", KFACAdam, _EIGENBASIS["lr"], nesterov=True),
         _defaults("KFACLAMB, parameters", KFACLAMB, _ADAM["lr"], moments="parameters"),
         _defaults("KFACLAMB, eigenbasis", KFACLAMB, _EIGENBASIS["lr"]),
     )

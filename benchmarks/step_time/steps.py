@@ -65,7 +65,9 @@ def run(settings: Settings) -> Report:
                 task, makers, settings.device, intervals, settings.rounds(intervals[1])
             )
             if settings.device == "cpu":
-                add_peaks(results, functools.partial(peak, name, settings.short, intervals))
+                times = 1 if settings.short else PEAKS
+                print(f"  timed; {times * len(results)} processes measure memory", flush=True)
+                add_peaks(results, functools.partial(peak, name, settings.short, intervals), times)
             print("\n".join(table(results)), end="\n\n", flush=True)
             found[title] = results
             figures += list(summary(name, task, intervals, results))
@@ -167,8 +169,8 @@ def host_syncs(trainer: Trainer, every: int) -> str:
 # ---- memory ----
 
 
-def add_peaks(results: Sequence[Measured], peak_of: functools.partial[float]) -> None:
-    peaks = [statistics.median(peak_of(one.name) for _ in range(PEAKS)) for one in results]
+def add_peaks(results: Sequence[Measured], peak_of: functools.partial[float], times: int) -> None:
+    peaks = [statistics.median(peak_of(one.name) for _ in range(times)) for one in results]
     for one, own in zip(results[1:], peaks[1:], strict=True):
         one.peak_mb = own - peaks[0]
 
