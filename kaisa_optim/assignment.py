@@ -144,7 +144,7 @@ class Opt(WorkAssignment):
 
 
 def check_fraction(value: Any) -> float:
-    if not _is_real(value) or not 0 <= value <= 1:
+    if not is_real(value) or not 0 <= value <= 1:
         raise ValueError(
             f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1, the share of "
             "the ranks that are gradient workers of a layer, such as 0.5 (0 means one rank)"
@@ -560,7 +560,7 @@ def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
 
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)
-        if not _is_real(value) or not 0 <= value < math.inf:
+        if not is_real(value) or not 0 <= value < math.inf:
             raise ValueError(
                 f"Invalid assignment: {type(strategy).__name__}.cost({size}, {diagonal}) returned "
                 f"{value!r} for {task.name!r}; it must be a finite number, 0 or more"
@@ -599,7 +599,7 @@ def _workers(fraction: float, world: int) -> int:
     return max(1, round(fraction * world))
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

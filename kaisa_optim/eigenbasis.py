@@ -25,6 +25,9 @@ Group = dict[str, Any]
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
 
 
+BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
+
+
 class Settings(NamedTuple):
     """How a layer's moments move; of several layers, each field may be a tensor."""
 
@@ -50,13 +53,13 @@ def suits(base: type[Optimizer], arguments: Group) -> bool:
     would not be called, and the arguments may be such that :func:`check` refuses."""
     betas = arguments.get("betas", ())
     tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
-    return base in (Adam, AdamW, LAMB) and not arguments.get("amsgrad") and not tensors
+    return base in BASES and not arguments.get("amsgrad") and not tensors
 
 
 def check(optimizer: Optimizer, group: Group) -> None:
     """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Adam | AdamW | LAMB):
+    if not isinstance(optimizer, BASES):
         raise ValueError(
             f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
             'of them; use moments="parameters"'
@@ -97,11 +100,10 @@ def direction(
     former = [] if present is None else [tensor.clone() for tensor in moving]
     first.mul_(adam.keep1)
     second.mul_(adam.keep2)
-    if isinstance(adam.take1, Tensor) or isinstance(adam.take2, Tensor):
-        first.add_(gradient * adam.take1)
+    _take(first, gradient, adam.take1)
+    if isinstance(adam.take2, Tensor):
         second.add_(gradient.square().mul_(adam.take2))
-    else:  # for all alike, without copies
-        first.add_(gradient, alpha=adam.take1)
+    else:
         second.addcmul_(gradient, gradient, value=adam.take2)
     steps.add_(1)
     if present is not None:
@@ -114,11 +116,20 @@ def direction(
     count = steps.clamp(min=1)[:, None, None]  # 0 where no gradient has come yet
     taken = count
     if nesterov:
-        first, taken = (first * adam.keep1).add_(gradient * adam.take1), count + 1
+        first, taken = first * adam.keep1, count + 1
+        _take(first, gradient, adam.take1)
     # 1 - β^t as it stands would lose its digits for a β near 1.
     rest1, rest2 = -torch.expm1(taken * adam.log1), -torch.expm1(count * adam.log2)
     scale = (second / rest2).sqrt_().add_(adam.eps)
     return (first / rest1).div_(scale)
+
+
+def _take(moment: Tensor, gradient: Tensor, part: Number) -> None:
+    """Without a copy where the part is one for all."""
+    if isinstance(part, Tensor):
+        moment.add_(gradient * part)
+    else:
+        moment.add_(gradient, alpha=part)
 
 
 def turn(

@@ -8,11 +8,12 @@ section 2; Martens 2020, section 9). The columns of a square root of H give it w
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .capture import Capture, Run
 from .collectives import Ranks
@@ -162,14 +163,8 @@ def _exact(outputs: Tensor, kind: str) -> Iterator[Tensor]:
 def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
     """The gradient that a user's callable makes, or that of the loss that it returns."""
     leaf = outputs.detach().requires_grad_()
-    try:
-        with torch.enable_grad():
-            made = kind(leaf)
-    except TypeError as error:
-        raise ValueError(
-            f"Invalid kind: {kind!r} can't be called with the outputs alone, which it draws labels "
-            f"for: {error}; for a loss that torch has, name it: {_NAMES}"
-        ) from error
+    with torch.enable_grad():
+        made = kind(leaf)
     if isinstance(made, Tensor) and made.shape == outputs.shape:
         return made.detach().to(outputs.dtype)
     if isinstance(made, Tensor) and made.dim() == 0 and made.requires_grad:
@@ -199,6 +194,7 @@ def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) 
             "enabled, before loss.backward()"
         )
     if callable(kind):
+        _check_call(kind)
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise ValueError(
@@ -211,6 +207,20 @@ def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) 
         )
     if exact and others["generator"] is not None:
         raise ValueError("Invalid generator: exact=True draws nothing; leave it out")
+
+
+def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
+    try:
+        called = inspect.signature(kind.forward if isinstance(kind, nn.Module) else kind)
+    except ValueError:  # a builtin, of which nothing is known
+        return
+    try:
+        called.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"Invalid kind: {kind!r} is called with the outputs alone, for which it draws labels "
+            f"by itself ({error}); a loss that torch has goes by its name, {_NAMES}"
+        ) from None
 
 
 def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:

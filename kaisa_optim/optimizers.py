@@ -6,6 +6,7 @@ import copyreg
 import dataclasses
 import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -126,16 +127,15 @@ class KFACMixin(Optimizer, Joinable):
             "early_refreshes": early_refreshes,
         }
         if nesterov is not None:
-            (kwargs if _has_nesterov(self._base) else asked)["nesterov"] = nesterov
-        if isinstance(params, Iterator):  # groups are looked at before the base takes them
-            params = list(params)
+            (asked if _lacks_nesterov(self._base) else kwargs)["nesterov"] = nesterov
+        if isinstance(params, Iterable) and not isinstance(params, Tensor):
+            params = list(params)  # as the base does, which then sees what is looked at here
         if moments is None:
             moments = "parameters"
             if eigenbasis.suits(self._base, kwargs):
                 own = inspect.signature(KFACMixin.__init__).parameters
                 defaults = {name: parameter.default for name, parameter in own.items()}
-                listed = params if isinstance(params, list | tuple) else ()
-                groups = [group for group in listed if isinstance(group, dict)]
+                groups = [g for g in params if isinstance(g, dict)]
                 moments = default_moments({**asked, "damping": damping}, defaults, groups)
         self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group
@@ -188,7 +188,6 @@ class KFACMixin(Optimizer, Joinable):
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
         self._refuse_join_of_the_model_alone()
-        self._notice_settings()
         with _gradients(self._joined_gradients()):
             if self._in_eigenbasis:
                 self._step_in_eigenbasis()
@@ -201,6 +200,7 @@ class KFACMixin(Optimizer, Joinable):
                     self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
+        self._notice_settings()
         return loss
 
     def _step_in_eigenbasis(self) -> None:
@@ -214,39 +214,50 @@ class KFACMixin(Optimizer, Joinable):
         eigenbasis.move(self, directions)
 
     def _notice_settings(self) -> None:
-        """Say once what was set since, or is set, without the effect that one would expect."""
+        """Say once what is set without the effect that one would expect."""
         if self._warned_of_settings:
             return
-        found = list(self._unused() if self._in_eigenbasis else self._beyond_the_clip())
+        found = self._unused() if self._in_eigenbasis else self._beyond_the_clip()
         if found:
             self._warned_of_settings = True
-            warnings.warn("; ".join(found), stacklevel=5)  # past no_grad and the profiler
+            warnings.warn(found, stacklevel=_level_of_caller())
 
-    def _unused(self) -> Iterator[str]:
-        clip = self.preconditioner.kl_clip
-        asked = [f"damping {g['damping']!r}" for g in self.param_groups if g["damping"] != DAMPING]
-        if clip not in (None, KL_CLIP):
-            asked.append(f"kl_clip {clip!r}")
-        for said in asked:
-            yield (
-                f'{said} has no part in moments="eigenbasis"; leave it out, or build the optimizer '
-                'with moments="parameters"'
-            )
+    def _unused(self) -> str:
+        clip, dampings = self.preconditioner.kl_clip, {g["damping"] for g in self.param_groups}
+        asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})]
+        asked += [f"kl_clip {clip!r}"] * (clip not in (None, KL_CLIP))
+        if not asked:
+            return ""
+        return (
+            f'{" and ".join(asked)}: of no use to moments="eigenbasis"; leave it out, or build the '
+            'optimizer with moments="parameters"'
+        )
 
-    def _beyond_the_clip(self) -> Iterator[str]:
+    def _beyond_the_clip(self) -> str:
         if self.preconditioner.kl_clip is None:
-            return
-        for number, group in enumerate(self.param_groups):
-            lr, alpha = group.get("lr"), group["kl_clip_lr"]
-            # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
-            known = isinstance(lr, int | float) and isinstance(alpha, int | float)
-            if known and 0 < 1.01 * alpha < lr:
-                yield (
-                    f"lr {lr:g} of parameter group {number} is above {alpha:g}, the lr at "
-                    f"construction, by which the KL clip goes: clipped steps are {lr / alpha:.3g} "
-                    "times as long as kl_clip allows; build the optimizer with the peak lr, or use "
-                    'kl_clip_lr="current"'
-                )
+            return ""
+        # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
+        beyond = [
+            number
+            for number, group in enumerate(self.param_groups)
+            if isinstance(group["kl_clip_lr"], int | float)
+            and isinstance(group.get("lr"), int | float)
+            and 0 < 1.01 * group["kl_clip_lr"] < group["lr"]
+        ]
+        if beyond:
+            covered = self.preconditioner.covered_groups()
+            beyond = [number for number in beyond if number in covered]
+        if not beyond:
+            return ""
+        group = self.param_groups[beyond[0]]
+        lr, alpha = group["lr"], group["kl_clip_lr"]
+        return (
+            f"lr {lr:g} is above kl_clip_lr {alpha:g} in parameter group "
+            f"{', '.join(map(str, beyond))}: the KL clip goes by the latter, which is the lr at "
+            f"construction, so that clipped steps are {lr / alpha:.3g} times as long as kl_clip "
+            'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or '
+            'use kl_clip_lr="current"'
+        )
 
     @property
     def _in_eigenbasis(self) -> bool:
@@ -511,6 +522,15 @@ def _merge_consolidated(optimizer: Optimizer, state_dict: dict[str, Any]) -> Non
             state_dict["state"][index] = {**entry, **gathered}
 
 
+def _level_of_caller() -> int:
+    """For a warning of the function that asks: how far it is to code that is neither torch's, which
+    wraps steps, nor ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "kaisa_optim"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _abridged(names: list[str], limit: int = 10) -> str:
     rest = len(names) - limit
     return "; ".join(names[:limit]) + (f"; and {rest} more" if rest > 0 else "")
@@ -605,16 +625,17 @@ def _refuse_graph_capture() -> None:
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
-def _has_nesterov(base: type[Optimizer]) -> bool:
-    """Of its own, as SGD."""
-    return "nesterov" in inspect.signature(base.__init__).parameters
+def _lacks_nesterov(base: type[Optimizer]) -> bool:
+    """Whether K-FAC's own is had with this base: it has Adam's moments, and none of its own."""
+    has = "nesterov" in inspect.signature(base.__init__).parameters
+    return issubclass(base, eigenbasis.BASES) and not has
 
 
 def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
     own = dict(inspect.signature(KFACMixin.__init__).parameters)
     theirs = inspect.signature(base.__init__).parameters
-    if _has_nesterov(base):
+    if not _lacks_nesterov(base):
         del own["nesterov"]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .assignment import WorkAssignment, choose
+from .assignment import WorkAssignment, choose, is_real
 
 Number = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -20,13 +19,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_damping(value: Any) -> float:
-    if not _is_real(value) or not 0 < value < math.inf:
+    if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(f"Invalid damping: {value!r}; it must be a number above 0, such as 1e-3")
     return float(value)
 
 
 def check_factor_decay(value: Any) -> float:
-    if not _is_real(value) or not 0 < value <= 1:
+    if not is_real(value) or not 0 < value <= 1:
         raise ValueError(f"Invalid factor_decay: {value!r}; it must be in (0, 1], such as 0.95")
     return float(value)
 
@@ -34,7 +33,7 @@ def check_factor_decay(value: Any) -> float:
 def check_kl_clip(value: Any) -> float | None:
     if value is None:
         return None
-    if not _is_real(value) or not 0 < value < math.inf:
+    if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(
             f"Invalid kl_clip: {value!r}; it must be a number above 0, or None for no clip"
         )
@@ -52,7 +51,7 @@ def refuse_clip_of_grafted(kl_clip: Any) -> None:
 def check_loss_terms(value: Any) -> str | float:
     if isinstance(value, str):
         return _one_of("loss_terms", value, ("examples", "positions"))
-    if not _is_real(value) or not 0 < value < math.inf:
+    if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(
             f'Invalid loss_terms: {value!r}; it must be "examples", "positions" or the number of '
             "terms, above 0, that the losses of one step average on this rank"
@@ -61,7 +60,7 @@ def check_loss_terms(value: Any) -> str | float:
 
 
 def check_statistics_fraction(value: Any) -> float:
-    if not _is_real(value) or not 0 < value <= 1:
+    if not is_real(value) or not 0 < value <= 1:
         raise ValueError(
             f"Invalid statistics_fraction: {value!r}; it must be in (0, 1], such as 0.25, or 1 for "
             "statistics of all examples"
@@ -77,12 +76,8 @@ def check_interval(name: str, value: Any) -> int:
     return int(value)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _is_whole(value: Any) -> bool:
-    return _is_real(value) and float(value).is_integer()
+    return is_real(value) and float(value).is_integer()
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -170,12 +165,10 @@ def default_moments(
 ) -> str:
     """In the eigenbasis, unless something else was asked for than can be had there, of all or of
     some parameters."""
-    pairs = [
-        (said[name], defaults[name])
-        for said in (asked, *groups)
-        for name in _OF_PARAMETERS
-        if name in said
-    ]
+    pairs = [(asked[name], defaults[name]) for name in _OF_PARAMETERS]
+    pairs += [(g["damping"], defaults["damping"]) for g in groups if "damping" in g]
+    # A number may be what another optimizer left in a group that is used again.
+    pairs += [("current", None) for g in groups if g.get("kl_clip_lr") == "current"]
     # No value has been checked yet: a tensor's == would be one, too.
     free = all(a is b or (isinstance(a, int | float | str) and a == b) for a, b in pairs)
     return "eigenbasis" if free else "parameters"
@@ -250,7 +243,7 @@ class Options:
                 "option rules out here; leave it out"
             )
         self._settle_refreshes()
-        if not _is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
+        if not is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(
                 f"Invalid basis_tolerance: {self.basis_tolerance!r}; it must be a share in [0, 1), "
                 "such as 0.1, or 0 for a new decomposition at every refresh"
@@ -276,7 +269,7 @@ class Options:
             raise ValueError(
                 'Invalid compute_eigenvalue_outer_product: True belongs to compute_method="eigen"'
             )
-        if not _is_real(self.max_factor_size) or not self.max_factor_size >= 1:
+        if not is_real(self.max_factor_size) or not self.max_factor_size >= 1:
             raise ValueError(
                 f"Invalid max_factor_size: {self.max_factor_size!r}; it must be 1 or more"
             )
@@ -300,7 +293,7 @@ class Options:
                 f"Invalid comm_dtype: {self.comm_dtype!r}; it must be torch.bfloat16, "
                 "torch.float16, or None for the data's own dtype"
             )
-        if not _is_real(self.bucket_cap_mb) or not 0 < self.bucket_cap_mb < math.inf:
+        if not is_real(self.bucket_cap_mb) or not 0 < self.bucket_cap_mb < math.inf:
             raise ValueError(
                 f"Invalid bucket_cap_mb: {self.bucket_cap_mb!r}; it must be a number of MiB above 0"
             )

@@ -176,6 +176,10 @@ class Preconditioner:
         """The covered layers that are not wholly frozen."""
         return [layer for layer in self.layers.values() if any(layer.covers)]
 
+    def covered_groups(self) -> set[int]:
+        """Numbers of the parameter groups that have covered parameters."""
+        return {self._group_of[p] for layer in self.active for p in layer.parameters}
+
     # ---- hyperparameters of the whole optimizer ----
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
+from .assignment import is_real
 from .optimizers import KFACMixin
 from .options import PER_GROUP
 
@@ -43,7 +43,7 @@ def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
         raise ValueError(
             f"Invalid milestones: {milestones!r}; they must be numbers of epochs, such as [40, 80]"
         )
-    if not isinstance(factor, Real) or isinstance(factor, bool) or not 0 < factor < math.inf:
+    if not is_real(factor) or not 0 < factor < math.inf:
         raise ValueError(f"Invalid factor: {factor!r}; it must be a number above 0, such as 0.5")
     return dict.fromkeys(milestones, factor)
 

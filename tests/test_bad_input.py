@@ -399,14 +399,41 @@ def test_an_lr_beyond_what_the_clip_goes_by_is_noticed_once(options, lr, said):
     assert not stepped(opt, model)
     opt.param_groups[1]["lr"] = lr
     text = (
-        "lr 0.3 of parameter group 1 is above 0.1, the lr at construction, by which the KL clip "
-        "goes: clipped steps are 3 times as long as kl_clip allows; build the optimizer with the "
-        'peak lr, or use kl_clip_lr="current"'
+        "lr 0.3 is above kl_clip_lr 0.1 in parameter group 1: the KL clip goes by the latter, "
+        "which is the lr at construction, so that clipped steps are 3 times as long as kl_clip "
+        'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or use '
+        'kl_clip_lr="current"'
     )
     assert stepped(opt, model) == [text] * said
 
 
-@pytest.mark.parametrize("where", ["argument", "group", "later", "new group", "clip", "nowhere"])
+def test_a_schedule_that_goes_beyond_it_is_noticed_at_the_users_line():
+    model = net()
+    opt = KFACSGD(model, lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.5, total_steps=20)
+    with pytest.warns(UserWarning, match="in parameter group 0: .* peak lr") as found:
+        for _ in range(10):
+            opt.zero_grad()
+            train(model)
+            opt.step()
+            schedule.step()
+    assert [w.filename for w in found] == [__file__]
+
+
+def test_groups_without_covered_layers_have_no_clip_to_go_beyond():
+    model = net()
+    rest = nn.Parameter(torch.zeros(2))
+    model.register_parameter("rest", rest)
+    groups = [{"params": [*model[0].parameters(), *model[2].parameters()]}, {"params": [rest]}]
+    with pytest.warns(UserWarning, match="rest"):
+        opt = KFACSGD(groups, lr=0.1, model=model)
+    opt.param_groups[1]["lr"] = 0.5
+    assert not stepped(opt, model)
+
+
+@pytest.mark.parametrize(
+    "where", ["argument", "group", "later", "new group", "clip", "no clip", "nowhere"]
+)
 def test_what_has_no_part_in_the_eigenbasis_is_said_once(where):
     model = net()
     groups = [{"params": model[0].parameters()}]
@@ -420,14 +447,14 @@ def test_what_has_no_part_in_the_eigenbasis_is_said_once(where):
         opt.param_groups[0]["damping"] = 0.5
     rest = {"params": model[2].parameters()}
     opt.add_param_group(rest | {"damping": 0.5} if where == "new group" else rest)
-    if where == "clip":
-        opt.preconditioner.kl_clip = 0.5
-    said = stepped(opt, model)
-    assert len(said) == (where != "nowhere")
+    if "clip" in where:
+        opt.preconditioner.kl_clip = 0.5 if where == "clip" else None
     what = "kl_clip" if where == "clip" else "damping"
-    remedy = 'leave it out, or build the optimizer with moments="parameters"'
-    for text in said:
-        assert f'{what} 0.5 has no part in moments="eigenbasis"; {remedy}' in text
+    text = (
+        f'{what} 0.5: of no use to moments="eigenbasis"; leave it out, or build the optimizer with '
+        'moments="parameters"'
+    )
+    assert stepped(opt, model) == [text] * ("no" not in where.split() and where != "nowhere")
 
 
 def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
@@ -436,13 +463,18 @@ def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
     model = net()
     group = {"params": model.parameters(), "nesterov": True}
     assert KFACSGD([group], lr=0.1, momentum=0.9, model=model).param_groups[0]["nesterov"] is True
-    for make in (
-        lambda: KFACAdam(net(), nesterov=True, moments="parameters"),
-        lambda: KFACAdam(net(), nesterov=True, damping=0.1),
-        lambda: with_kfac(torch.optim.RAdam)(net(), nesterov=True),
-    ):
+    for other in ({"moments": "parameters"}, {"damping": 0.1}):
         with pytest.raises(ValueError, match=r"Invalid nesterov: True belongs to .*leave it out"):
-            make()
+            KFACAdam(net(), nesterov=True, **other)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nesterov'"):
+        with_kfac(torch.optim.RAdam)(net(), nesterov=True)
+
+    class Passing(torch.optim.SGD):
+        def __init__(self, params, lr, **rest):
+            super().__init__(params, lr, **rest)
+
+    passed = with_kfac(Passing)(net(), lr=0.1, momentum=0.9, nesterov=True)
+    assert passed.param_groups[0]["nesterov"] is True
     with pytest.raises(ValueError, match="Invalid nesterov: 'yes'; it must be True or False"):
         KFACAdam(net(), nesterov="yes")
     with pytest.raises(ValueError, match="Invalid nesterov: True in a parameter group"):

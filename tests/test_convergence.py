@@ -90,6 +90,23 @@ def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
         assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
 
 
+def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
+    """Of twelve only the first three do not, of which one does when it runs longer."""
+
+    def trained(task, data, one, config, seed, steps, device):
+        limit = 3 if steps == 25 else 2
+        loss = float(config["lr"]) if config["lr"] <= limit else math.inf
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(range(1, 13))
+    one = dataclasses.replace(plain(), space={"lr": lambda generator: next(drawn)})
+    store = search.Store(tmp_path / "runs.json")
+    with mock.patch.object(search, "train", side_effect=trained):
+        assert search.search(line(100), DATA, one, store, trials=12) == {"lr": 1}
+    later = [run["config"]["lr"] for run in store.runs.values() if run["steps"] > 25]
+    assert sorted(set(later)) == [1, 2, 3]
+
+
 @pytest.mark.usefixtures("short")
 def test_the_worse_of_two_seeds_decides(tmp_path):
     """Between the two that are left after the first rung."""

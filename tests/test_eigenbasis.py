@@ -175,7 +175,18 @@ def test_what_belongs_to_preconditioned_gradients_gets_them(option, value):
     )
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_groups_that_are_used_again_say_nothing_new():
+    """Optimizers write into the groups that they are given."""
+    model = net()
+    groups = [{"params": model.parameters()}]
+    for _ in range(2):
+        groups = KFACAdam(groups, model=model).param_groups
+        assert KFACAdam(groups, model=model).preconditioner.options.moments == "eigenbasis"
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, iter, lambda groups: dict(enumerate(groups)).values()]
+)
 @pytest.mark.parametrize(
     ("option", "value", "moments"),
     [

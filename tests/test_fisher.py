@@ -564,7 +564,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "callable of two": (
         nn.CrossEntropyLoss(),
         {},
-        r"Invalid kind: CrossEntropyLoss\(\) can't be called with .* name it: \"cross_entropy",
+        r"Invalid kind: CrossEntropyLoss\(\) is called with the outputs alone.*\"cross_entropy",
     ),
     "generator": ("mse", {"exact": True, "generator": torch.Generator()}, "Invalid generator"),
 }
@@ -585,6 +585,13 @@ def test_outputs_without_a_graph_are_refused(outputs):
     opt = optimizer(nn.Linear(2, 3))
     with pytest.raises(ValueError, match="Invalid outputs"):
         opt.preconditioner.sample_fisher(outputs, "mse")
+
+
+def test_an_error_within_a_callable_stays_what_it_is():
+    model = nn.Linear(2, 3)
+    opt = optimizer(model)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), lambda f: f.sum() + "1")
 
 
 def test_a_draw_after_the_backward_pass_is_refused_in_our_words():

@@ -253,12 +253,17 @@ def test_a_damping_written_into_a_group_is_checked(value):
         opt.step()
 
 
-def test_a_group_taken_away_by_hand_is_named():
+@pytest.mark.parametrize("added", [False, True])
+def test_a_group_taken_away_or_added_by_hand_is_named(added):
     net = Net()
     opt = KFACSGD([{"params": m.parameters()} for m in (net.first, net.last)], lr=0.1, model=net)
-    del opt.param_groups[1]
+    if added:
+        opt.param_groups.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    else:
+        del opt.param_groups[1]
+    count = len(opt.param_groups)
     loss_of(net(rows(8))).backward()
-    with pytest.raises(RuntimeError, match=r"Invalid param_groups: 1 groups, 2 were added; use"):
+    with pytest.raises(RuntimeError, match=rf"Invalid param_groups: {count} groups, 2 were added;"):
         opt.step()
 
 

@@ -27,8 +27,8 @@ TRIALS = 12
 RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
 # A schedule of fewer steps prefers learning rates that are too high for a longer one.
 FEWEST = 25
-# Of weights and batches that settings are judged on, none of a final's. Those that do well on one
-# alone are often too bold: all rungs but the first ask the second, too, and the worse one decides.
+# Seeds that settings are judged on, none of a final's. Settings that do well on one alone are often
+# too bold: the first rung asks the first seed, all others ask both, and the worse one decides.
 JUDGES: tuple[int, ...] = (0, 1000)
 
 
@@ -154,7 +154,8 @@ def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = T
             if sum(loss < math.inf for loss, _ in tried) == count:
                 break
         tried.sort(key=lambda pair: pair[0])
-        ranked = [config for _, config in tried]
+        # None is tried again that diverged, unless all have.
+        ranked = [config for loss, config in tried if loss < math.inf] or [tried[0][1]]
         print(
             f"  {one.name}: {len(tried)} × {steps} steps, best {tried[0][0]:.5g} {ranked[0]}",
             flush=True,
