@@ -287,6 +287,14 @@ def test_a_run_that_diverges_ends(tmp_path):
     assert run.loss == math.inf and run.curve[-1][0] < 40
 
 
+def test_a_run_may_come_back_from_a_bad_moment():
+    """Early running statistics of batch normalization made a U-Net's loss four times the first."""
+    losses = [(1.0, None), (50.0, None), (2.0, None), (1.0, None), (0.5, None)]
+    with mock.patch.object(Task, "measure", side_effect=losses):
+        run = search.train(line(), DATA, plain(0.1), {"lr": 0.1}, 0, 40)
+    assert run.loss == 0.5 and [point[2] for point in run.curve] == [loss for loss, _ in losses]
+
+
 def test_the_shortest_horizon_has_a_schedule_of_its_own(tmp_path):
     store = search.Store(tmp_path / "runs.json")
     task, one = line(), plain(0.1)

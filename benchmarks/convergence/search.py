@@ -27,6 +27,9 @@ TRIALS = 12
 RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
 # A schedule of fewer steps prefers learning rates that are too high for a longer one.
 FEWEST = 25
+# Times the loss of the beginning. Less may pass: while batch normalization's running statistics lag
+# behind, a loss of four times the first one does.
+HOPELESS = 100
 # Seeds that settings are judged on, none of a final's. Settings that do well on one alone are often
 # too bold: the first rung asks the first seed, all others ask both, and the worse one decides.
 JUDGES: tuple[int, ...] = (0, 1000)
@@ -39,7 +42,7 @@ class Run:
     config: Config
     seed: int
     steps: int
-    loss: float  # at the end; inf where it diverged
+    loss: float  # at the end; inf where it was broken off, having diverged
     seconds: float  # of training, without measurements; on CPUs of CPU time
     curve: list[tuple[int, float, float, float | None]]  # step, seconds, loss, score
 
@@ -72,7 +75,7 @@ def train(
         if step % task.every == 0 or step == steps:
             seconds += now(device) - start
             curve.append((step, seconds, *task.measure(model, data, device)))
-            if not curve[-1][2] < 3 * curve[0][2]:
+            if not curve[-1][2] < HOPELESS * curve[0][2]:
                 return Run(config, seed, steps, math.inf, seconds, curve)
             start = now(device)
     return Run(config, seed, steps, curve[-1][2], seconds, curve)
