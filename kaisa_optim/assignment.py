@@ -224,11 +224,7 @@ def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bo
 
     In a world of one rank they do, whatever the user says.
     """
-    if colocate is not None and not isinstance(colocate, bool):
-        raise ValueError(
-            f"Invalid colocate_factors: {colocate!r}; it must be True, False, or None for what "
-            "the assignment prefers"
-        )
+    check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
         return bool(strategy.colocate if colocate is None else colocate)
     if colocate is False and grid.world > 1:
@@ -601,6 +597,13 @@ def _workers(fraction: float, world: int) -> int:
 
 def is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: Any, none: bool = False) -> None:
+    """With ``none``, None is allowed, too."""
+    if not isinstance(value, bool) and not (none and value is None):
+        rest = ", or None for what follows from other options" if none else ""
+        raise ValueError(f"Invalid {name}: {value!r}; it must be True or False{rest}")
 
 
 def _is_count(value: Any) -> bool:

@@ -128,14 +128,15 @@ class KFACMixin(Optimizer, Joinable):
         }
         if nesterov is not None:
             (asked if _lacks_nesterov(self._base) else kwargs)["nesterov"] = nesterov
-        if isinstance(params, Iterable) and not isinstance(params, Tensor):
-            params = list(params)  # as the base does, which then sees what is looked at here
+        groups: list[dict[str, Any]] = []
+        if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses
+            params = list(params)
+            groups = [group for group in params if isinstance(group, dict)]
         if moments is None:
             moments = "parameters"
             if eigenbasis.suits(self._base, kwargs):
                 own = inspect.signature(KFACMixin.__init__).parameters
                 defaults = {name: parameter.default for name, parameter in own.items()}
-                groups = [g for g in params if isinstance(g, dict)]
                 moments = default_moments({**asked, "damping": damping}, defaults, groups)
         self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group

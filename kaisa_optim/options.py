@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .assignment import WorkAssignment, choose, is_real
+from .assignment import WorkAssignment, check_flag, choose, is_real
 
 Number = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -84,12 +84,6 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError(f"Invalid {name}: {value!r}; choose from {', '.join(map(repr, choices))}")
     return str(value)
-
-
-def _flag(name: str, value: Any, none: str = "") -> None:
-    if not any(value is x for x in (True, False)) and not (none and value is None):
-        rest = f", or {none}" if none else ""
-        raise ValueError(f"Invalid {name}: {value!r}; it must be True or False{rest}")
 
 
 def _step_numbers(name: str, value: Any) -> tuple[int, ...]:
@@ -234,9 +228,9 @@ class Options:
                 'use moments="parameters"'
             )
         for name in ("compute_eigenvalue_outer_product", "nesterov", "grafting"):
-            _flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         for name in ("staggered", "colocate_factors"):
-            _flag(name, getattr(self, name), "None for what follows from other options")
+            check_flag(name, getattr(self, name), none=True)
         if self.nesterov and self.moments != "eigenbasis":
             raise ValueError(
                 'Invalid nesterov: True belongs to moments="eigenbasis", which the base or another '

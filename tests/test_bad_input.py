@@ -357,6 +357,16 @@ def test_values_put_in_the_wrong_place_are_named():
         KFACSGD(net, lr=0.0)
 
 
+@pytest.mark.parametrize("params", [torch.zeros(()), torch.zeros(3), 5])
+def test_what_is_no_iterable_of_parameters_is_refused_as_by_the_base(params):
+    said = []
+    for make in (torch.optim.Adam, lambda params: KFACAdam(params, model=net())):
+        with pytest.raises(TypeError) as found:
+            make(params)
+        said.append(str(found.value))
+    assert said[0] == said[1]
+
+
 def test_a_misspelled_setting_of_the_preconditioner_is_refused():
     kfac = KFACSGD(net(), lr=0.1).preconditioner
     with pytest.raises(AttributeError, match=r"loss_term = 5: .* did you mean loss_terms\?"):
