@@ -108,9 +108,12 @@ def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
 
 
 @pytest.mark.usefixtures("short")
-def test_the_worse_of_two_seeds_decides(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second", "best"), [((1.0, 4.0), (2.0, 3.0), 2), ((1.0, 3.0), (4.0, 2.0), 1)]
+)
+def test_the_worse_of_two_seeds_decides(tmp_path, first, second, best):
     """Between the two that are left after the first rung."""
-    losses = {1: (1.0, 4.0), 2: (2.0, 3.0), **dict.fromkeys((3, 4, 5, 6), (9.0, 0.0))}
+    losses = {1: first, 2: second, **dict.fromkeys((3, 4, 5, 6), (9.0, 0.0))}
 
     def trained(task, data, one, config, seed, steps, device):
         loss = losses[config["lr"]][search.JUDGES.index(seed)]
@@ -120,7 +123,7 @@ def test_the_worse_of_two_seeds_decides(tmp_path):
     one = dataclasses.replace(plain(), space={"lr": lambda generator: next(drawn)})
     with mock.patch.object(search, "train", side_effect=trained):
         store = search.Store(tmp_path / "runs.json")
-        assert search.search(line(), DATA, one, store, trials=6) == {"lr": 2}
+        assert search.search(line(), DATA, one, store, trials=6) == {"lr": best}
 
 
 @pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])
