@@ -122,7 +122,7 @@ def _peak(name: str, where: tuple[str, str, int, Path | None], batch: int) -> fl
     task = replace(whole, measured=lambda data: islice(whole.measured(data), 1))
     try:
         # The first step gathers and decomposes all; which settings, does not matter.
-        train(task, task.load(folder), one, one.draw("0"), 0, 3, device)
+        train(task, task.load(folder), one, one.draw("0", 1)[0], 0, 3, device)
     except torch.OutOfMemoryError:
         return float("inf")
     return peak_mb(device)

@@ -180,7 +180,7 @@ def test_all_contestants_see_the_same_batches(name):
             measured=lambda part: iter([(x[:1], y[:1])]),
             every=99,
         )
-        settings = CONTESTANTS[one].draw("0")
+        settings = CONTESTANTS[one].draw("0", 1)[0]
         search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
         seen.append(torch.stack(kept))
     assert len(seen[0]) == (12 if name == "masked" else 3)

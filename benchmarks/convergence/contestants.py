@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,30 +16,34 @@ from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from .muon import MetricMuon, Muon32
 
 Config = dict[str, Any]
+Space = dict[str, Callable[[float], Any]]  # of a place in a range, 0 to 1, what is there
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Builds optimizers; ``space`` draws one trial's settings."""
+    """Builds optimizers; ``space`` has the ranges of the settings that are searched."""
 
     name: str
     build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
-    space: dict[str, Callable[[random.Random], Any]]
+    space: Space
     needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
     tuned: str | None = None  # the one that this is with no other settings than learning rates
     adams: bool = True  # whether steps are no longer for larger gradients, as Adam's are not
 
-    def draw(self, trial: str, ends: bool = False, pace: float = 1) -> Config:
-        """A trial's settings; one that two contestants have falls on the same place of its range.
+    def draw(self, seed: str, trials: int, ends: bool = False, pace: float = 1) -> list[Config]:
+        """Settings of so many trials, for each setting one in each of as many parts of its range.
 
-        Otherwise the luckier draws would win. With ``ends``, all have the same range of rates for
-        what Muon does not take. ``pace`` multiplies "lr" of Adam's kind.
+        What two contestants have falls on the same places of its ranges: otherwise the luckier
+        draws would win. With ``ends``, all have the same range of rates for what Muon does not
+        take. ``pace`` multiplies "lr" of Adam's kind.
         """
         space = {**self.space, **_ENDS} if ends else self.space
-        config = {name: one(random.Random(f"{trial} {name}")) for name, one in space.items()}
+        places = {name: _spread(f"{seed} {name}", trials) for name in space}
+        configs = [{name: of(places[name][i]) for name, of in space.items()} for i in range(trials)]
         if pace != 1 and self.adams:
-            config["lr"] = float(f"{pace * config['lr']:.2g}")
-        return config
+            for config in configs:
+                config["lr"] = float(f"{pace * config['lr']:.2g}")
+        return configs
 
     @property
     def absent(self) -> bool:
@@ -55,17 +58,21 @@ class Contestant:
         return False
 
 
-def between(low: float, high: float) -> Callable[[random.Random], float]:
+def _spread(seed: str, count: int) -> list[float]:
+    """One number in each of ``count`` equal parts of [0, 1), in any order."""
+    generator = random.Random(seed)
+    places = [(i + generator.random()) / count for i in range(count)]
+    generator.shuffle(places)
+    return places
+
+
+def between(low: float, high: float) -> Callable[[float], float]:
     """Evenly on the scale of logarithms, to two digits."""
-
-    def draw(generator: random.Random) -> float:
-        return float(f"{math.exp(generator.uniform(math.log(low), math.log(high))):.2g}")
-
-    return draw
+    return lambda place: float(f"{low * (high / low) ** place:.2g}")
 
 
-def one_of(*values: Any) -> Callable[[random.Random], Any]:
-    return lambda generator: generator.choice(values)
+def one_of(*values: Any) -> Callable[[float], Any]:
+    return lambda place: values[int(place * len(values))]
 
 
 def _params(model: nn.Module, config: Config) -> list[dict[str, Any]]:
@@ -157,7 +164,7 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
 
 
 def _defaults(
-    tuned: str, cls: type[Any], lr: Callable[[random.Random], float], **fixed: Any
+    tuned: str, cls: type[Any], lr: Callable[[float], float], **fixed: Any
 ) -> Contestant:
     """With nothing but learning rates to search for. Momentum is ``fixed`` where the base's own
     default is 0, which nobody trains with."""

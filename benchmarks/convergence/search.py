@@ -144,7 +144,7 @@ def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = T
 
     One that diverges in a later rung makes room for the next best of the rung before.
     """
-    ranked = [one.draw(f"{task.name} {i}", task.ends, task.pace) for i in range(trials)]
+    ranked = one.draw(task.name, trials, task.ends, task.pace)
     count, judges = trials, JUDGES[:1]
     for part, kept in RUNGS:
         steps = max(1, round(part * task.steps))
