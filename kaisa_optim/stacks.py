@@ -84,7 +84,7 @@ def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
     if all(one.stop == other.start for one, other in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
     indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
-    return indices.to(device)
+    return indices.to(device, non_blocking=True)
 
 
 def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:

@@ -18,6 +18,7 @@ from .layers import Layer
 from .stacks import Factor, Shelf, Specs, Stack
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
+_WITH_STREAMS = ("cuda",)  # devices that copy to the host while it goes on
 
 
 class Tracking:
@@ -85,12 +86,8 @@ class Tracking:
     def send(self, shelf: Shelf) -> None:
         """Start the notes' way to the host, beside the work that follows."""
         for stack in shelf.stacks.values() if self.asked else ():
-            if stack.key.device.type == "cuda":
-                notes = stack.tensors["stale"]
-                host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
-                host.copy_(notes, non_blocking=True)
-                arrival = torch.cuda.current_stream(stack.key.device).record_event()
-                self._arriving[stack] = host, arrival
+            if stack.key.device.type in _WITH_STREAMS:
+                self._arriving[stack] = _sent(stack.tensors["stale"])
 
     def flags(self, shelf: Shelf) -> list[float]:
         """This rank's notes on what was asked, A and G of each layer; 0 for what others keep."""
@@ -104,7 +101,16 @@ class Tracking:
         return answers
 
     def _arrived(self, stack: Stack) -> Tensor:
-        host, arrival = self._arriving.pop(stack, (stack.tensors["stale"], None))
+        if stack not in self._arriving:
+            return stack.tensors["stale"].cpu()
+        host, arrival = self._arriving.pop(stack)
         if arrival is not None:
             arrival.synchronize()
         return host
+
+
+def _sent(notes: Tensor) -> tuple[Tensor, Any]:
+    """Where the notes will be on the host, and the event of their arrival."""
+    host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
+    host.copy_(notes, non_blocking=True)
+    return host, torch.cuda.current_stream(notes.device).record_event()

@@ -163,9 +163,7 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
     return build
 
 
-def _defaults(
-    tuned: str, cls: type[Any], lr: Callable[[float], float], **fixed: Any
-) -> Contestant:
+def _defaults(tuned: str, cls: type[Any], lr: Callable[[float], float], **fixed: Any) -> Contestant:
     """With nothing but learning rates to search for. Momentum is ``fixed`` where the base's own
     default is 0, which nobody trains with."""
     space = {"lr": lr}

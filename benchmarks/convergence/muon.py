@@ -2,8 +2,7 @@
 
 Of a momentum M the experiment takes the step L polar(L M), with L = (G + λI)^-½ and G of mean
 eigenvalue 1. Tuned by as many trials as Muon on the character GPT it came to Muon's loss in about
-0.92 of its steps, each of 1.2 times the CPU time (docs/benchmarks.md). So it stays here, and the
-package has no class for it.
+0.92 of its steps (docs/benchmarks.md). So it stays here, and the package has no class for it.
 """
 
 from __future__ import annotations
@@ -69,6 +68,25 @@ def polar(matrix: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def orthogonalizer(gram: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """The same iteration on X Xᵀ alone: Q with Q X as :func:`polar` has it; for X far from square.
+
+    Each step of it multiplies X by a polynomial of X Xᵀ, and polynomials of one matrix commute.
+    """
+    a, b, c = coefficients
+    norm = gram.diagonal().sum().clamp(min=1e-14)
+    gram = gram / norm
+    whole: Tensor | None = None
+    for step in range(steps):
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        whole = factor if whole is None else whole @ factor
+        if step < steps - 1:
+            gram = factor @ (gram @ factor)
+    assert whole is not None
+    return whole.div_(norm.sqrt())
 
 
 class MetricMuon(Muon32):
@@ -143,16 +161,27 @@ class MetricMuon(Muon32):
             pass
 
     def _refresh(self) -> None:
+        """(G + λI)^-½ of wide matrices; its square of tall ones."""
         with full_precision():
             for stack in self.shelf.stacks.values():
                 values, vectors = eigendecompose(stack.tensors["average"])
                 values = values / values.mean(1, keepdim=True) + self.damping
-                roots = vectors * values.rsqrt()[:, None] @ vectors.mT
                 for factor in stack.factors:
-                    self.roots[factor.layer] = roots[factor.slots][0]
+                    own, basis = values[factor.slots][0], vectors[factor.slots][0]
+                    weight = factor.layer.weight
+                    assert weight is not None
+                    power = -1.0 if weight.shape[0] > weight.shape[1] else -0.5
+                    self.roots[factor.layer] = basis * own.pow(power) @ basis.mT
 
     def _direction(
         self, p: Tensor, ahead: Tensor, coefficients: Coefficients, steps: int
     ) -> Tensor:
-        left = self.roots[self.layer_of[p]]
-        return left @ polar(left @ ahead, coefficients, steps)
+        root = self.roots[self.layer_of[p]]
+        if p.shape[0] == p.shape[1]:
+            return root @ polar(root @ ahead, coefficients, steps)
+        # With L = (G + λI)^-½ and X = L M, polar X is (X Xᵀ)^-½ X, and X (Xᵀ X)^-½.
+        if p.shape[0] > p.shape[1]:
+            new = root @ ahead
+            return new @ orthogonalizer(ahead.mT @ new, coefficients, steps)
+        gram = root @ (ahead @ ahead.mT) @ root
+        return root @ orthogonalizer(gram, coefficients, steps) @ root @ ahead

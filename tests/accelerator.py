@@ -1,0 +1,153 @@
+"""A device that is none: its tensors lie in the host's memory, and only say that they do not.
+
+What would not run on a GPU does not run here: an operator over tensors of both devices raises. What
+would make the host wait for a GPU is noted, as torch.cuda.set_sync_debug_mode would note it. The
+numbers are the CPU's own. To import it is to register it with torch.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAME = "pretended"
+backend_registration._setup_privateuseone_for_python_backend(NAME)
+DEVICE = torch.device(NAME, 0)
+
+_aten = torch.ops.aten
+# On CUDA these look at a device's numbers, or at whether a solver went well.
+_LOOKING = {
+    _aten._local_scalar_dense,
+    _aten.is_nonzero,
+    _aten.equal,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten.repeat_interleave,
+    _aten._unique2,
+    _aten._linalg_check_errors,
+    _aten._linalg_eigh,
+    _aten._linalg_svd,
+}
+_COPYING = {_aten.copy_, _aten._foreach_copy_}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+
+
+class _There(Tensor):
+    """A tensor of the device, around the one with its numbers."""
+
+    numbers: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> _There:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            numbers.size(),
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device=DEVICE,
+        )
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"_There({self.numbers!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """On the host, without a wait that would be noted."""
+    return tensor.numbers if isinstance(tensor, _There) else tensor
+
+
+class _Waits(TorchDispatchMode):
+    """While it is on, tensors can be made on the device; keeps where the host waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        why = _wait(func, args, kwargs or {})
+        if why:
+            frames = [f for f in traceback.extract_stack()[:-1] if "kaisa_optim/" in f.filename]
+            places = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-3:]]
+            self.found.append(f"{func}, {why}, at {' > '.join(places)}")
+        return _run(func, args, kwargs or {})
+
+    def taken(self) -> list[str]:
+        """What was found since the last time."""
+        found, self.found = self.found, []
+        return found
+
+
+@contextmanager
+def device() -> Iterator[_Waits]:
+    former = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor copies where it can be seen
+    try:
+        with _Waits() as waits:
+            yield waits
+    finally:
+        torch._C._set_only_lift_cpu_tensors(former)
+
+
+def _places(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], str]:
+    """Tensors there, tensors here, and where the results go."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    there = [x for x in tensors if isinstance(x, _There)]
+    here = [x for x in tensors if not isinstance(x, _There)]
+    asked = kwargs.get("device")
+    where = NAME if there else "cpu"
+    return there, here, where if asked is None else torch.device(asked).type
+
+
+def _wait(func: Any, args: Any, kwargs: Any) -> str | None:
+    """Why the host would wait for a GPU, if it would."""
+    there, here, where = _places(args, kwargs)
+    packet = func.overloadpacket
+    if packet is _aten._to_copy and where != (NAME if there else "cpu"):
+        return None if kwargs.get("non_blocking") else f"a copy to {where}"
+    if packet in _COPYING and there and here:
+        overlaps = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        return None if overlaps else "a copy between devices"
+    if not there:
+        return None
+    if packet in _INDEXING:
+        indices = [index for index in args[1] if index is not None]
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+            return "indices from a mask"
+        on_host = any(not isinstance(index, _There) for index in indices)
+        return "indices on the host" if on_host else None
+    return "a look at numbers" if packet in _LOOKING else None
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    there, here, where = _places(args, kwargs)
+    packet = func.overloadpacket
+    crosses = packet is _aten._to_copy or packet in _COPYING or packet in _INDEXING
+    # As on CUDA, one number of the host's may be anywhere.
+    if there and not crosses and any(x.dim() > 0 for x in here):
+        raise RuntimeError(
+            f"{func}: tensors {[tuple(x.shape) for x in here]} on the CPU, others on {DEVICE}"
+        )
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    own_args, own_kwargs = tree_map_only(_There, lambda x: x.numbers, (args, kwargs))
+    result = func(*own_args, **own_kwargs)
+    if where != NAME:
+        return result
+    result = tree_map_only(Tensor, _There, result)
+    return return_and_correct_aliasing(func, args, kwargs, result) if there else result
