@@ -200,6 +200,7 @@ class Options:
     comm_dtype: torch.dtype | None = None
     moments: str = "parameters"
     nesterov: bool = False
+    orthogonal: bool = False
     basis_tolerance: float | None = None
     statistics_fraction: Number = 1.0
     eigenvalue_correction: bool | str = False
@@ -227,15 +228,16 @@ class Options:
                 "eigenvalues; leave out compute_method and compute_eigenvalue_outer_product, or "
                 'use moments="parameters"'
             )
-        for name in ("compute_eigenvalue_outer_product", "nesterov", "grafting"):
+        for name in ("compute_eigenvalue_outer_product", "nesterov", "orthogonal", "grafting"):
             check_flag(name, getattr(self, name))
         for name in ("staggered", "colocate_factors"):
             check_flag(name, getattr(self, name), none=True)
-        if self.nesterov and self.moments != "eigenbasis":
-            raise ValueError(
-                'Invalid nesterov: True belongs to moments="eigenbasis", which the base or another '
-                "option rules out here; leave it out"
-            )
+        for name in ("nesterov", "orthogonal"):
+            if getattr(self, name) and self.moments != "eigenbasis":
+                raise ValueError(
+                    f'Invalid {name}: True belongs to moments="eigenbasis", which the base or '
+                    "another option rules out here; leave it out"
+                )
         self._settle_refreshes()
         if not is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(

@@ -107,6 +107,7 @@ class Preconditioner:
             max_failures=options.max_failures,
             moments=options.moments == "eigenbasis",
             nesterov=options.nesterov,
+            orthogonal=options.orthogonal,
             tolerance=options.tolerance,
             correction=options.correction,
         )

@@ -80,6 +80,7 @@ class SecondOrder:
         max_failures: int,
         moments: bool,
         nesterov: bool,
+        orthogonal: bool,
         tolerance: float,
         correction: str | None,
     ) -> None:
@@ -87,6 +88,7 @@ class SecondOrder:
         self.tracking = Tracking(tolerance)
         self.moments = moments  # Adam's are kept, in the eigenbasis
         self.nesterov = nesterov  # and lead one step ahead
+        self.orthogonal = orthogonal  # and their directions have nearly equal singular values
         self.correction = correction  # of the eigenvalues: by "examples", by "gradients"
         self.parted = False  # A and G of a layer may lie on two ranks
         self.method = method
@@ -492,7 +494,10 @@ class SecondOrder:
             adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
         projected = algebra.into_basis(gradient, *bases)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam, self.nesterov)
-        return algebra.out_of_basis(found, *bases)
+        found = algebra.out_of_basis(found, *bases)
+        # A diagonal side is of rows of a table, each for itself; a vector is as it should be.
+        matrices = None not in bases and 1 not in found.shape[1:]
+        return algebra.orthogonalized(found) if self.orthogonal and matrices else found
 
     def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
         """δᵀFδ in all, of changes δ stacked like gradients; in eigenbases."""

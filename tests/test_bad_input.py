@@ -491,6 +491,18 @@ def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
         KFACAdam([group], model=model)
 
 
+def test_orthogonal_belongs_to_the_eigenbasis():
+    for cls, other in ((KFACSGD, {"lr": 0.1}), (KFACAdam, {"moments": "parameters"})):
+        text = r"Invalid orthogonal: True belongs to .*leave it out"
+        with pytest.raises(ValueError, match=text):
+            cls(net(), orthogonal=True, **other)
+    with pytest.raises(ValueError, match="Invalid orthogonal: 'yes'; it must be True or False"):
+        KFACAdam(net(), orthogonal="yes")
+    with pytest.raises(ValueError, match="Invalid orthogonal: True in a parameter group"):
+        model = net()
+        KFACAdam([{"params": model.parameters(), "orthogonal": True}], model=model)
+
+
 def test_a_layer_kind_registered_without_its_module_class():
     from kaisa_optim import Layer, register_layer
 

@@ -280,7 +280,8 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
         contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["SGD"])
     for one in CONTESTANTS.values():
         if one.tuned is not None:
-            assert set(one.space) == {"lr"} and one.name == f"{one.tuned}, defaults"
+            assert set(one.space) == {"lr"}
+            assert one.name in (f"{one.tuned}, defaults", "KFACAdam, as advised")
             tuned = CONTESTANTS[one.tuned]
             assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 
@@ -390,7 +391,7 @@ def test_the_metric_of_muon(inputs, outputs):
     plain = muon_step(Muon32, model, x)
     large = muon_step(MetricMuon, model, x, damping=1e8)
     scale = max(1, outputs / inputs) ** 0.5
-    torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-3)
     moved = muon_step(MetricMuon, model, x, damping=0.1)
     rows = 3 * model(x).detach() ** 2
     g = rows.T @ rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import itertools
@@ -46,7 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training import assert_near, assert_same
 from watch import Watch, factors_of, normal, rows_of
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, eigenbasis, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, algebra, eigenbasis, with_kfac
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -282,6 +283,7 @@ class Reference:
         cls: Any,
         due: Callable[[int], Iterable[str]],
         nesterov: bool = False,
+        orthogonal: bool = False,
         **options: Any,
     ) -> None:
         self.model = net()
@@ -292,6 +294,7 @@ class Reference:
         self.group = dict(self.plain.param_groups[0])
         self.plain.param_groups[0]["max_grad_norm"] = None  # this class has all gradients' norm
         self.nesterov = nesterov
+        self.orthogonal = orthogonal
         self.decoupled = cls is KFACAdamW or bool(
             self.group["adam_w_mode"] if self.lamb else self.group.get("decoupled_weight_decay")
         )
@@ -355,7 +358,10 @@ class Reference:
         c1 = 1 - beta1 ** (steps + self.nesterov) if corrected else 1
         c2 = 1 - beta2**steps if corrected else 1
         found = (ahead / c1) / ((second / c2).sqrt() + self.group["eps"])
-        return q_g @ found @ q_a.T, kept._replace(first=first, second=second, steps=steps)
+        found = q_g @ found @ q_a.T
+        if self.orthogonal:
+            found = evened(found)
+        return found, kept._replace(first=first, second=second, steps=steps)
 
     def taken_in(self, p: Tensor) -> Tensor:
         gradient = -p.grad if self.group["maximize"] else p.grad
@@ -371,6 +377,15 @@ class Reference:
         elif self.decoupled:
             p.mul_(1 - lr * decay)
         p.sub_(lr * direction)
+
+
+def evened(matrix: Tensor) -> Tensor:
+    """With singular values that Muon's polynomial makes alike, and the norm as it was."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    even = s / s.norm()
+    for _ in range(5):
+        even = 3.4445 * even - 4.7750 * even**3 + 2.0315 * even**5
+    return u @ (even * s.norm() / even.norm()).diag() @ v
 
 
 def turned(kept: Kept) -> Kept:
@@ -394,6 +409,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam maximize L2": (KFACAdam, {"maximize": True, "weight_decay": 0.1}),
     "Adam Tensor lr": (KFACAdam, {"lr": torch.tensor(0.02)}),
     "Adam Nesterov": (KFACAdam, {"nesterov": True, "weight_decay": 0.1}),
+    "Adam orthogonal": (KFACAdam, {"orthogonal": True, "eps": 1e-3}),
     "AdamW": (KFACAdamW, {"weight_decay": 0.5}),
     "AdamW maximize": (KFACAdamW, {"maximize": True, "weight_decay": 0.5}),
     "AdamW Tensor lr": (KFACAdamW, {"lr": torch.tensor(0.02), "weight_decay": 0.5}),
@@ -408,6 +424,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "LAMB unaveraged": (KFACLAMB, {"grad_averaging": False, "weight_decay": 0.0}),
     "LAMB Nesterov": (KFACLAMB, {"nesterov": True, "grad_averaging": False}),
     "LAMB uncorrected Nesterov": (KFACLAMB, {"nesterov": True, "bias_correction": False}),
+    "LAMB orthogonal": (KFACLAMB, {"orthogonal": True, "nesterov": True, "eps": 1e-3}),
     "LAMB maximize": (KFACLAMB, {"maximize": True, "adam_w_mode": False}),
     "LAMB Tensor lr": (KFACLAMB, {"lr": torch.tensor(0.02)}),
 }
@@ -445,7 +462,8 @@ def test_uncovered_parameters_follow_the_plain_base(case):
     cls, options = of_case(case)
     model, opt = pair(cls, **options)
     twin = net()
-    of_base = {name: v for name, v in copy.deepcopy(options).items() if name != "nesterov"}
+    ours = ("nesterov", "orthogonal")
+    of_base = {name: v for name, v in copy.deepcopy(options).items() if name not in ours}
     plain = cls._base(twin.parameters(), **of_base)
     for i in range(12):
         with torch.no_grad():  # or the gradients would not be those of the same place
@@ -629,6 +647,32 @@ turning = settings(deadline=None, max_examples=60, derandomize=True)
 MIDDLE = slice(1, 3)
 
 
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), seeds)
+def test_orthogonalized_matrices(k, g, a, seed):
+    """As by a decomposition, each for itself, whatever its scale and shape."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
+    scales = 10.0 ** torch.arange(-60, -60 + 60 * k, 60, dtype=torch.float64)
+    found = algebra.orthogonalized(matrices * scales[:, None, None])
+    for matrix, scale, one in zip(matrices, scales, found, strict=True):
+        ref.assert_close(one / scale, evened(matrix), what="a matrix")
+        torch.testing.assert_close(one.norm() / scale, matrix.norm())
+
+
+@pytest.mark.parametrize(("g", "a"), [(64, 64), (300, 64), (64, 300), (1, 5)])
+def test_orthogonalized_in_float32(g, a):
+    """Nearly equal singular values where they differ by a hundred; nothing stays nothing."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
+    matrix = u * torch.logspace(0, -2, min(g, a)) @ v.T
+    found = algebra.orthogonalized(torch.stack([matrix, 0 * matrix, matrix * math.nan]))
+    s = torch.linalg.svdvals(found[0])
+    assert s.max() <= 1.9 * s.min()
+    torch.testing.assert_close(found[0], evened(matrix.double()).float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found[0].norm(), matrix.norm())
+    assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
+
+
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())
 @turning
 def test_a_turn_keeps_what_variances_have_in_common(g, a, seed, with_g, with_a):
@@ -759,9 +803,13 @@ def matrices(model: Around, parts: Parts, tensors: dict[str, Tensor]) -> dict[st
     return found
 
 
+@pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_layer_kind(kind):
-    """Two steps in one basis, which is one of the factors' eigenvectors."""
+def test_every_layer_kind(kind, orthogonal):
+    """Two steps in one basis, which is one of the factors' eigenvectors.
+
+    Matrices are made orthogonal, each block of its own, and no vectors, nor what has a table's rows.
+    """
     make, inputs, parts = KINDS[kind]
     torch.manual_seed(2)
     model = Around(make()).double()
@@ -769,7 +817,7 @@ def test_every_layer_kind(kind):
         for p in model.parameters():  # a fresh norm's 1 and 0 would hide a mistaken scale
             p.add_(0.3 * torch.randn_like(p))
     eps, (beta1, beta2) = 1e-3, (0.8, 0.9)
-    opt = KFACAdam(model, lr=1.0, eps=eps, betas=(beta1, beta2), moments="eigenbasis")
+    opt = KFACAdam(model, lr=1.0, eps=eps, betas=(beta1, beta2), orthogonal=orthogonal)
     kfac = opt.preconditioner
     assert set(kfac.layers) == set(parts)
     projected: dict[str, list[Tensor]] = {name: [] for name in parts}
@@ -787,6 +835,10 @@ def test_every_layer_kind(kind):
                 second = beta2 * second + (1 - beta2) * p**2
             first, second = first / (1 - beta1 ** (i + 1)), second / (1 - beta2 ** (i + 1))
             expected = q_g @ (first / (second.sqrt() + eps)) @ q_a.mT
+            vectors = 1 in expected.shape[1:]
+            if orthogonal and not vectors and not {(kind, "a"), (kind, "g")} & DIAGONAL:
+                ref.assert_close(steps[name], torch.stack(list(map(evened, expected))), what=name)
+                continue
             ref.assert_close(steps[name], expected, what=f"{name}, step {i}")
             if i == 0:
                 signs = projected[name][0] / (projected[name][0].abs() + eps)
@@ -905,6 +957,18 @@ def test_ranks_that_step_with_lamb(where):
     ranks = run(world, spread, plan_of(world, "images", options, "lamb"))
     assert_alike([rank.parameters for rank in ranks])
     assert error(ranks[0].parameters, alone(world, "images", "lamb")) < 1e-9
+
+
+@pytest.mark.parametrize("where", ["layer-wise 2", "hybrid 4"])
+def test_ranks_with_orthogonal_directions(where):
+    world, spread_ = WHERE[where]
+    options = {**EIGENBASIS, "nesterov": True, "orthogonal": True}
+    plan = dataclasses.replace(plan_of(world, "images", spread_), options=options)
+    ranks = run(world, spread, plan)
+    assert_alike([rank.parameters for rank in ranks])
+    one = train_alone(dataclasses.replace(plan, spread={})).parameters
+    assert error(ranks[0].parameters, one) < 1e-9
+    assert error(one, alone(world, "images", "adam")) > 1e-3
 
 
 def test_one_process_has_a_rank_s_moments_in_sum():

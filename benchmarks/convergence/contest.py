@@ -21,7 +21,7 @@ from .tasks import Task
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-PARTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+PARTS = (1.0, 0.9, 0.85, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ _EIGENBASIS = {
     "often": one_of(5, 10),
     "statistics_fraction": one_of(0.25, 1.0),
 }
+# What docs/guide.md advises; all but learning rates is as it says there.
+_ADVISED: Config = {"betas": (0.9, 0.95), "nesterov": True, "orthogonal": True}
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
     "kl_clip": between(1e-5, 1e-2),
@@ -232,6 +234,15 @@ CONTESTANTS = {
         ),
         Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
         Contestant("KFACAdam, eigenbasis, Nesterov", _ours(KFACAdam, nesterov=True), _EIGENBASIS),
+        Contestant(
+            "KFACAdam, orthogonal", _ours(KFACAdam, nesterov=True, orthogonal=True), _EIGENBASIS
+        ),
+        Contestant(
+            "KFACAdam, as advised",
+            _ours(KFACAdam, **_ADVISED),
+            {"lr": _EIGENBASIS["lr"]},
+            tuned="KFACAdam, orthogonal",
+        ),
         Contestant(
             "KFACLAMB, parameters",
             _ours(KFACLAMB, moments="parameters"),
