@@ -286,6 +286,34 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
             assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 
 
+def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
+    """Settings, and who came to whose loss, are as they were kept; newcomers meet them."""
+    base, rival, new = (plain(r, name=n) for r, n in ((0.05, "base"), (0.3, "rival"), (0.2, "new")))
+    store, first = (
+        search.Store(tmp_path / "runs.json"),
+        [contest.Entry(x, line()) for x in (base, rival)],
+    )
+    before = contest.contest(first, DATA, store, 2, (1, 2, 3))
+    contest.save(tmp_path / "result", "a line", before, store, [])
+    path = tmp_path / "result.json"
+    kept = contest.Kept.read(path, ["base", "rival"])
+    runs = len(store.runs)
+    with mock.patch.object(contest, "search", side_effect=AssertionError):
+        again = contest.contest(first, DATA, store, 2, (1, 2, 3), kept=kept)
+    assert again == before and len(store.runs) == runs
+    # A baseline with other settings would end elsewhere.
+    bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
+    entries = [contest.Entry(x, line()) for x in (bolder, rival, new)]
+    with mock.patch.object(contest, "search", wraps=search.search) as searched:
+        found = contest.contest(entries, DATA, store, 2, (1, 2, 3), kept=kept)
+    assert [call.args[2].name for call in searched.call_args_list] == ["new"]
+    assert found.best == {**before.best, "new": {"lr": 0.2}}
+    pairs = {(one.baseline, one.optimizer): one for one in found.reached}
+    assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
+    with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
+        contest.Kept.read(path, ["base", "stranger"])
+
+
 def test_who_takes_part_and_why_not():
     gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
     with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):

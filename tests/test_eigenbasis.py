@@ -808,7 +808,7 @@ def matrices(model: Around, parts: Parts, tensors: dict[str, Tensor]) -> dict[st
 def test_every_layer_kind(kind, orthogonal):
     """Two steps in one basis, which is one of the factors' eigenvectors.
 
-    Matrices are made orthogonal, each block of its own, and no vectors, nor what has a table's rows.
+    Matrices are made orthogonal, each block for itself; no vectors, and no table's rows.
     """
     make, inputs, parts = KINDS[kind]
     torch.manual_seed(2)

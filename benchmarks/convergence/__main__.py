@@ -1,15 +1,16 @@
 """Steps and seconds to a loss: K-FAC beside what one would pick instead.
 
     python -m benchmarks.convergence digits-full fashion-256 ... [--data FOLDER]
-        [--only NAME ...] [--targets NAME ...] [--out FOLDER] [--trials N] [--seeds N]
-        [--device cpu|cuda]
+        [--only NAME ...] [--targets NAME ...] [--kept NAME ...] [--out FOLDER] [--trials N]
+        [--seeds N] [--device cpu|cuda]
 
-Every optimizer gets the same number of trials, drawn at random from a space of its own, by
-successive halving; after the first rung the worse of two seeds decides. Settings that two have in
+Every optimizer gets the same number of trials, spread over a space of its own, by successive
+halving; after the first rung the worse of two seeds decides. Settings that two have in
 common fall on the same places of their ranges. The best settings then run on other seeds, over the
 whole horizon and over ever shorter ones, each with a schedule of its own. The target is the loss at
 which the baseline ends its whole horizon; "steps" is the shortest horizon that ends there, in the
-median. --targets names the baselines to come to; otherwise all are.
+median. --targets names the baselines to come to; otherwise all are. --kept names those whose
+settings are taken from the result in FOLDER, in place of a search: so others can join them.
 Runs are kept in FOLDER as they end: a search that was broken off goes on.
 
 --data is a folder with what a task needs, or with folders that have it: FashionMNIST/raw (IDX),
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from .contest import Entry, contest, picked, report, save
+from .contest import Entry, Kept, contest, picked, report, save
 from .contestants import CONTESTANTS
 from .search import TRIALS, Store
 from .tasks import TASKS
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument(
         "--targets", nargs="+", choices=list(CONTESTANTS), help="whose ends are targets"
+    )
+    parser.add_argument(
+        "--kept", nargs="+", choices=list(CONTESTANTS), default=[], help="who is not searched for"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trials", type=int, default=TRIALS)
@@ -62,10 +66,11 @@ def compete(name: str, options: argparse.Namespace) -> None:
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
     entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
-    outcome = contest(entries, data, store, options.trials, seeds, options.targets)
+    stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
+    kept = Kept.read(stem.with_suffix(".json"), set(options.kept).intersection(options.only))
+    outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept)
     score = task.score.name if task.score else None
     report(outcome, score)
-    stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     save(
         stem, task.about, outcome, store, lines,
         steps=task.steps, trials=options.trials, score=score,

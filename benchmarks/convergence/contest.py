@@ -51,6 +51,29 @@ class Outcome:
     reached: list[Reached]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What an earlier contest found, of those who are not searched for again."""
+
+    best: dict[str, Config]
+    reached: list[Reached]
+
+    @classmethod
+    def read(cls, path: Path, names: Collection[str]) -> Kept:
+        found = json.loads(path.read_text()) if path.exists() else {"final": []}
+        best = {row["optimizer"]: row["settings"] for row in found["final"]}
+        if missing := set(names).difference(best):
+            raise SystemExit(f"--kept {', '.join(sorted(missing))}: not in {path}")
+        reached = [Reached(**one) for one in found.get("to the baseline's loss", ())]
+        return cls({name: best[name] for name in names}, reached)
+
+    def of(self, baseline: str, optimizer: str) -> Reached | None:
+        both = (
+            one for one in self.reached if (one.baseline, one.optimizer) == (baseline, optimizer)
+        )
+        return next(both, None) if {baseline, optimizer} <= self.best.keys() else None
+
+
 def picked(names: Sequence[str], task: Task) -> tuple[list[Contestant], list[str]]:
     """Those who take part, and a line on each of the others."""
     present, lines = [], []
@@ -74,6 +97,7 @@ def contest(
     trials: int,
     seeds: Sequence[int],
     targets: Collection[str] | None = None,
+    kept: Kept = Kept({}, []),
 ) -> Outcome:
     """The same number of trials for all, then a run for each seed, then shorter horizons.
 
@@ -83,7 +107,10 @@ def contest(
     if strangers := set(targets or ()).difference(names):
         wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
         raise SystemExit(f"--targets {wrong}: not among those who train, {right}")
-    best = {e.one.name: search(e.task, data, e.one, store, trials) for e in entries}
+    best = {
+        e.one.name: kept.best.get(e.one.name) or search(e.task, data, e.one, store, trials)
+        for e in entries
+    }
     final: dict[str, list[Run]] = {name: [] for name in best}
     # They take turns, so that a machine that slows down slows all of them.
     for seed in seeds:
@@ -99,6 +126,9 @@ def contest(
         seconds = statistics.median(run.seconds for run in own)
         for e in _rivals(base, entries) if target < math.inf else ():
             name = e.one.name
+            if (known := kept.of(base.one.name, name)) is not None:
+                reached.append(known)
+                continue
             part, runs = shortest(
                 e.task, data, e.one, best[name], tuple(seeds), target, store, PARTS
             )
