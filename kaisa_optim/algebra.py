@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _ROUNDS = 2  # of rotations among those that lead
 # A polynomial in a singular value s, a s + b s³ + c s⁵, that five times takes it near to 1.
 _TOWARDS_ONE = (3.4445, -4.7750, 2.0315)
 _TIMES = 5
+_AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 
 
 @contextmanager
@@ -36,6 +37,11 @@ def full_precision(device: str | None = None) -> Iterator[None]:
     """
     with _precise_matmuls(), _precise_convolutions(device):
         yield
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 @contextmanager
@@ -325,8 +331,9 @@ def _rotated(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Diagonal of QᵀHQ, and Q, of symmetric H that are not far from diagonal.
 
     The rotations of all pairs, which Jacobi's method takes one after the other, taken at once and
-    made orthonormal; twice. That leaves a thousandth or less of what was outside of the diagonal.
-    A solver would leave nothing, but makes the host wait for a GPU, to see whether all went well.
+    made orthonormal; twice. Of what was outside of the diagonal that leaves some thousandths where
+    eigenvalues are apart, and more among those that are nearly equal. A solver would leave nothing,
+    but makes the host wait for a GPU, to see whether all went well.
     """
     whole: Tensor | None = None
     for _ in range(_ROUNDS):
@@ -405,15 +412,24 @@ def _turned_product(
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm.
 
-    Singular values are made nearly equal, but for those below a thousandth of the largest, by
-    products alone: the polynomial of Muon (Jordan et al., 2024), of M Mᵀ on its smaller side, whose
-    powers commute, so that the long side is multiplied twice.
+    Singular values are made nearly equal, but for those below some 0.002 of M's norm, by products
+    alone: the polynomial of Muon (Jordan et al., 2024), of M Mᵀ on its smaller side, whose powers
+    commute, so that the long side is multiplied twice. Needs full precision: what is rounded in
+    M Mᵀ grows.
     """
+    at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
+    return torch.cat([_orthogonalized(part) for part in matrices.split(at_once)])
+
+
+def _orthogonalized(matrices: Tensor) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
-    tiny = torch.finfo(wide.dtype).tiny
+    # Squares of very small or large numbers would not be there.
+    largest = wide.abs().amax((1, 2), keepdim=True)
+    largest = torch.where(largest == 0, 1.0, largest)
+    wide = wide / largest
     norm = wide.flatten(1).norm(dim=1)[:, None, None]
-    wide = wide / norm.clamp(min=tiny)
+    wide /= torch.where(norm == 0, 1.0, norm)
     gram = product(wide, wide.mT)
     whole: Tensor | None = None
     a, b, c = _TOWARDS_ONE
@@ -425,7 +441,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
             gram = product(factor, product(gram, factor))
     assert whole is not None
     found = product(whole, wide)
-    found.mul_(norm / found.flatten(1).norm(dim=1)[:, None, None].clamp(min=tiny))
+    now = found.flatten(1).norm(dim=1)[:, None, None]
+    found.mul_(largest * (norm / torch.where(now == 0, 1.0, now)))
     return found.mT if tall else found
 
 

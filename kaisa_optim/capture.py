@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from .algebra import full_precision
+from .algebra import full_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .sharding import gathered_in, is_sharded, waiting_gradients
@@ -438,7 +438,7 @@ class Capture:
                 part=call.part,
             )
 
-        with self._lock, torch.no_grad(), full_precision(device), _without_autocast(device):
+        with self._lock, torch.no_grad(), full_precision(device), without_autocast(device):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments
@@ -491,11 +491,6 @@ class Capture:
             yield
         finally:
             self.paused -= 1
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
 
 def _as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:

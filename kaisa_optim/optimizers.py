@@ -75,7 +75,7 @@ class KFACMixin(Optimizer, Joinable):
         process_group: Any = None,
         moments: str | None = None,
         nesterov: bool | None = None,
-        orthogonal: bool = False,
+        orthogonal: bool | None = None,
         basis_tolerance: float | None = None,
         statistics_fraction: Number = 1.0,
         eigenvalue_correction: bool | str = False,
@@ -120,7 +120,6 @@ class KFACMixin(Optimizer, Joinable):
             "colocate_factors": colocate_factors,
             "bucket_cap_mb": bucket_cap_mb,
             "comm_dtype": comm_dtype,
-            "orthogonal": orthogonal,
             "basis_tolerance": basis_tolerance,
             "statistics_fraction": statistics_fraction,
             "eigenvalue_correction": eigenvalue_correction,
@@ -128,8 +127,9 @@ class KFACMixin(Optimizer, Joinable):
             "warmup_steps": warmup_steps,
             "early_refreshes": early_refreshes,
         }
-        if nesterov is not None:
-            (asked if _lacks_nesterov(self._base) else kwargs)["nesterov"] = nesterov
+        for name, value in (("nesterov", nesterov), ("orthogonal", orthogonal)):
+            if value is not None:
+                (asked if _is_ours(name, self._base) else kwargs)[name] = value
         groups: list[dict[str, Any]] = []
         if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses
             params = list(params)
@@ -628,9 +628,12 @@ def _refuse_graph_capture() -> None:
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
-def _lacks_nesterov(base: type[Optimizer]) -> bool:
-    """Whether K-FAC's own is had with this base: it has Adam's moments, and none of its own."""
-    has = "nesterov" in inspect.signature(base.__init__).parameters
+_OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
+
+
+def _is_ours(name: str, base: type[Optimizer]) -> bool:
+    """Whether K-FAC's own is had with this base: it has Adam's moments, and none of that name."""
+    has = name in inspect.signature(base.__init__).parameters
     return issubclass(base, eigenbasis.BASES) and not has
 
 
@@ -638,8 +641,9 @@ def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
     own = dict(inspect.signature(KFACMixin.__init__).parameters)
     theirs = inspect.signature(base.__init__).parameters
-    if not _lacks_nesterov(base):
-        del own["nesterov"]
+    for name in _OF_MOMENTS:
+        if not _is_ours(name, base):
+            del own[name]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]
     last = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -236,7 +236,7 @@ class Options:
             if getattr(self, name) and self.moments != "eigenbasis":
                 raise ValueError(
                     f'Invalid {name}: True belongs to moments="eigenbasis", which the base or '
-                    "another option rules out here; leave it out"
+                    "another option, such as damping or kl_clip, rules out here; leave it out"
                 )
         self._settle_refreshes()
         if not is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:

@@ -1200,6 +1200,8 @@ class Preconditioner:
         how = self.options.compute_method
         if self.second_order.moments:
             how += ", moments in the eigenbasis"
+        if self.second_order.orthogonal:
+            how += ", orthogonal directions"
         lines = [f"Preconditioner({how}, {self.steps} steps taken)"]
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),

@@ -400,13 +400,8 @@ class SecondOrder:
             whole = results[0].norm(dim=1)
         else:
             values, vectors = older
-            try:
-                *results, outside, whole = algebra.followed(
-                    average, vectors, values, self.tracking.number
-                )
-            except LinAlgError:
-                results, whole = older, average.new_zeros(len(average))
-                outside = whole + math.inf
+            number = self.tracking.number
+            *results, outside, whole = algebra.followed(average, vectors, values, number)
         # An average that overflowed must not get in: its factor is stale, and fails by name then.
         fine = (outside + whole).isfinite()
         for name, result, kept in zip(names, results, older, strict=True):
@@ -495,9 +490,12 @@ class SecondOrder:
         projected = algebra.into_basis(gradient, *bases)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam, self.nesterov)
         found = algebra.out_of_basis(found, *bases)
-        # A diagonal side is of rows of a table, each for itself; a vector is as it should be.
-        matrices = None not in bases and 1 not in found.shape[1:]
-        return algebra.orthogonalized(found) if self.orthogonal and matrices else found
+        # Not tables, nor what is too wide for a factor; and a vector is as it should be.
+        if not self.orthogonal or None in bases or 1 in found.shape[1:]:
+            return found
+        device = found.device.type
+        with algebra.full_precision(device), algebra.without_autocast(device):
+            return algebra.orthogonalized(found)
 
     def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
         """δᵀFδ in all, of changes δ stacked like gradients; in eigenbases."""

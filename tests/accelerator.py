@@ -1,7 +1,7 @@
 """A device that is none: its tensors lie in the host's memory, and only say that they do not.
 
 What would not run on a GPU does not run here: an operator over tensors of both devices raises. What
-would make the host wait for a GPU is noted, as torch.cuda.set_sync_debug_mode would note it. The
+would make the host wait for a GPU is noted, of operators that a list here names and of copies. The
 numbers are the CPU's own. To import it is to register it with torch.
 """
 
@@ -31,7 +31,13 @@ _LOOKING = {
     _aten.nonzero,
     _aten.masked_select,
     _aten.repeat_interleave,
+    _aten.multinomial,
+    _aten.bincount,
     _aten._unique2,
+    _aten.unique_consecutive,
+    _aten.cholesky_inverse,
+    _aten.linalg_eig,
+    _aten.linalg_lstsq,
     _aten._linalg_check_errors,
     _aten._linalg_eigh,
     _aten._linalg_svd,
@@ -119,10 +125,13 @@ def _wait(func: Any, args: Any, kwargs: Any) -> str | None:
     there, here, where = _places(args, kwargs)
     packet = func.overloadpacket
     if packet is _aten._to_copy and where != (NAME if there else "cpu"):
-        return None if kwargs.get("non_blocking") else f"a copy to {where}"
+        # To the host it is there only after a wait, whoever takes care of that.
+        overlaps = kwargs.get("non_blocking") and where == NAME
+        return None if overlaps else f"a copy to {where}"
     if packet in _COPYING and there and here:
         overlaps = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        return None if overlaps else "a copy between devices"
+        onto = tree_leaves(args[0])[0]
+        return None if overlaps and isinstance(onto, _There) else "a copy between devices"
     if not there:
         return None
     if packet in _INDEXING:
@@ -137,7 +146,9 @@ def _wait(func: Any, args: Any, kwargs: Any) -> str | None:
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     there, here, where = _places(args, kwargs)
     packet = func.overloadpacket
-    crosses = packet is _aten._to_copy or packet in _COPYING or packet in _INDEXING
+    if packet in _INDEXING:  # indices may come from the host, but not go to it
+        there, here, _ = _places((args[0], *args[2:], there), {})
+    crosses = packet is _aten._to_copy or packet in _COPYING
     # As on CUDA, one number of the host's may be anywhere.
     if there and not crosses and any(x.dim() > 0 for x in here):
         raise RuntimeError(

@@ -305,6 +305,15 @@ def _check_meeting() -> None:
             there + here
         with pytest.raises(RuntimeError, match="on the CPU"):
             here.mul_(there)
+        places = torch.tensor([0, 2], device=accelerator.DEVICE)
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            there[places] = torch.ones(2)
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            here[places]
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            here[places] = torch.ones(2)
+        there[places] = 2.0
+        there[places] = torch.ones(2, device=accelerator.DEVICE)
         assert (there + torch.tensor(2.0)).device == accelerator.DEVICE  # one number may
         assert torch.equal((there + here.to(there.device)).cpu(), torch.full((3,), 2.0))
 
@@ -315,6 +324,8 @@ WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "cpu": (lambda x: x.cpu(), "a copy to cpu"),
     "tensor": (lambda x: torch.tensor([1.0, 2.0], device=x.device), "a copy to pretended"),
     "copy": (lambda x: x.copy_(torch.ones(3)), "a copy between devices"),
+    "overlapping": (lambda x: x.to("cpu", non_blocking=True), "a copy to cpu"),
+    "onto the host": (lambda x: torch.ones(3).copy_(x, non_blocking=True), "a copy between"),
     "mask": (lambda x: x[x > 0], "indices from a mask"),
     "index": (lambda x: x[torch.tensor([0, 2])], "indices on the host"),
     "eigh": (lambda x: torch.linalg.eigh(torch.outer(x, x)), "a look at numbers"),

@@ -492,15 +492,24 @@ def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
 
 
 def test_orthogonal_belongs_to_the_eigenbasis():
-    for cls, other in ((KFACSGD, {"lr": 0.1}), (KFACAdam, {"moments": "parameters"})):
-        text = r"Invalid orthogonal: True belongs to .*leave it out"
+    for other in ({"moments": "parameters"}, {"damping": 0.1}, {"kl_clip": None}):
+        text = r"Invalid orthogonal: True belongs to .* such as damping or kl_clip, .*leave it out"
         with pytest.raises(ValueError, match=text):
-            cls(net(), orthogonal=True, **other)
+            KFACAdam(net(), orthogonal=True, **other)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'orthogonal'"):
+        KFACSGD(net(), lr=0.1, orthogonal=True)
     with pytest.raises(ValueError, match="Invalid orthogonal: 'yes'; it must be True or False"):
         KFACAdam(net(), orthogonal="yes")
     with pytest.raises(ValueError, match="Invalid orthogonal: True in a parameter group"):
         model = net()
         KFACAdam([{"params": model.parameters(), "orthogonal": True}], model=model)
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params, lr, orthogonal=False):
+            super().__init__(params, lr)
+            self.orthogonal = orthogonal
+
+    assert with_kfac(Own)(net(), lr=0.1, orthogonal=True).orthogonal is True
 
 
 def test_a_layer_kind_registered_without_its_module_class():

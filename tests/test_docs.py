@@ -69,6 +69,7 @@ def test_readme_lists_every_kfac_option_with_its_default():
         "inv_update_steps": 100,
         "basis_tolerance": 0.0,
         "nesterov": False,
+        "orthogonal": False,
     }
     told_elsewhere = {"damping_split"}
     assert set(listed) == set(options) - told_elsewhere

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import reference as ref
@@ -151,6 +152,8 @@ def test_moments_live_in_the_eigenbasis_unless_told_otherwise(cls):
     assert_same(values(model), values(other))
     assert moments(opt).keys() == set(LAYERS)
     assert "Preconditioner(eigen, moments in the eigenbasis, " in repr(opt.preconditioner)
+    other = KFACAdam(net(), orthogonal=True)
+    assert "in the eigenbasis, orthogonal directions, " in repr(other.preconditioner)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +414,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam Nesterov": (KFACAdam, {"nesterov": True, "weight_decay": 0.1}),
     "Adam orthogonal": (KFACAdam, {"orthogonal": True, "eps": 1e-3}),
     "AdamW": (KFACAdamW, {"weight_decay": 0.5}),
+    "AdamW orthogonal": (KFACAdamW, {"orthogonal": True, "nesterov": True, "weight_decay": 0.5}),
     "AdamW maximize": (KFACAdamW, {"maximize": True, "weight_decay": 0.5}),
     "AdamW Tensor lr": (KFACAdamW, {"lr": torch.tensor(0.02), "weight_decay": 0.5}),
     # Clipped in every step, by different amounts.
@@ -659,6 +663,46 @@ def test_orthogonalized_matrices(k, g, a, seed):
         torch.testing.assert_close(one.norm() / scale, matrix.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonalized_at_the_ends_of_a_dtype(dtype):
+    """Where squares are not there any more: a moment without gradients comes to any number."""
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 4, dtype=dtype)
+    wanted = evened(matrix)
+    info = torch.finfo(dtype)
+    for scale in (info.tiny * 10, info.tiny**0.5, 1e-20, 1e10, info.max**0.5, info.max / 10):
+        found = algebra.orthogonalized(matrix[None] * scale)[0] / scale
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_directions_die_away_without_gradients():
+    """Beyond what float32 can square, and what it can say; weights stay numbers, and still."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    opt = KFACAdam(model, lr=0.01, orthogonal=True)
+    for step in range(1100):
+        opt.zero_grad()
+        loss = model(torch.randn(16, 6)).square().mean()
+        (loss if step < 20 else 0 * loss).backward()
+        opt.step()
+        if step == 1000:
+            before = copy.deepcopy(model.state_dict())
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("widest", [35, 16384])
+def test_what_is_too_wide_for_a_factor_is_not_made_orthogonal(widest):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40, bias=False)).double()
+    opt = KFACAdam(model, lr=1.0, orthogonal=True, max_factor_size=widest)
+    before = model[0].weight.detach().clone()
+    model(torch.randn(64, 20).double()).pow(3).mean().backward()
+    opt.step()
+    s = torch.linalg.svdvals(model[0].weight.detach() - before)
+    assert (s.max() < 2 * s.min()) == (widest > 40)
+
+
 @pytest.mark.parametrize(("g", "a"), [(64, 64), (300, 64), (64, 300), (1, 5)])
 def test_orthogonalized_in_float32(g, a):
     """Nearly equal singular values where they differ by a hundred; nothing stays nothing."""
@@ -671,6 +715,9 @@ def test_orthogonalized_in_float32(g, a):
     torch.testing.assert_close(found[0], evened(matrix.double()).float(), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found[0].norm(), matrix.norm())
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
+    with mock.patch.object(algebra, "_AT_ONCE", 1):  # one after the other
+        again = algebra.orthogonalized(torch.stack([matrix, 0 * matrix]))
+    torch.testing.assert_close(again, found[:2])
 
 
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())
@@ -1047,6 +1094,7 @@ def test_a_layer_without_a_gradient_waits(where):
         (each, "adam", {"lr": torch.tensor(0.005), "weight_decay": 0.1, "maximize": True}),
         (each, "lamb", {}),
         (some, "adam", {"weight_decay": 0.1, "maximize": True}),
+        (each, "adam", {"orthogonal": True}),
     ],
 )
 def test_sharded_parameters(parts, optimizer, options):

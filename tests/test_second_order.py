@@ -24,7 +24,7 @@ from training import (
     values,
 )
 
-from kaisa_optim import KFACSGD, algebra
+from kaisa_optim import KFACSGD, KFACAdam, algebra
 from kaisa_optim.layers import base as layer_base
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -682,7 +682,9 @@ def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
 @pytest.fixture
 def settings() -> Iterator[None]:
     """Puts the process's settings back, whatever a test made of them."""
-    backends = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    for parts in (torch.backends.cudnn, torch.backends.mkldnn):
+        backends += [getattr(parts, name, None) for name in ("matmul", "conv", "rnn")]
     backends = [b for b in backends if hasattr(b, "fp32_precision")]
     saved = [b.fp32_precision for b in backends]
     yield
@@ -762,6 +764,30 @@ def test_reduced_float32_stays_out_of_factors_and_decompositions(choice, setting
         assert state[-1] == "highest"
     assert snapshot() == chosen
     assert_near(factors(opt), factors(expected_opt), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, monkeypatch):
+    """Nor does autocast come in, under which some call step()."""
+    seen: list[Any] = []
+
+    def spied(matrices: torch.Tensor) -> torch.Tensor:
+        seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
+        return original(matrices)
+
+    original = algebra.orthogonalized
+    monkeypatch.setattr(algebra, "orthogonalized", spied)
+    CHOICES[choice]()
+    chosen = snapshot()
+    model = network(dtype=torch.float32)
+    opt = KFACAdam(model, lr=0.01, orthogonal=True)
+    train(model, opt, range(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        opt.step()
+    assert len(seen) >= 4
+    for state, autocast in seen:
+        assert not {"tf32", "bf16"} & set(state) and state[-1] == "highest" and not autocast
+    assert snapshot() == chosen
 
 
 def test_a_setting_that_is_inherited_stays_inherited(settings):
