@@ -345,8 +345,8 @@ def _rotated(matrices: Tensor) -> tuple[Tensor, Tensor]:
         rotations = rotations - rotations.mT
         rotations.diagonal(dim1=1, dim2=2).fill_(1)
         turn, _ = torch.linalg.qr(rotations)
-        matrices = turn.mT @ matrices @ turn
-        whole = turn if whole is None else whole @ turn
+        matrices = between(turn.mT, matrices, turn)
+        whole = turn if whole is None else product(whole, turn)
     assert whole is not None
     return matrices.diagonal(dim1=1, dim2=2), whole
 
@@ -418,6 +418,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     M Mᵀ grows.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
+    if len(matrices) <= at_once:
+        return _orthogonalized(matrices)
     return torch.cat([_orthogonalized(part) for part in matrices.split(at_once)])
 
 
@@ -425,25 +427,36 @@ def _orthogonalized(matrices: Tensor) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     # Squares of very small or large numbers would not be there.
-    largest = wide.abs().amax((1, 2), keepdim=True)
-    largest = torch.where(largest == 0, 1.0, largest)
+    largest = _or_one(torch.linalg.vector_norm(wide, torch.inf, (1, 2), keepdim=True))
     wide = wide / largest
-    norm = wide.flatten(1).norm(dim=1)[:, None, None]
-    wide /= torch.where(norm == 0, 1.0, norm)
-    gram = product(wide, wide.mT)
+    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    wide /= _or_one(norm)
+    found = product(orthogonalizer(product(wide, wide.mT), _TOWARDS_ONE, _TIMES), wide)
+    now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
+    found.mul_(largest * (norm / _or_one(now)))
+    return found.mT if tall else found
+
+
+def _or_one(norms: Tensor) -> Tensor:
+    """To divide by: what is nothing stays nothing."""
+    return torch.where(norms == 0, 1.0, norms)
+
+
+def orthogonalizer(gram: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
+    """Q, with Q X what so many steps of Muon's iteration make of X; from X Xᵀ alone.
+
+    Each multiplies X by a polynomial of X Xᵀ, and polynomials of one matrix commute.
+    """
+    a, b, c = coefficients
     whole: Tensor | None = None
-    a, b, c = _TOWARDS_ONE
-    for left in reversed(range(_TIMES)):
+    for left in reversed(range(times)):
         factor = product(gram, gram).mul_(c).add_(gram, alpha=b)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         whole = factor if whole is None else product(whole, factor)
         if left:
             gram = product(factor, product(gram, factor))
     assert whole is not None
-    found = product(whole, wide)
-    now = found.flatten(1).norm(dim=1)[:, None, None]
-    found.mul_(largest * (norm / torch.where(now == 0, 1.0, now)))
-    return found.mT if tall else found
+    return whole
 
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:

@@ -104,8 +104,7 @@ class Tracking:
         if stack not in self._arriving:
             return stack.tensors["stale"].cpu()
         host, arrival = self._arriving.pop(stack)
-        if arrival is not None:
-            arrival.synchronize()
+        arrival.synchronize()
         return host
 
 

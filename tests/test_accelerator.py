@@ -11,6 +11,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def _begin() -> None:
     torch.set_num_threads(1)
     # Notes go to the host as they do from CUDA: beside the work, whole when they are looked at.
     tracking._WITH_STREAMS = (accelerator.NAME,)
-    tracking._sent = lambda notes: (accelerator.numbers_of(notes).clone(), None)
+    event = SimpleNamespace(synchronize=lambda: None)
+    tracking._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
 
 
 class Images(nn.Module):

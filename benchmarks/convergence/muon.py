@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim.algebra import eigendecompose, full_precision
+from kaisa_optim.algebra import eigendecompose, full_precision, orthogonalizer
 from kaisa_optim.capture import Capture
 from kaisa_optim.collectives import Ranks
 from kaisa_optim.coverage import cover
@@ -68,25 +68,6 @@ def polar(matrix: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def orthogonalizer(gram: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
-    """The same iteration on X Xᵀ alone: Q with Q X as :func:`polar` has it; for X far from square.
-
-    Each step of it multiplies X by a polynomial of X Xᵀ, and polynomials of one matrix commute.
-    """
-    a, b, c = coefficients
-    norm = gram.diagonal().sum().clamp(min=1e-14)
-    gram = gram / norm
-    whole: Tensor | None = None
-    for step in range(steps):
-        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal().add_(a)
-        whole = factor if whole is None else whole @ factor
-        if step < steps - 1:
-            gram = factor @ (gram @ factor)
-    assert whole is not None
-    return whole.div_(norm.sqrt())
 
 
 class MetricMuon(Muon32):
@@ -182,6 +163,12 @@ class MetricMuon(Muon32):
         # With L = (G + λI)^-½ and X = L M, polar X is (X Xᵀ)^-½ X, and X (Xᵀ X)^-½.
         if p.shape[0] > p.shape[1]:
             new = root @ ahead
-            return new @ orthogonalizer(ahead.mT @ new, coefficients, steps)
+            return new @ _far_from_square(ahead.mT @ new, coefficients, steps)
         gram = root @ (ahead @ ahead.mT) @ root
-        return root @ orthogonalizer(gram, coefficients, steps) @ root @ ahead
+        return root @ _far_from_square(gram, coefficients, steps) @ root @ ahead
+
+
+def _far_from_square(gram: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """What :func:`polar` multiplies X by, on its smaller side, from X Xᵀ."""
+    square = gram.trace().clamp(min=1e-14)
+    return orthogonalizer(gram[None] / square, coefficients, steps)[0] / square.sqrt()
