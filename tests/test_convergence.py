@@ -181,8 +181,9 @@ def test_settings_that_two_have_in_common_fall_on_the_same_places():
     )
     draws = list(zip(low.draw("a", 30), high.draw("a", 30), strict=True))
     for ours, theirs in draws:
-        assert theirs["lr"] == pytest.approx(100 * ours["lr"], rel=0.05)
+        assert theirs["lr"] == pytest.approx(100 * ours["lr"])
         assert (ours["beta1"] == 0.9) == (theirs["beta1"] == 0.8)
+    assert len({ours["lr"] for ours, _ in draws}) > 25
     assert {(o["beta1"], t["every"]) for o, t in draws} == {
         (beta, every) for beta in (0.9, 0.95) for every in (1, 2)
     }
@@ -310,6 +311,8 @@ def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
     assert found.best == {**before.best, "new": {"lr": 0.2}}
     pairs = {(one.baseline, one.optimizer): one for one in found.reached}
     assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
+    with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
+        contest.contest(first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
     with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
         contest.Kept.read(path, ["base", "stranger"])
 
@@ -415,11 +418,13 @@ def test_muon_in_float32_takes_the_steps_of_torchs():
 @pytest.mark.parametrize(("inputs", "outputs"), [(6, 6), (6, 15), (15, 6)])
 def test_the_metric_of_muon(inputs, outputs):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(inputs, outputs, bias=False)), torch.randn(32, inputs)
+    # Float32 would hide in its rounding what a tall or wide matrix does otherwise.
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).double()
+    x = torch.randn(32, inputs).double()
     plain = muon_step(Muon32, model, x)
     large = muon_step(MetricMuon, model, x, damping=1e8)
     scale = max(1, outputs / inputs) ** 0.5
-    torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-4)
     moved = muon_step(MetricMuon, model, x, damping=0.1)
     rows = 3 * model(x).detach() ** 2
     g = rows.T @ rows
@@ -429,4 +434,4 @@ def test_the_metric_of_muon(inputs, outputs):
     momentum = rows.T @ x
     group = torch.optim.Muon([model[0].weight]).param_groups[0]
     expected = left @ polar(left @ momentum, group["ns_coefficients"], group["ns_steps"])
-    torch.testing.assert_close(moved, scale * expected, rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(moved, scale * expected, rtol=1e-3, atol=1e-3)

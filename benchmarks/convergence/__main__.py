@@ -67,7 +67,7 @@ def compete(name: str, options: argparse.Namespace) -> None:
     entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
-    kept = Kept.read(stem.with_suffix(".json"), set(options.kept).intersection(options.only))
+    kept = Kept.read(stem.with_suffix(".json"), options.kept)
     outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept)
     score = task.score.name if task.score else None
     report(outcome, score)

@@ -104,9 +104,10 @@ def contest(
     ``targets`` names those to whose ends the others are to come; all of them unless given.
     """
     names = [e.one.name for e in entries]
-    if strangers := set(targets or ()).difference(names):
-        wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
-        raise SystemExit(f"--targets {wrong}: not among those who train, {right}")
+    for option, asked in (("--targets", targets or ()), ("--kept", kept.best)):
+        if strangers := set(asked).difference(names):
+            wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
+            raise SystemExit(f"{option} {wrong}: not among those who train, {right}")
     best = {
         e.one.name: kept.best.get(e.one.name) or search(e.task, data, e.one, store, trials)
         for e in entries
