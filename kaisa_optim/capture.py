@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from .algebra import full_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
+from .saving import UNKNOWN, saving_hooks
 from .sharding import gathered_in, is_sharded, waiting_gradients
-
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 # The number that autograd gives the next node that this thread makes.
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -398,7 +397,7 @@ class Capture:
         part = layer.part(x, output, self.sample, reduce=self.reduce) if gathers else WHOLE
         if wanted:
             run, anchor = self._current_run(layer, x), _anchor(layer, covers)
-            outer, mode = _graph_task(), layer.mode()
+            outer, mode = _graph_task(), layer.mode(output)
             call = _Call(layer, run, anchor, covers, blocks, mode, part, gathers, outer)
             record = functools.partial(self._backward, call)
         kept = layer.needs_input(covers) and (gathers or checkpointed)
@@ -544,10 +543,8 @@ def _checkpointed() -> bool:
     There the same tensors must be saved both times, whatever is wanted by then: the function is
     applied always, and the record of the first forward decides.
     """
-    if _top_hooks is None:
-        return True  # torch 2.6 can't tell; an idle tap holds nothing that its layer does not
-    hooks = _top_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    hooks = saving_hooks()
+    return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own
 
 
 def _accumulates_into(parameter: Tensor) -> bool:

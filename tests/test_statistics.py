@@ -1,5 +1,6 @@
 """What second-order state and statistics must keep at their edges: storage, failures, parts."""
 
+import contextlib
 import copy
 
 import pytest
@@ -87,7 +88,56 @@ def test_a_batch_far_from_zero(monkeypatch, mean, chunk):
     x, grad = torch.randn(2, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     x = x + mean
     found, expected = batch_norm_moment(x, grad), expected_moment(x, grad)
-    assert (found.double() - expected).norm() < 1e-5 * expected.norm()
+    rounding = torch.finfo(torch.float32).eps * mean  # of the mean, as in the forward itself
+    assert (found.double() - expected).norm() < (1e-5 + rounding) * expected.norm()
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "expanded": lambda t: t[:1].expand_as(t),
+    "transposed": lambda t: t.mT,
+}
+
+
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_grad", LAYOUTS)
+def test_a_batch_however_it_lies_in_memory(of_x, of_grad):
+    x, grad = torch.randn(2, 6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double() + 2
+    x, grad = LAYOUTS[of_x](x), LAYOUTS[of_grad](grad)
+    expected = expected_moment(x, grad)
+    torch.testing.assert_close(batch_norm_moment(x, grad), expected, rtol=1e-12, atol=1e-12)
+
+
+def save_nothing():
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("looked at"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, save_nothing])
+def test_a_batch_is_normalized_as_the_forward_did(dtype, training, hooks):
+    """By numbers that the forward kept, if none stands before them and they are not coarse."""
+    torch.manual_seed(0)
+    net = nn.BatchNorm2d(3).to(dtype).train(training)
+    for statistic in (net.running_mean, net.running_var):
+        statistic.uniform_(1, 2)
+    layer = BatchNormLayer("", net)
+    layer.trained = (True, True)
+    x, grad = torch.randn(2, 6, 3, 4, 4).to(dtype)
+    with hooks():
+        mode = layer.mode(net(x))
+    kept = hooks is contextlib.nullcontext and dtype == torch.float32
+    assert (mode is not None) == (kept or not training)
+    mean, var = net.running_mean.double(), net.running_var.double()
+    net.running_mean.add_(1)
+    found = layer.moments(x, grad, (True, True), reduce=False, dtype=torch.float32, mode=mode).g
+    expected = expected_moment(x, grad)
+    if not training:
+        x = (x.double() - mean[:, None, None]) * (var + net.eps).rsqrt()[:, None, None]
+        rows = torch.stack([x * grad, grad.double()], 2).transpose(0, 1).transpose(1, 2).flatten(2)
+        expected = rows @ rows.mT
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_batch_that_is_sorted(monkeypatch):

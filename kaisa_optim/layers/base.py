@@ -236,8 +236,8 @@ class Layer:
         """Whether the statistics need the module's input to be kept for the backward pass."""
         return covers[0]
 
-    def mode(self) -> Any:
-        """What the moments must know of the module as it was in the forward pass, if anything."""
+    def mode(self, output: Tensor) -> Any:
+        """What the moments must know of the forward pass that made ``output``, if anything."""
         return None
 
     def moments(

@@ -6,7 +6,6 @@ so G is its 2x2 second moment (1x1 where one of the two is trained) and A is the
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -16,9 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..algebra import projected_diagonal
 from ..sampling import WHOLE, Part
+from ..saving import saving_hooks
 from .base import Basis, Layer, Moments, register_layer
 
-_FEW = 16  # images, at least, that say where the mean of a batch is
+# Autograd's nodes that keep the mean and 1 over the deviation of a batch.
+_KEEP_STATISTICS = (
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+)
 
 
 def _chunk(tensor: Tensor) -> int:
@@ -47,19 +52,25 @@ class _Norm(Layer):
         return sum(covers)
 
     def _normalized(self, x: Tensor, frame: Any) -> Tensor:
-        """x̂, computed again as the module keeps none, or what _framed makes its moments of."""
+        """x̂, computed again as the module keeps none."""
         raise NotImplementedError
 
-    def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
-        """Of weight and bias, whose rows are needed for the moments of those covered."""
-        return covers
-
-    def _frame(self, x: Tensor, mode: Any, part: Part, dtype: torch.dtype) -> Any:
-        """The mode with what must be known of the whole batch before its parts."""
+    def _frame(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
+        """What must be known of the whole batch before its parts."""
         return mode
 
-    def _framed(self, g: Tensor, frame: Any) -> None:
-        """Make the moments that :meth:`_normalized` led to those of x̂, in place."""
+    def _add(self, g: Tensor, x: Tensor | None, grad: Tensor, frame: Any, *, reduce: bool) -> None:
+        """Add the moments on and under the diagonal of this part's rows to ``g``."""
+        shift = self._flat(grad)
+        columns = [] if g.shape[1] == 1 and x is not None else [shift]
+        if x is not None:
+            columns.insert(0, self._flat(self._normalized(x, frame)).mul_(shift))
+        if reduce:
+            columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
+        for i, column in enumerate(columns):
+            g[:, i, i] += self._squares(column)
+        if len(columns) == 2:
+            g[:, 1, 0] += columns[0].mul_(columns[1]).sum((0, self.positions_dim))
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """A view with three dimensions: batch, and the positions and features as they lie."""
@@ -84,38 +95,24 @@ class _Norm(Layer):
     ) -> Moments:
         if grad.numel() == 0:
             return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
+        x = x if covers[0] else None
         # Before the part is taken: the forward normalized by the whole batch.
-        frame = self._frame(x, mode, part, dtype) if covers[0] and x is not None else None
+        frame = None if x is None else self._frame(x, mode, dtype)
         x, grad = None if x is None else part.of(x), part.of(grad)
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]
         positions = grad.numel() // max(1, batch * self.blocks)
-        with_weight, with_bias = self._columns(covers)
-        size = with_weight + with_bias
+        size = sum(covers)
         g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
         # Wide copies are made of a part of the batch at a time: memory stays bounded.
         chunk = batch if whole else max(1, _chunk(grad) // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
-            shift = self._flat(grad[span].to(dtype))
-            columns = [shift] if with_bias else []
-            if with_weight:
-                assert x is not None
-                normalized = self._normalized(x[span].to(dtype), frame)
-                columns.insert(0, self._flat(normalized).mul_(shift))
-            if reduce:
-                columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
-            for i, column in enumerate(columns):
-                g[:, i, i] += self._squares(column)
-            if size == 2:
-                g[:, 1, 0] += columns[0].mul_(columns[1]).sum((0, self.positions_dim))
-        if with_weight:
-            self._framed(g, frame)
+            inputs = None if x is None else x[span].to(dtype)
+            self._add(g, inputs, grad[span].to(dtype), frame, reduce=reduce)
         part.weighted(g)
         if size == 2:
             g[:, 0, 1] = g[:, 1, 0]
-        kept = slice(1 - covers[0], 1 + covers[1]) if size == 2 else slice(None)
-        g = g[:, kept, kept]
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         batch, positions = part.whole_counts(batch, positions)
@@ -186,65 +183,70 @@ class GroupNormLayer(_ChannelNorm):
         return F.group_norm(x, self.module.num_groups, None, None, self.module.eps)
 
 
-@dataclasses.dataclass
-class _Frame:
-    """What a batch is normalized by: a place near its mean, and sums and squares from there.
-
-    Given statistics are a frame, too: of one number at the mean, with the variance for its square.
-    """
-
-    near: Tensor
-    total: Tensor
-    squares: Tensor
-    count: int
-    open: bool = False  # whether what is normalized is still to be added to the sums
+_Frame = tuple[Tensor, Tensor]  # the mean of each channel, and 1 over the deviation
 
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelNorm):
-    def mode(self) -> tuple[Tensor, Tensor] | None:
-        """The running statistics that an evaluating forward used; ``None``: the batch's own."""
+    def mode(self, output: Tensor) -> _Frame | None:
+        """What this forward normalized by, where autograd keeps it or the module has it."""
         module = self.module
         assert isinstance(module, _BatchNorm)
-        if module.training or module.running_mean is None or module.running_var is None:
+        mean, var = module.running_mean, module.running_var
+        if not module.training and mean is not None and var is not None:
+            wide = torch.promote_types(mean.dtype, torch.float32)
+            return mean.to(wide, copy=True), (var.to(wide) + module.eps).rsqrt_()
+        # To look at what hooks have packed would run them: a checkpoint would recompute.
+        node = None if saving_hooks() is not None else output.grad_fn
+        if node is None or node.name() not in _KEEP_STATISTICS:
             return None
-        return module.running_mean.clone(), module.running_var.clone()
+        kept: _Frame = node._saved_result1, node._saved_result2  # type: ignore[attr-defined]
+        return None if kept[0].dtype.itemsize < 4 else kept  # halves are too coarse
 
-    def _columns(self, covers: tuple[bool, bool]) -> tuple[bool, bool]:
-        # The batch's mean is known only after its last part; the bias's sums take it off.
-        return covers[0], any(covers)
-
-    def _frame(self, x: Tensor, mode: Any, part: Part, dtype: torch.dtype) -> _Frame:
+    def _frame(self, x: Tensor, mode: _Frame | None, dtype: torch.dtype) -> _Frame:
         if mode is not None:
-            mean, var = (statistic.to(dtype) for statistic in mode)
-            return _Frame(mean[:, None], torch.zeros_like(mean), var, 1)
+            return mode[0].to(dtype), mode[1].to(dtype)
+        assert isinstance(self.module, _BatchNorm)
         x = self._flat(x)
-        chunk = max(1, _chunk(x) // x[0].numel())
-        # To meet the mean takes one more pass. Images from all over the batch, so that in a sorted
-        # one, too, what the sums take off at the end is not much more than what they leave.
-        few = max(chunk, _FEW)
-        near = x[:: -(-len(x) // few)].mean((0, 2), dtype=dtype)
-        none = torch.zeros_like(near)
-        frame = _Frame(near[:, None], none, none.clone(), x.shape[0] * x.shape[2], open=True)
-        if part is not WHOLE:
-            for images in x.split(chunk):
-                self._normalized(images.to(dtype), frame)
-            frame.open = False
-        return frame
+        mean = x.mean((0, 2), dtype=dtype)
+        var = torch.zeros_like(mean)
+        for images in x.split(max(1, _chunk(x) // x[0].numel())):
+            var += self._squares(images.to(dtype) - mean[:, None])
+        return mean, (var / (x.shape[0] * x.shape[2]) + self.module.eps).rsqrt_()
 
     def _normalized(self, x: Tensor, frame: _Frame) -> Tensor:
-        """x from near its mean, not scaled yet; while the frame is open, its moments are noted."""
-        near = self._flat(x) - frame.near
-        if frame.open:
-            frame.total += near.sum((0, 2))
-            frame.squares += self._squares(near)
-        return near
+        mean, scale = (_by_channel(v, x) for v in frame)
+        return (x - mean).mul_(scale)
 
-    def _framed(self, g: Tensor, frame: _Frame) -> None:
-        assert isinstance(self.module, _BatchNorm)
-        mean = frame.total / frame.count
-        var = (frame.squares / frame.count).sub_(mean * mean).clamp_(min=0)
-        scale = (var + self.module.eps).rsqrt_()
-        own, both, shift = g[:, 0, 0], g[:, 1, 0], g[:, 1, 1]
-        own.sub_((2 * both - mean * shift).mul_(mean)).clamp_(min=0).mul_(scale * scale)
-        both.sub_(mean * shift).mul_(scale)
+    def _add(
+        self, g: Tensor, x: Tensor | None, grad: Tensor, frame: _Frame, *, reduce: bool
+    ) -> None:
+        if reduce or x is None:
+            super()._add(g, x, grad, frame, reduce=reduce)
+            return
+        # The normalization's own backward has sums over a channel in one pass, in whatever order
+        # the numbers lie in memory.
+        mean, scale = frame
+        rows = (x - _by_channel(mean, x)).mul_(grad)
+        if x.device.type == "cpu" and rows.is_contiguous():
+            squares = self._squares(self._flat(rows))  # sooner still
+        else:
+            squares, _ = _sums(rows, rows, torch.zeros_like(mean))
+        g[:, 0, 0] += squares.mul_(scale).mul_(scale)
+        if g.shape[1] == 2:
+            both, shift = _sums(torch.mul(grad, grad, out=rows), x, mean)
+            g[:, 1, 0] += both.mul_(scale)
+            g[:, 1, 1] += shift
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *(1,) * (like.dim() - 2))
+
+
+def _sums(weights: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ w (x − mean) and Σ w, of each channel."""
+    one = torch.ones_like(mean)
+    _, moment, total = torch.ops.aten.native_batch_norm_backward(
+        weights, x, one, None, None, mean, one, True, 0.0, [False, True, True]
+    )
+    return moment, total

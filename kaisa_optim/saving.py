@@ -1,0 +1,17 @@
+"""Who stands between autograd and the tensors that it keeps for a backward pass."""
+
+from __future__ import annotations
+
+import torch
+
+UNKNOWN = "unknown"  # torch 2.6 does not tell
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saving_hooks() -> str | None:
+    """The module whose hooks pack what is saved now, as for a checkpoint; ``None``: none do."""
+    if _top_hooks is None:
+        return UNKNOWN
+    hooks = _top_hooks(False)
+    return None if hooks is None else getattr(hooks[0], "__module__", "")
