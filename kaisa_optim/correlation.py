@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,35 +62,91 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
 
     ``x`` is ``[batch, groups·C, *size]``; a patch is ordered as a weight is, (channel, *tap).
     """
-    dims, channels, taps = len(kernel), x.shape[1] // groups, math.prod(kernel)
-    # Blocks of C×C stay together until the end, so that all but the last copy is of whole blocks.
-    moment = _moments(x, kernel, dilation, groups).view(
-        groups, *kernel, *kernel, channels, channels
-    )
-    size = tuple(map(int, x.shape[2:]))
-    for (counts, own_kernel, own_dilation, *_), pieces in _alike(size, kernel, dilation, pad):
-        borders = torch.cat([_border(x, groups, dilation, piece) for piece in pieces], 1)
-        parts = _moments(borders, own_kernel, own_dilation, groups * len(pieces)).view(
-            len(pieces), groups, *own_kernel, *own_kernel, *counts, channels, *counts, channels
-        )
-        for piece, part in zip(pieces, parts, strict=True):
-            _add(moment, part, piece, dims)
-    moment = moment.view(groups, taps, taps, channels, channels)
-    return moment.permute(0, 3, 1, 4, 2).reshape(groups, channels * taps, channels * taps)
+    channels, taps = x.shape[1] // groups, math.prod(kernel)
+    geometry = tuple(map(int, x.shape[2:])), kernel, dilation, pad
+    rows = []  # of C·C numbers: products of channels with channels, whatever of
+    for (counts, own_kernel, own_dilation, *_), pieces in _alike(*geometry):
+        met = [_met(x, groups, dilation, piece) for piece in pieces]
+        images = met[0] if len(met) == 1 else torch.cat(met, 1)
+        part = _autocorrelation(images, own_kernel, own_dilation, groups * len(pieces))
+        sides = (math.prod(counts), channels)
+        part = part.unflatten(3, sides).unflatten(2, sides).unflatten(0, (len(pieces), groups))
+        rows.append(part.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(0, 3))
+    index, starts, weights = _places(*geometry, x.dtype, x.device)
+    half = F.embedding_bag(
+        index, torch.cat(rows), starts, mode="sum", per_sample_weights=weights
+    ).view(taps, taps, groups, channels, channels)
+    half = half.permute(2, 3, 0, 4, 1)
+    whole = half + half.permute(0, 3, 4, 1, 2)  # exactly symmetric
+    return whole.reshape(groups, channels * taps, channels * taps)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _places(
+    size: Sizes,
+    kernel: Sizes,
+    dilation: Sizes,
+    pad: Pairs,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows add up to the block of each pair of taps, as bags for ``embedding_bag``.
+
+    A block and its mirror image are one: what two taps have in common stands at one of the two
+    places, and where it could be at both, half of it at each.
+    """
+    blocks, rows, weights, first = [], [], [], 0
+    for (counts, own_kernel, *_), pieces in _alike(size, kernel, dilation, pad):
+        for piece in pieces:
+            block, shift, row = _of_piece(kernel, piece, math.prod(counts))
+            blocks.append(block)
+            rows.append(first + row)
+            sign = (-1.0) ** len(piece)
+            weights.append(torch.where(shift == 0, sign / 2, sign))
+            first += _shifts(own_kernel) * math.prod(counts) ** 2
+    block = torch.cat(blocks)
+    order = block.argsort(stable=True)
+    counted = block.bincount(minlength=math.prod(kernel) ** 2)
+    weight = torch.cat(weights)[order].to(device, dtype)
+    return torch.cat(rows)[order].to(device), (counted.cumsum(0) - counted).to(device), weight
+
+
+def _of_piece(kernel: Sizes, piece: Piece, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of taps that meet a piece, as places of their blocks, the shifts between them in
+    the dimensions that it does not cut, none before 0, and their rows among the piece's own."""
+    taps, dims, cut = math.prod(kernel), len(kernel), {axis for axis, *_ in piece}
+    at = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in kernel)).view(taps, dims)
+    meets = torch.ones(taps, dtype=torch.bool, device="cpu")
+    inner = torch.zeros(taps, dtype=torch.long, device="cpu")
+    for axis, start, stop, *_ in piece:
+        meets &= (at[:, axis] >= start) & (at[:, axis] < stop)
+        inner = inner * (stop - start) + at[:, axis] - start
+    taken = meets.nonzero()[:, 0]
+    one, other = taken.repeat_interleave(len(taken)), taken.repeat(len(taken))
+    shift = torch.zeros_like(one)
+    for axis in range(dims):
+        if axis not in cut:
+            shift = shift * (2 * kernel[axis] - 1) + at[other, axis] - at[one, axis]
+    one, other, shift = (t[shift >= 0] for t in (one, other, shift))
+    return one * taps + other, shift, (shift * count + inner[one]) * count + inner[other]
+
+
+def _shifts(kernel: Sizes) -> int:
+    """How many shifts from tap to tap are not before 0, which stands first."""
+    return (math.prod(2 * k - 1 for k in kernel) + 1) // 2
 
 
 @functools.lru_cache(_REMEMBERED)
 def _alike(
     size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs
 ) -> list[tuple[tuple[Sizes, ...], list[Piece]]]:
-    """The pieces but the first, those of equal shapes together: how many taps of each dimension
-    they cut, kernel, dilation and size of the others, and how many positions they are about."""
+    """The pieces, those of equal shapes together: how many taps of each dimension they cut,
+    kernel, dilation and size of the others, and how many positions they are about."""
     alike: dict[tuple[Sizes, ...], list[Piece]] = {}
     for piece in _pieces(size, kernel, dilation, pad):
-        if piece:
-            cut, rest, rows = _shape(piece, len(size))
-            of_rest = (tuple(g[i] for i in rest) for g in (kernel, dilation, size))
-            alike.setdefault((cut, *of_rest, rows), []).append(piece)
+        cut, rest, rows = _shape(piece, len(size))
+        of_rest = (tuple(g[i] for i in rest) for g in (kernel, dilation, size))
+        alike.setdefault((cut, *of_rest, rows), []).append(piece)
     return list(alike.items())
 
 
@@ -101,15 +157,7 @@ def _shape(piece: Piece, dims: int) -> tuple[Sizes, list[int], Sizes]:
     return tuple(cut.values()), rest, tuple(rows for *_, rows in piece)
 
 
-def _moments(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """Over all positions at which a patch meets the input, ``[groups, taps·taps, C, C]``."""
-    if not kernel:
-        return second_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
-    correlation = _autocorrelation(x, kernel, dilation, groups).flatten(1, len(kernel))
-    return correlation.index_select(1, _shifts(kernel, x.device))
-
-
-def _border(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
+def _met(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
     """What the taps of a piece meet, as channels, at its positions, as images:
     ``[batch·positions, groups·taps·C, *other dimensions]``."""
     x = x.unflatten(1, (groups, -1))
@@ -123,36 +171,6 @@ def _border(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
     return x.permute(0, *cut, 1, *taps, 2, *rest).flatten(0, len(cut)).flatten(1, 2 + len(cut))
 
 
-def _add(moment: Tensor, part: Tensor, piece: Piece, dims: int) -> None:
-    """Add a piece's moment at its taps, or take it off where it crosses an odd number of rows."""
-    cut = [axis for axis, *_ in piece]
-    rest = [i for i in range(dims) if i not in cut]
-    here = moment
-    for axis, start, stop, *_ in piece:
-        for at in (1 + axis, 1 + dims + axis):
-            here = here.narrow(at, start, stop - start)
-    lie = [(0, 0), *_sides(rest), *((1, i) for i in cut), (3, 0), *((2, i) for i in cut), (4, 0)]
-    belong = [(0, 0), *_sides(range(dims)), (3, 0), (4, 0)]
-    order = [lie.index(dimension) for dimension in belong]
-    here.add_(part.permute(order), alpha=(-1) ** len(cut))
-
-
-def _sides(axes: Iterable[int]) -> list[tuple[int, int]]:
-    """Names for the dimensions of taps, those of both sides of a moment."""
-    return [(side, axis) for side in (1, 2) for axis in axes]
-
-
-def _shifts(kernel: Sizes, device: torch.device) -> Tensor:
-    """Where the shift from each tap to each is, among all shifts between taps."""
-    place = torch.zeros((), dtype=torch.long, device=device)
-    for axis, k in enumerate(kernel):
-        taps = torch.arange(k, device=device)
-        own = (taps - taps[:, None]).add_(k - 1)
-        sides = [k if i % len(kernel) == axis else 1 for i in range(2 * len(kernel))]
-        place = place * (2 * k - 1) + own.view(sides)
-    return place.flatten()
-
-
 def patch_sum(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], pad: Pairs, groups: int
 ) -> Tensor:
@@ -162,18 +180,22 @@ def patch_sum(
     return taps.sum(tuple(range(2, 2 + len(kernel)))).view(groups, -1)
 
 
-def _autocorrelation(
-    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], groups: int
-) -> Tensor:
-    """Σ x[c, q] x[c', q + s] at all shifts s between taps, ``[groups, *(2k − 1), C, C]``."""
-    half: Tensor | None = None
-    for part in x.split(_images_at_once(x)):
-        own = _half_of_the_shifts(part, kernel, dilation, groups)
-        half = own if half is None else half.add_(own)
-    assert half is not None
-    mirror = half.flip(tuple(range(1, 1 + len(kernel)))).mT
-    middle = (half[:, :1] + mirror[:, -1:]) / 2  # exactly symmetric
-    return torch.cat([mirror[:, :-1], middle, half[:, 1:]], dim=1)
+def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
+    """Σ x[c, q] x[c', q + s] at shifts s between taps, ``[groups, shifts, C, C]``.
+
+    From 0 on, the last dimension's next to each other; the others are mirror images of these.
+    """
+    if not kernel:
+        return second_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
+    if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
+        return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
+    total: Tensor | None = None
+    for images in x.split(_images_at_once(x)):
+        own = _by_convolution(images, kernel, dilation, groups)
+        total = own if total is None else total.add_(own)
+    assert total is not None
+    found = total.unflatten(0, (groups, -1)).flatten(3).permute(0, 3, 1, 2)
+    return found[:, -_shifts(kernel) :]
 
 
 def _images_at_once(x: Tensor) -> int:
@@ -184,35 +206,30 @@ def _images_at_once(x: Tensor) -> int:
     return max(1, _AT_ONCE // max(1, x[:1].numel()))
 
 
-def _half_of_the_shifts(
-    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], groups: int
-) -> Tensor:
-    """Those that are not below 0 in the first dimension, ``[groups, *shifts, C, C]``.
+def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
+    """As the gradient of a convolution's weight where input and output gradient are both x.
 
-    The others are mirror images of these.
+    ``[groups·C, C, *shifts]``, those that are not below 0 in the first dimension.
     """
-    if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
-        return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
-    # The gradient of a convolution's weight where input and output gradient are both x.
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    sides = [(0, reach[0]), *((r, r) for r in reach[1:])]
     shifts = [kernel[0], *(2 * k - 1 for k in kernel[1:])]
     weight = x.new_empty(1).expand(x.shape[1], x.shape[1] // groups, *shifts)
     ones, zeros = [1] * len(kernel), [0] * len(kernel)
-    _, half, _ = torch.ops.aten.convolution_backward(
+    _, found, _ = torch.ops.aten.convolution_backward(
         x,
-        F.pad(x, [side for pair in reversed(sides) for side in pair]),
+        # Zeros on both sides are the convolution's own, which costs no copy and no products.
+        F.pad(x, [0, 0] * (len(kernel) - 1) + [0, reach[0]]),
         weight,
         None,
         ones,
-        zeros,
+        [0, *reach[1:]],
         list(dilation),
         False,
         zeros,
         groups,
         [False, True, False],
     )
-    return half.unflatten(0, (groups, -1)).movedim((1, 2), (-2, -1)).contiguous()
+    return found
 
 
 def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:

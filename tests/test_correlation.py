@@ -60,9 +60,10 @@ def test_moments_and_sums_are_those_of_the_patches(large, geometry, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_borders_a_moment_is_exactly_symmetric(dtype):
+@pytest.mark.parametrize("pad", [0, 1, 2])
+def test_a_moment_is_exactly_symmetric(dtype, pad):
     x = torch.randn(7, 10, 13, 13, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    moment = patch_moment(x, (3, 3), (1, 1), ((2, 2), (2, 2)), 2)
+    moment = patch_moment(x, (5, 3), (1, 2), ((pad, pad), (pad, pad)), 2)
     assert torch.equal(moment, moment.mT)
 
 
