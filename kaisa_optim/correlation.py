@@ -70,8 +70,8 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
         images = met[0] if len(met) == 1 else torch.cat(met, 1)
         part = _autocorrelation(images, own_kernel, own_dilation, groups * len(pieces))
         sides = (math.prod(counts), channels)
-        part = part.unflatten(3, sides).unflatten(2, sides).unflatten(0, (len(pieces), groups))
-        rows.append(part.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(0, 3))
+        part = part.view(len(pieces), groups, -1, *sides, *sides)
+        rows.append(part.permute(0, 2, 3, 5, 1, 4, 6).reshape(-1, groups * channels * channels))
     index, starts, weights = _places(*geometry, x.dtype, x.device)
     half = F.embedding_bag(
         index, torch.cat(rows), starts, mode="sum", per_sample_weights=weights
@@ -160,15 +160,20 @@ def _shape(piece: Piece, dims: int) -> tuple[Sizes, list[int], Sizes]:
 def _met(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
     """What the taps of a piece meet, as channels, at its positions, as images:
     ``[batch·positions, groups·taps·C, *other dimensions]``."""
-    x = x.unflatten(1, (groups, -1))
-    for axis, start, stop, first, rows in piece:
-        reach = dilation[axis] * (stop - start - 1)
-        x = x.narrow(3 + axis, first, rows + reach)
-        x = x.unfold(3 + axis, reach + 1, 1)[..., :: dilation[axis]]
-    cut = [3 + axis for axis, *_ in piece]
-    taps = range(x.dim() - len(cut), x.dim())
-    rest = [dim for dim in range(3, taps.start) if dim not in cut]
-    return x.permute(0, *cut, 1, *taps, 2, *rest).flatten(0, len(cut)).flatten(1, 2 + len(cut))
+    batch, of_batch, of_channel = x.shape[0], x.stride(0), x.stride(1)
+    channels, first = x.shape[1] // groups, x.storage_offset()
+    rows: list[tuple[int, int]] = []
+    taps: list[tuple[int, int]] = []
+    rest = list(zip(x.shape, x.stride(), strict=True))[2:]
+    for axis, start, stop, at, count in reversed(piece):
+        _, stride = rest.pop(axis)
+        first += at * stride
+        rows.insert(0, (count, stride))
+        taps.insert(0, (stop - start, dilation[axis] * stride))
+    view = (batch, of_batch), *rows, (groups, channels * of_channel), *taps
+    view = *view, (channels, of_channel), *rest
+    seen = x.as_strided([n for n, _ in view], [stride for _, stride in view], first)
+    return seen.flatten(0, len(rows)).flatten(1, 2 + len(taps))
 
 
 def patch_sum(
@@ -236,10 +241,12 @@ def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
     """The same of few short lines ``[batch, groups, C, n]``, sooner than by a convolution."""
     lines = x.permute(1, 2, 0, 3)
     groups, channels, _, n = lines.shape
-    moved = lines.new_zeros(groups, kernel, *lines.shape[1:])
-    for place in range(min(kernel, -(-n // dilation))):
-        start = place * dilation
-        moved[:, place, ..., : n - start] = lines[..., start:]
+    moved = lines.new_empty(groups, kernel, *lines.shape[1:])
+    moved[:, 0] = lines
+    for place in range(1, kernel):
+        start = min(n, place * dilation)
+        moved[:, place, ..., : n - start] = moved[:, 0, ..., start:]
+        moved[:, place, ..., n - start :] = 0
     product = moved[:, 0].flatten(2) @ moved.flatten(1, 2).flatten(2).mT
     return product.unflatten(2, (kernel, channels)).movedim(2, 1)
 
