@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
+_TALL = 32  # rows for each column with which oneDNN saves it from half as many columns on
+_ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
 _MUCH = 1 << 22
 _PARTS = 4
@@ -204,8 +206,7 @@ def _gram(rows: Tensor, out: Tensor) -> None:
     if linear is not None:
         # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
         rows = rows[0].mT.contiguous().mT[None]
-    parts = 1 if n < _WIDE or rows.shape[1] < n // 4 else _PARTS
-    step = -(-n // parts)
+    step = _columns_at_once(rows.shape[1], n, fast=linear is not None)
     for start in range(0, n, step):
         stop = min(start + step, n)
         under, here = rows[:, :, start:].mT, rows[:, :, start:stop]
@@ -214,6 +215,12 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         else:
             torch.bmm(under, here, out=out[:, start:, start:stop])
         out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
+
+
+def _columns_at_once(rows: int, n: int, *, fast: bool) -> int:
+    """Of a Gram matrix of n columns: all, or few of them where half of the product pays."""
+    pays = rows >= n // 4 if n >= _WIDE else fast and 2 * n >= _WIDE and rows >= _TALL * n
+    return -(-n // (_PARTS * _ALIGNED)) * _ALIGNED if pays else n
 
 
 def projected_moment(

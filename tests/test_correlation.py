@@ -137,9 +137,17 @@ def test_half_of_a_wide_product_is_all_of_it(n):
     rows = torch.randn(2, 200, n, dtype=torch.float64)
     moment = second_moment(rows, diagonal=False)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
-    quarter = -(-n // 4)
+    quarter = -(-n // 64) * 16
     if n >= 256:  # one part is the other's copy
         assert torch.equal(moment[:, quarter:, :quarter], moment[:, :quarter, quarter:].mT)
+
+
+@pytest.mark.parametrize("n, count", [(127, 1 << 13), (128, 4095), (128, 4096), (150, 1 << 13)])
+def test_half_of_a_tall_product_is_all_of_it(n, count):
+    rows = torch.randn(1, count, n, generator=torch.Generator().manual_seed(0))
+    moment = second_moment(rows, diagonal=False)
+    exact = rows.double().mT @ rows.double()
+    assert (moment - exact).norm() < 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("append_one", [False, True])
