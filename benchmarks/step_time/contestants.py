@@ -6,7 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -98,8 +98,14 @@ def _between(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
+class Runs(Protocol):
+    """Whoever trains: a :class:`Trainer`, here or elsewhere."""
+
+    def run(self, steps: int) -> list[Seconds]: ...
+
+
 def race(
-    trainers: Mapping[Name, Trainer],
+    trainers: Mapping[Name, Runs],
     interval: int,
     rounds: int,
     before_turn: Callable[[], None] = lambda: None,

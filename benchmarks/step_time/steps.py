@@ -1,13 +1,15 @@
 """Whole steps: the base optimizer's, K-FAC's and its peers', on one device.
 
-All contestants of a task train copies of one network on the same batches, in turns of ten steps. A
-ratio compares the means of two contestants over the same interval of refreshes; what is printed is
-the median over the intervals. "floor" is what the floating-point operations of preconditioning add
-to those of the forward and backward passes, were all equally fast.
+All contestants of a task train copies of one network on the same batches, in turns of ten steps,
+each in a process of its own. A ratio compares the means of two contestants over the same interval
+of refreshes; what is printed is the median over the intervals. "floor" is what the floating-point
+operations of preconditioning add to those of the forward and backward passes, were all equally
+fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import statistics
@@ -21,7 +23,8 @@ from matplotlib.figure import Figure as Drawing
 from benchmarks.machine import peak_mb
 from kaisa_optim.layers import Layer
 
-from .contestants import NEVER, TURN, Maker, Seconds, Trainer, contestants, race
+from .apart import Apart
+from .contestants import NEVER, TURN, Seconds, Trainer, contestants, race
 from .report import Figure, Report, Settings
 from .tasks import Task, shown, tasks
 
@@ -61,9 +64,7 @@ def run(settings: Settings) -> Report:
         for intervals in task.intervals:
             title = f"{task.title} {shown(intervals)}"
             print(f"{title} (steps between statistics / between refreshes)", flush=True)
-            results = measure(
-                task, makers, settings.device, intervals, settings.rounds(intervals[1])
-            )
+            results = measure(name, list(makers), intervals, settings)
             if settings.device == "cpu":
                 times = 1 if settings.short else PEAKS
                 print(f"  timed; {times * len(results)} processes measure memory", flush=True)
@@ -79,25 +80,29 @@ def run(settings: Settings) -> Report:
 
 
 def measure(
-    task: Task, makers: dict[str, Maker], device: str, intervals: tuple[int, int], rounds: int
+    task: str, names: Sequence[str], intervals: tuple[int, int], settings: Settings
 ) -> list[Measured]:
     every, refreshed = intervals
-    trainers = {name: Trainer(task, device, make, intervals) for name, make in makers.items()}
-    found = race(trainers, refreshed, rounds)
-    passes = trainers["SGD"].operations()
-    results = []
-    for name, trainer in trainers.items():
-        own = [round_[name] for round_ in found]
-        one = compared(name, own, [round_["SGD"] for round_ in found])
-        if name.startswith("KFACSGD"):
-            kfac = trainer.optimizers[0].preconditioner
-            steps_of_all = [times for round_ in own for times in round_]
-            one.stages, one.slowest = stages(steps_of_all, trainer.quiet(TURN))
-            inverse = kfac.options.compute_method == "inverse"
-            one.floor = 1 + applying(kfac.layers.values(), inverse) / passes
-        if device == "cuda":
-            one.host_syncs = host_syncs(trainer, every)
-        results.append(one)
+    with contextlib.ExitStack() as stack:
+        trainers = {}
+        for name in names:
+            at = settings.device, intervals, settings.threads
+            trainers[name] = stack.enter_context(
+                contextlib.closing(Apart(task, settings.short, name, *at))
+            )
+        found = race(trainers, refreshed, settings.rounds(refreshed))
+        passes = trainers["SGD"](Trainer.operations)
+        results = []
+        for name, trainer in trainers.items():
+            own = [round_[name] for round_ in found]
+            one = compared(name, own, [round_["SGD"] for round_ in found])
+            if name.startswith("KFACSGD"):
+                steps_of_all = [times for round_ in own for times in round_]
+                one.stages, one.slowest = stages(steps_of_all, trainer(Trainer.quiet, TURN))
+                one.floor = 1 + trainer(preconditioning) / passes
+            if settings.device == "cuda":
+                one.host_syncs = trainer(host_syncs, every)
+            results.append(one)
     set_beside(results)
     return results
 
@@ -135,6 +140,11 @@ def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str
     slowest = whole[int(0.95 * (len(whole) - 1))] / statistics.median(whole)
     amounts = (passes, all_passes - passes, all_steps - applied, applied)
     return dict(zip(STAGES, amounts, strict=True)), slowest
+
+
+def preconditioning(trainer: Trainer) -> int:
+    kfac = trainer.optimizers[0].preconditioner
+    return applying(kfac.layers.values(), kfac.options.compute_method == "inverse")
 
 
 def applying(layers: Iterable[Layer], inverse: bool) -> int:
