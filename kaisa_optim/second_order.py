@@ -39,7 +39,7 @@ from .tracking import Key, Tracking
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
 OwnerOf = Callable[[Layer, str], int]
-_AT_ONCE = 1 << 20  # numbers of bases that follow in one batch: larger ones only take memory
+_AT_ONCE = 1 << 20  # numbers of factors in one batch: larger ones only take memory
 
 
 @dataclass
@@ -179,8 +179,8 @@ class SecondOrder:
             mine = [f for f in stack.factors if f.layer in wanted and (f.layer, f.side) in plan]
             anew = [f for f in mine if plan[f.layer, f.side]]
             followed = [f for f in mine if not plan[f.layer, f.side]]
-            if anew:
-                outcome.failed |= self._refresh_stack(stack, anew, layout, shifts)
+            for some in chunks(anew, _numbers, _AT_ONCE):
+                outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
             for some in chunks(followed, _numbers, _AT_ONCE):
                 self._follow(stack, some, layout)
 

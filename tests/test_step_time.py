@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import ranks, refresh, scaling, steps
+from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import NEVER, Trainer, ours, sgd
 from benchmarks.step_time.report import Figure
 from benchmarks.step_time.tasks import SHORT, TASKS, Task
@@ -107,6 +110,31 @@ def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
 def test_passes_of_a_step_are_counted():
     # Two products of 2 · 4 · 3 · 2: there, and the weight's gradient; inputs need none.
     assert Trainer(linear(passes=3), "cpu", sgd, (1, 1)).operations() == 3 * 2 * 48
+
+
+def process(trainer: Trainer) -> int:
+    return os.getpid()
+
+
+def fail(trainer: Trainer) -> None:
+    raise ValueError(trainer.task.title)
+
+
+def end(trainer: Trainer) -> None:
+    os._exit(7)
+
+
+def test_a_contestant_trains_in_a_process_of_its_own():
+    with contextlib.closing(Apart("resnet32", True, "KFACSGD", "cpu", (2, 4), 1)) as apart:
+        here = Trainer(SHORT["resnet32"], "cpu", ours(), (2, 4))
+        assert len(apart.run(3)) == len(here.run(3)) == 3
+        assert apart(process) != os.getpid()
+        assert apart(steps.preconditioning) == steps.preconditioning(here)
+        with pytest.raises(ValueError, match="ResNet-8"):
+            apart(fail)
+        assert apart(Trainer.operations) == here.operations()  # it goes on
+        with pytest.raises(RuntimeError, match="ended with code 7"):
+            apart(end)
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
