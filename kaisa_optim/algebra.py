@@ -152,6 +152,26 @@ def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     return _onednn() if torch._C._get_mkldnn_enabled() else None
 
 
+def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
+    """Whether products of float32 matrices with those of ``dtype`` are taken in that.
+
+    In bfloat16 they are, where the device has instructions for it: elsewhere it would take longer,
+    and float16 has no room for preconditioned gradients.
+    """
+    if dtype != torch.bfloat16 or like.dtype != torch.float32:
+        return False
+    return _multiplies_brain_floats(like.device)
+
+
+@functools.cache
+def _multiplies_brain_floats(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(has())
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """L R of two stacks of as many matrices, by oneDNN where it pays."""
     much = left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
@@ -394,7 +414,13 @@ def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor |
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
-    """L M R, ``[k, g, a]``; without a side, the other's product alone, without both M itself."""
+    """L M R, ``[k, g, a]``; without a side, the other's product alone, without both M itself.
+
+    Where sides are in half precision so are the products, of M rounded; the result is of M's dtype.
+    """
+    side = right if left is None else left
+    if side is not None and side.dtype != middle.dtype:
+        return between(left, middle.to(side.dtype), right).to(middle.dtype)
     if left is None or right is None:
         out = middle if left is None else product(left, middle)
         return out if right is None else product(out, right)
@@ -420,9 +446,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm.
 
     Singular values are made nearly equal, but for those below some 0.002 of M's norm, by products
-    alone: the polynomial of Muon (Jordan et al., 2024), of M Mᵀ on its smaller side, whose powers
-    commute, so that the long side is multiplied twice. Needs full precision: what is rounded in
-    M Mᵀ grows.
+    alone (:func:`towards_one`).
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
@@ -438,7 +462,7 @@ def _orthogonalized(matrices: Tensor) -> Tensor:
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
     wide /= _or_one(norm)
-    found = product(orthogonalizer(product(wide, wide.mT), _TOWARDS_ONE, _TIMES), wide)
+    found = towards_one(wide, _TOWARDS_ONE, _TIMES)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     found.mul_(largest * (norm / _or_one(now)))
     return found.mT if tall else found
@@ -449,11 +473,26 @@ def _or_one(norms: Tensor) -> Tensor:
     return torch.where(norms == 0, 1.0, norms)
 
 
-def orthogonalizer(gram: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
-    """Q, with Q X what so many steps of Muon's iteration make of X; from X Xᵀ alone.
+def towards_one(wide: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
+    """``wide`` matrices of norm 1 after so many steps of Muon's iteration (Jordan et al., 2024).
 
-    Each multiplies X by a polynomial of X Xᵀ, and polynomials of one matrix commute.
+    Each takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Where bfloat16 is fast, so, in bfloat16. Else by
+    powers of the first X Xᵀ, which commute, so that the long side is multiplied but twice; this
+    needs full precision, as what is rounded in X Xᵀ grows.
     """
+    if not multiplies_in_half(torch.bfloat16, wide):
+        return product(orthogonalizer(product(wide, wide.mT), coefficients, times), wide)
+    a, b, c = coefficients
+    x = wide.bfloat16()
+    for _ in range(times):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.to(wide.dtype)
+
+
+def orthogonalizer(gram: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
+    """Q, with Q X what so many steps of Muon's iteration make of X; from X Xᵀ alone."""
     a, b, c = coefficients
     whole: Tensor | None = None
     for left in reversed(range(times)):

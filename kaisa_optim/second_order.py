@@ -40,6 +40,7 @@ LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-def
 DampingOf = Callable[[Layer], float]
 OwnerOf = Callable[[Layer, str], int]
 _AT_ONCE = 1 << 20  # numbers of factors in one batch: larger ones only take memory
+_MULTIPLIED = "vectors", "inverse"  # with gradients
 
 
 @dataclass
@@ -529,13 +530,16 @@ def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
 
 
 def _picked(pair: Pair, slots: slice | Tensor, like: Tensor) -> Callable[[str, str], Tensor | None]:
-    """What some layers have of one side, ready for arithmetic."""
+    """What some layers have of one side, ready for arithmetic with ``like``."""
     sides = {"g": (pair.g, pair.g_slots), "a": (pair.a, pair.a_slots)}
 
     def of(side: str, name: str) -> Tensor | None:
         stack, own = sides[side]
         tensor = stack.tensors.get(name)
-        return None if tensor is None else tensor[own][slots].to(like.dtype)
+        if tensor is None:
+            return None
+        half = name in _MULTIPLIED and algebra.multiplies_in_half(tensor.dtype, like)
+        return tensor[own][slots] if half else tensor[own][slots].to(like.dtype)
 
     return of
 

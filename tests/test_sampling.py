@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.sampling import WHOLE, sample_of
+from kaisa_optim.saving import UNKNOWN, saving_hooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -485,7 +486,7 @@ def test_under_autocast_only_the_part_is_copied(way):
     found = factors_of(opt)["layer"]
     torch.testing.assert_close(found[0][0].double(), a.mT @ a / 2)
     torch.testing.assert_close(found[1][0].double(), 8 * 4 * g.mT @ g)
-    if way == "plain":
+    if way == "plain" and saving_hooks() != UNKNOWN:  # else it might be a checkpoint
         assert (2, 4) in held
 
 

@@ -160,6 +160,32 @@ def test_storage_of_second_order_state(dtype, method, monkeypatch):
     assert usage["factors"] == squares * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype, monkeypatch):
+    """On devices with instructions for it; elsewhere, and in float16, matrices are only stored."""
+    moved = []
+    for has in (False, True):
+        monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device, has=has: has)
+        moved.append(one_step(inv_dtype=dtype, **METHODS[method])[1])
+    rounded = norm_of_difference(moved[1], moved[0])
+    assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
+
+
+def test_float64_gradients_are_not_rounded(monkeypatch):
+    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: True)
+    model = network(dtype=torch.float64)
+    opt = KFACSGD(model, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
+    before = values(model)
+    train(model, opt, [0])
+    taken = difference(before, model)
+    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: False)
+    again = network(dtype=torch.float64)
+    opt = KFACSGD(again, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
+    train(again, opt, [0])
+    assert_same(taken, difference(before, again))
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_storage_of_factors(dtype, method, monkeypatch):

@@ -205,10 +205,23 @@ def test_the_part_beside_the_papers_code():
     ]
 
 
+def test_the_papers_code_stands_beside_ours_in_its_precision():
+    names = {"KFACSGD": 2.0, "KFACSGD, bfloat16": 1.0, "kfac-pytorch": 8.0}
+    results = [measured(name, part) for name, part in names.items()]
+    results.append(measured("kfac-pytorch, bfloat16", 5.0))
+    steps.set_beside(results)
+    assert [one.beside for one in results] == [0.25, 0.2, None, None]
+
+
 def test_without_the_papers_code_nothing_is_beside_it():
     results = [measured("SGD", 0.0), measured("KFACSGD", 1.0)]
     steps.set_beside(results)
     assert results[1].beside is None
+
+
+def test_a_machine_that_is_faster_by_now_is_no_stage():
+    race = [[(0.010, 0.010), (0.015, 0.015)], [(0.012, 0.012)]]
+    assert steps.paced(race, [(0.005, 0.005), (0.006, 0.006), (0.2, 0.2)]) == pytest.approx(2.0)
 
 
 def test_a_figure_that_is_missed_says_so():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 
-from .muon import MetricMuon, Muon32
+from .muon import FastMuon, MetricMuon
 
 Config = dict[str, Any]
 Space = dict[str, Callable[[float], Any]]  # of a place in a range, 0 to 1, what is there
@@ -106,7 +106,7 @@ def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimi
     """For matrices inside of the network; AdamW for the rest, as its users do."""
     hidden, rest = _hidden(model)
     on_cpu = hidden[0].device.type == "cpu"
-    muon = (Muon32 if on_cpu else torch.optim.Muon)(hidden, **_muons(config))
+    muon = (FastMuon if on_cpu else torch.optim.Muon)(hidden, **_muons(config))
     return [muon, *_companion(rest, config)]
 
 

@@ -20,6 +20,8 @@ from .tasks import Task
 TURN = 10  # steps of one contestant before the next one's
 BATCHES = 10  # that a contestant goes through: factors must move, or refreshes would be too easy
 NEVER = 10**9  # steps
+PAPERS = "kfac-pytorch"
+BRAIN = ", bfloat16"  # of those that precondition in it
 TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
 
 Name = TypeVar("Name", bound=Hashable)
@@ -161,15 +163,23 @@ class Preconditioner:
         pass
 
 
-def kfac_pytorch(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+def kfac_pytorch(dtype: torch.dtype = torch.float32) -> Maker:
     """The papers' code, with its defaults; it covers Linear and Conv2d."""
-    from kfac.preconditioner import KFACPreconditioner
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    preconditioner = KFACPreconditioner(
-        model, factor_update_steps=every, inv_update_steps=refreshed, lr=0.01
-    )
-    return [Preconditioner(preconditioner), optimizer]
+    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+        from kfac.preconditioner import KFACPreconditioner
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        preconditioner = KFACPreconditioner(
+            model,
+            factor_update_steps=every,
+            inv_update_steps=refreshed,
+            lr=0.01,
+            inv_dtype=dtype,
+        )
+        return [Preconditioner(preconditioner), optimizer]
+
+    return make
 
 
 def soap(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
@@ -196,12 +206,18 @@ OURS = {
     "KFACSGD": ours(),
     "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
     "KFACSGD, inverse": ours(compute_method="inverse"),
+    "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
 }
 # Statistics from some of the rows.
 HALF = {"KFACSGD, half": ours(statistics_fraction=0.5)}
 QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}
-PEERS = {"kfac-pytorch": kfac_pytorch, "SOAP": soap, "Muon": muon}
-NEEDS = {"kfac-pytorch": "kfac", "SOAP": "pytorch_optimizer"}
+PEERS = {
+    PAPERS: kfac_pytorch(),
+    PAPERS + BRAIN: kfac_pytorch(torch.bfloat16),
+    "SOAP": soap,
+    "Muon": muon,
+}
+NEEDS = {PAPERS: "kfac", PAPERS + BRAIN: "kfac", "SOAP": "pytorch_optimizer"}
 
 
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:

@@ -24,12 +24,11 @@ from benchmarks.machine import peak_mb
 from kaisa_optim.layers import Layer
 
 from .apart import Apart
-from .contestants import NEVER, TURN, Seconds, Trainer, contestants, race
+from .contestants import BRAIN, NEVER, PAPERS, TURN, Seconds, Trainer, contestants, race
 from .report import Figure, Report, Settings
 from .tasks import Task, shown, tasks
 
 STAGES = ("forward and backward", "gather factors", "update and refresh", "precondition and step")
-PAPERS = "kfac-pytorch"
 # What K-FAC may add to a step, and to memory, as a share of what the papers' code adds.
 PART_WANTED = {"resnet32": 1 / 5, "transformer": 1 / 2}
 MEMORY_WANTED = 1 / 3
@@ -91,15 +90,18 @@ def measure(
                 contextlib.closing(Apart(task, settings.short, name, *at))
             )
         found = race(trainers, refreshed, settings.rounds(refreshed))
-        passes = trainers["SGD"](Trainer.operations)
+        operations = trainers["SGD"](Trainer.operations)
         results = []
         for name, trainer in trainers.items():
             own = [round_[name] for round_ in found]
             one = compared(name, own, [round_["SGD"] for round_ in found])
             if name.startswith("KFACSGD"):
-                steps_of_all = [times for round_ in own for times in round_]
-                one.stages, one.slowest = stages(steps_of_all, trainer(Trainer.quiet, TURN))
-                one.floor = 1 + trainer(preconditioning) / passes
+                quiet = trainer(Trainer.quiet, TURN)
+                # The machine may be faster or slower by now: the base, in the next turn, tells.
+                pace = paced([round_["SGD"] for round_ in found], trainers["SGD"].run(TURN))
+                quiet = [(pace * passes, pace * applied) for passes, applied in quiet]
+                one.stages, one.slowest = stages([t for round_ in own for t in round_], quiet)
+                one.floor = 1 + trainer(preconditioning) / operations
             if settings.device == "cuda":
                 one.host_syncs = trainer(host_syncs, every)
             results.append(one)
@@ -121,12 +123,25 @@ def compared(
     )
 
 
+def papers_of(one: Measured, results: Sequence[Measured]) -> Measured | None:
+    """The papers' code beside one of ours, in its precision, where that was measured."""
+    if not one.name.startswith("KFACSGD"):
+        return None
+    name = PAPERS + BRAIN if one.name.endswith(BRAIN) else PAPERS
+    return next((other for other in results if other.name == name), None)
+
+
 def set_beside(results: Sequence[Measured]) -> None:
-    """Ours, over what the papers' code adds, where that was measured."""
-    papers = next((one.part for one in results if one.name == PAPERS), 0.0)
     for one in results:
-        if papers > 0 and one.name.startswith("KFACSGD"):
-            one.beside = one.part / papers
+        papers = papers_of(one, results)
+        if papers is not None and papers.part > 0:
+            one.beside = one.part / papers.part
+
+
+def paced(race: Sequence[Sequence[Seconds]], now: Sequence[Seconds]) -> float:
+    """How long the race's steps took, over those of now."""
+    then = [sum(times) for round_ in race for times in round_]
+    return statistics.median(then) / statistics.median(map(sum, now))
 
 
 def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str, float], float]:
@@ -207,7 +222,7 @@ def _peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: s
 def table(results: Sequence[Measured]) -> Iterator[str]:
     base = results[0]
     yield (
-        f"{'':20} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
+        f"{'':23} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
         f" {'slowest':>8} {'peak MB':>8}"
     )
     for one in results:
@@ -217,29 +232,29 @@ def table(results: Sequence[Measured]) -> Iterator[str]:
         slowest = f"{one.slowest:.2f}" if one.slowest else ""
         memory = "" if one.peak_mb is None else f"{one.peak_mb:+.0f}"
         yield (
-            f"{one.name:20} {one.ms:9.1f} {one.ratio:6.2f} {floor:>6} {added:>8} {beside:>14}"
+            f"{one.name:23} {one.ms:9.1f} {one.ratio:6.2f} {floor:>6} {added:>8} {beside:>14}"
             f" {slowest:>8} {memory:>8}"
         )
         if one.host_syncs is not None:
-            yield f"{'':20} host syncs: {one.host_syncs}"
+            yield f"{'':23} host syncs: {one.host_syncs}"
 
 
 def summary(
     name: str, task: Task, intervals: tuple[int, int], results: Sequence[Measured]
 ) -> Iterator[Figure]:
-    papers = next((one for one in results if one.name == PAPERS), None)
     title = f"{task.title} {shown(intervals)}"
     for one in results[1:]:
         wanted = task.wanted.get((one.name, intervals))
         yield Figure(f"{title}, {one.name}", one.ratio, " × SGD's step", wanted)
-        if one.beside is not None:
-            before = f"{title}, {one.name}, K-FAC part beside {PAPERS}'s"
+        papers = papers_of(one, results)
+        if papers is not None and one.beside is not None:
+            before = f"{title}, {one.name}, K-FAC part beside {papers.name}'s"
             yield Figure(before, one.beside, wanted=PART_WANTED.get(name))
         if one.slowest:
             before = f"{title}, {one.name}, slowest steps"
             yield Figure(before, one.slowest, " × the median", SLOWEST_WANTED)
-        if one.beside is not None and one.peak_mb is not None and papers and papers.peak_mb:
-            before = f"{title}, {one.name}, peak memory above SGD's beside {PAPERS}'s"
+        if papers is not None and one.peak_mb is not None and papers.peak_mb:
+            before = f"{title}, {one.name}, peak memory above SGD's beside {papers.name}'s"
             yield Figure(before, one.peak_mb / papers.peak_mb, wanted=MEMORY_WANTED)
 
 

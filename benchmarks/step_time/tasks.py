@@ -116,7 +116,11 @@ TASKS = {
         Transformer,
         lambda: text(16),
         {"loss_terms": "positions"},
-        wanted={**_eigen(1.45, 2.0), ("KFACSGD, inverse", LONG): 1.25},
+        wanted={
+            **_eigen(1.45, 2.0),
+            ("KFACSGD, inverse", LONG): 1.25,
+            ("KFACSGD, bfloat16", LONG): 1.25,
+        },
     ),
     "resnet50": Task(
         "ResNet-50",
