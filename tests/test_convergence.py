@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.convergence import contest, search
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
-from benchmarks.convergence.muon import FastMuon, MetricMuon, polar
+from benchmarks.convergence.muon import MetricMuon, Muon32, polar
 from benchmarks.convergence.tasks import TASKS, Task
 from kaisa_optim import algebra
 
@@ -408,13 +408,24 @@ def muon_step(cls: Any, model: nn.Module, x: torch.Tensor, **options: Any) -> to
     return moved
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_muon_with_faster_products_takes_the_steps_of_torchs(half, monkeypatch):
-    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: half)
+def test_muon_in_float32_takes_the_steps_of_torchs():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 15, bias=False)), torch.randn(32, 6)
-    ours, theirs = muon_step(FastMuon, model, x), muon_step(torch.optim.Muon, model, x)
+    ours, theirs = muon_step(Muon32, model, x), muon_step(torch.optim.Muon, model, x)
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)  # theirs are in bfloat16
+    assert not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("width", "units", "expected"),
+    [(512, True, torch.optim.Muon), (512, False, Muon32), (511, True, Muon32)],
+)
+def test_muon_is_the_faster_of_torchs_and_ours(width, units, expected, monkeypatch):
+    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: units)
+    (muon,) = CONTESTANTS["Muon"].build(
+        nn.Sequential(nn.Linear(width, 512, bias=False)), {"lr": 0.1, "momentum": 0.9}, {}
+    )
+    assert type(muon) is expected
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(6, 6), (6, 15), (15, 6)])
@@ -423,7 +434,7 @@ def test_the_metric_of_muon(inputs, outputs):
     # Float32 would hide in its rounding what a tall or wide matrix does otherwise.
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).double()
     x = torch.randn(32, inputs).double()
-    plain = muon_step(FastMuon, model, x)
+    plain = muon_step(Muon32, model, x)
     large = muon_step(MetricMuon, model, x, damping=1e8)
     scale = max(1, outputs / inputs) ** 0.5
     torch.testing.assert_close(large * 1e4, plain, rtol=1e-3, atol=1e-4)

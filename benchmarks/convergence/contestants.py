@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
+from kaisa_optim.algebra import multiplies_in_half
 
-from .muon import FastMuon, MetricMuon
+from .muon import MetricMuon, Muon32
+
+FEW = 1 << 18  # numbers of all matrices, up to which Muon is faster in float32 on CPUs
 
 Config = dict[str, Any]
 Space = dict[str, Callable[[float], Any]]  # of a place in a range, 0 to 1, what is there
@@ -105,9 +108,17 @@ def _betas(config: Config) -> tuple[float, float]:
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     """For matrices inside of the network; AdamW for the rest, as its users do."""
     hidden, rest = _hidden(model)
-    on_cpu = hidden[0].device.type == "cpu"
-    muon = (FastMuon if on_cpu else torch.optim.Muon)(hidden, **_muons(config))
+    muon = _fastest_muon(hidden)(hidden, **_muons(config))
     return [muon, *_companion(rest, config)]
+
+
+def _fastest_muon(matrices: list[Tensor]) -> type[Optimizer]:
+    """torch's own, but for few numbers, and for CPUs without bfloat16 units."""
+    device = matrices[0].device
+    few = sum(p.numel() for p in matrices) < FEW
+    if device.type == "cpu" and (few or not multiplies_in_half(torch.bfloat16, matrices[0])):
+        return Muon32
+    return torch.optim.Muon
 
 
 def _metric_muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:

@@ -1,4 +1,4 @@
-"""Muon with faster products, and an experiment: Muon in the metric of K-FAC's output factors.
+"""Muon in float32, and an experiment: Muon in the metric of K-FAC's output factors.
 
 Of a momentum M the experiment takes the step L polar(L M), with L = (G + λI)^-½ and G of mean
 eigenvalue 1. Tuned by as many trials as Muon on the character GPT it came to Muon's loss in about
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim.algebra import eigendecompose, full_precision, orthogonalizer, towards_one
+from kaisa_optim.algebra import eigendecompose, full_precision, orthogonalizer
 from kaisa_optim.capture import Capture
 from kaisa_optim.collectives import Ranks
 from kaisa_optim.coverage import cover
@@ -24,11 +24,11 @@ Coefficients = tuple[float, float, float]
 _Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # of torch 2.9 and newer
 
 
-class FastMuon(_Muon):
-    """torch.optim.Muon with its products as our own orthogonal directions have them.
+class Muon32(_Muon):
+    """torch.optim.Muon with products in float32.
 
-    So they are in bfloat16 on CPUs that have instructions for it; others would take some twenty
-    times as long for it as in float32.
+    CPUs without bfloat16 units take some twenty times as long for torch's own; small matrices are
+    faster so on any.
     """
 
     @torch.no_grad()
@@ -61,13 +61,17 @@ class FastMuon(_Muon):
 
 def polar(matrix: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """Newton and Schulz's iteration to a matrix with singular values near 1."""
+    a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
-    found = towards_one((x / x.norm().clamp(min=1e-7))[None], coefficients, steps)[0]
-    return found.mT if tall else found
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
-class MetricMuon(FastMuon):
+class MetricMuon(Muon32):
     """L polar(L M), one process alone."""
 
     def __init__(
