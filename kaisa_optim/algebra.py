@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
-_TALL = 32  # rows for each column with which oneDNN saves it from half as many columns on
+_TALL = 32  # rows for each column from which it is saved from half as many columns on, by oneDNN
 _ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
 _MUCH = 1 << 22
@@ -226,7 +226,7 @@ def _gram(rows: Tensor, out: Tensor) -> None:
     if linear is not None:
         # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
         rows = rows[0].mT.contiguous().mT[None]
-    step = _columns_at_once(rows.shape[1], n, fast=linear is not None)
+    step = _columns_at_once(rows.shape[1], n, by_onednn=linear is not None)
     for start in range(0, n, step):
         stop = min(start + step, n)
         under, here = rows[:, :, start:].mT, rows[:, :, start:stop]
@@ -237,9 +237,10 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
 
 
-def _columns_at_once(rows: int, n: int, *, fast: bool) -> int:
+def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:
     """Of a Gram matrix of n columns: all, or few of them where half of the product pays."""
-    pays = rows >= n // 4 if n >= _WIDE else fast and 2 * n >= _WIDE and rows >= _TALL * n
+    tall = by_onednn and 2 * n >= _WIDE and rows >= _TALL * n
+    pays = rows >= n // 4 if n >= _WIDE else tall
     return -(-n // (_PARTS * _ALIGNED)) * _ALIGNED if pays else n
 
 

@@ -23,11 +23,15 @@ from .algebra import second_moment
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
 _CALLS = 16  # what a piece's calls cost, in products of channels with channels at a position
+_MOST_TAPS = 256  # of whose pairs the places are remembered
 _REMEMBERED = 1 << 10  # geometries, of which each step has the same
 Sizes = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
 # Of each dimension in which positions are left out: its axis, and what _strips says.
 Piece = tuple[tuple[int, int, int, int, int], ...]
+_Alike = list[tuple[tuple[Sizes, ...], list[Piece]]]
+# Of pieces that are alike: how many taps they cut, their kernel, and each one's axes and taps.
+_Layout = tuple[tuple[Sizes, Sizes, tuple[tuple[Sizes, ...], ...]], ...]
 
 
 def windows(
@@ -46,7 +50,7 @@ def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
     positions = [
         n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
     ]
-    if taps == 1 or min(positions) < 1:
+    if not 1 < taps <= _MOST_TAPS or min(positions) < 1:
         return False
     cost = 0
     for piece in _pieces(size, kernel, dilation, pad):
@@ -63,32 +67,46 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
     ``x`` is ``[batch, groups·C, *size]``; a patch is ordered as a weight is, (channel, *tap).
     """
     channels, taps = x.shape[1] // groups, math.prod(kernel)
-    geometry = tuple(map(int, x.shape[2:])), kernel, dilation, pad
-    rows = []  # of C·C numbers: products of channels with channels, whatever of
-    for (counts, own_kernel, own_dilation, *_), pieces in _alike(*geometry):
-        met = [_met(x, groups, dilation, piece) for piece in pieces]
-        images = met[0] if len(met) == 1 else torch.cat(met, 1)
-        part = _autocorrelation(images, own_kernel, own_dilation, groups * len(pieces))
+    alike = _alike(tuple(map(int, x.shape[2:])), kernel, dilation, pad)
+    table = x.new_empty(_rows(alike), groups * channels * channels)
+    first = 0
+    for (counts, own_kernel, own_dilation, *_), pieces in alike:
+        images = [_strip_images(x, groups, dilation, piece) for piece in pieces]
+        joined = images[0] if len(images) == 1 else torch.cat(images, 1)
+        part = _autocorrelation(joined, own_kernel, own_dilation, groups * len(pieces))
         sides = (math.prod(counts), channels)
-        part = part.view(len(pieces), groups, -1, *sides, *sides)
-        rows.append(part.permute(0, 2, 3, 5, 1, 4, 6).reshape(-1, groups * channels * channels))
-    index, starts, weights = _places(*geometry, x.dtype, x.device)
-    half = F.embedding_bag(
-        index, torch.cat(rows), starts, mode="sum", per_sample_weights=weights
-    ).view(taps, taps, groups, channels, channels)
-    half = half.permute(2, 3, 0, 4, 1)
-    whole = half + half.permute(0, 3, 4, 1, 2)  # exactly symmetric
-    return whole.reshape(groups, channels * taps, channels * taps)
+        part = part.view(len(pieces), groups, -1, *sides, *sides).permute(0, 2, 3, 5, 1, 4, 6)
+        stop = first + math.prod(part.shape[:4])
+        table[first:stop].view(part.shape).copy_(part)
+        first = stop
+        del images, joined, part  # of wide layers each is as large as the result
+    index, starts, weights = _places(kernel, _layout(alike), x.dtype, x.device)
+    half = F.embedding_bag(index, table, starts, mode="sum", per_sample_weights=weights)
+    del table
+    half = half.view(taps, taps, groups, channels, channels).permute(2, 3, 0, 4, 1)
+    whole = x.new_empty(half.shape)
+    torch.add(half, half.permute(0, 3, 4, 1, 2), out=whole)  # exactly symmetric
+    return whole.view(groups, channels * taps, channels * taps)
+
+
+def _rows(alike: _Alike) -> int:
+    return sum(
+        len(pieces) * _shifts(kernel) * math.prod(counts) ** 2
+        for (counts, kernel, *_), pieces in alike
+    )
+
+
+def _layout(alike: _Alike) -> _Layout:
+    """What the places of products depend on: not on the sizes of images."""
+    return tuple(
+        (counts, kernel, tuple(tuple(cut[:3] for cut in piece) for piece in pieces))
+        for (counts, kernel, *_), pieces in alike
+    )
 
 
 @functools.lru_cache(_REMEMBERED)
 def _places(
-    size: Sizes,
-    kernel: Sizes,
-    dilation: Sizes,
-    pad: Pairs,
-    dtype: torch.dtype,
-    device: torch.device,
+    kernel: Sizes, layout: _Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which rows add up to the block of each pair of taps, as bags for ``embedding_bag``.
 
@@ -96,9 +114,9 @@ def _places(
     places, and where it could be at both, half of it at each.
     """
     blocks, rows, weights, first = [], [], [], 0
-    for (counts, own_kernel, *_), pieces in _alike(size, kernel, dilation, pad):
+    for counts, own_kernel, pieces in layout:
         for piece in pieces:
-            block, shift, row = _of_piece(kernel, piece, math.prod(counts))
+            block, shift, row = _pairs_of_taps(kernel, piece, math.prod(counts))
             blocks.append(block)
             rows.append(first + row)
             sign = (-1.0) ** len(piece)
@@ -107,18 +125,21 @@ def _places(
     block = torch.cat(blocks)
     order = block.argsort(stable=True)
     counted = block.bincount(minlength=math.prod(kernel) ** 2)
-    weight = torch.cat(weights)[order].to(device, dtype)
-    return torch.cat(rows)[order].to(device), (counted.cumsum(0) - counted).to(device), weight
+    found = torch.cat(rows)[order], counted.cumsum(0) - counted, torch.cat(weights)[order].to(dtype)
+    index, starts, weight = (t.to(device, non_blocking=True) for t in found)
+    return index, starts, weight
 
 
-def _of_piece(kernel: Sizes, piece: Piece, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs_of_taps(
+    kernel: Sizes, piece: tuple[Sizes, ...], count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs of taps that meet a piece, as places of their blocks, the shifts between them in
     the dimensions that it does not cut, none before 0, and their rows among the piece's own."""
     taps, dims, cut = math.prod(kernel), len(kernel), {axis for axis, *_ in piece}
     at = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in kernel)).view(taps, dims)
     meets = torch.ones(taps, dtype=torch.bool, device="cpu")
     inner = torch.zeros(taps, dtype=torch.long, device="cpu")
-    for axis, start, stop, *_ in piece:
+    for axis, start, stop in piece:
         meets &= (at[:, axis] >= start) & (at[:, axis] < stop)
         inner = inner * (stop - start) + at[:, axis] - start
     taken = meets.nonzero()[:, 0]
@@ -137,9 +158,7 @@ def _shifts(kernel: Sizes) -> int:
 
 
 @functools.lru_cache(_REMEMBERED)
-def _alike(
-    size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs
-) -> list[tuple[tuple[Sizes, ...], list[Piece]]]:
+def _alike(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> _Alike:
     """The pieces, those of equal shapes together: how many taps of each dimension they cut,
     kernel, dilation and size of the others, and how many positions they are about."""
     alike: dict[tuple[Sizes, ...], list[Piece]] = {}
@@ -157,7 +176,7 @@ def _shape(piece: Piece, dims: int) -> tuple[Sizes, list[int], Sizes]:
     return tuple(cut.values()), rest, tuple(rows for *_, rows in piece)
 
 
-def _met(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
+def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
     """What the taps of a piece meet, as channels, at its positions, as images:
     ``[batch·positions, groups·taps·C, *other dimensions]``."""
     batch, of_batch, of_channel = x.shape[0], x.stride(0), x.stride(1)

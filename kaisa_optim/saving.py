@@ -14,4 +14,4 @@ def saving_hooks() -> str | None:
     if _top_hooks is None:
         return UNKNOWN
     hooks = _top_hooks(False)
-    return None if hooks is None else getattr(hooks[0], "__module__", "")
+    return None if hooks is None else getattr(hooks[0], "__module__", None) or ""

@@ -39,7 +39,10 @@ from .tracking import Key, Tracking
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
 OwnerOf = Callable[[Layer, str], int]
-_AT_ONCE = 1 << 20  # numbers of factors in one batch: larger ones only take memory
+# Numbers of factors in one batch: on CPUs larger ones only take memory, elsewhere the host waits
+# once for each batch that is decomposed.
+_AT_ONCE_ON_CPUS = 1 << 20
+_AT_ONCE = 1 << 26
 _MULTIPLIED = "vectors", "inverse"  # with gradients
 
 
@@ -180,9 +183,10 @@ class SecondOrder:
             mine = [f for f in stack.factors if f.layer in wanted and (f.layer, f.side) in plan]
             anew = [f for f in mine if plan[f.layer, f.side]]
             followed = [f for f in mine if not plan[f.layer, f.side]]
-            for some in chunks(anew, _numbers, _AT_ONCE):
+            at_once = _AT_ONCE_ON_CPUS if stack.key.device.type == "cpu" else _AT_ONCE
+            for some in chunks(anew, _numbers, at_once):
                 outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
-            for some in chunks(followed, _numbers, _AT_ONCE):
+            for some in chunks(followed, _numbers, at_once):
                 self._follow(stack, some, layout)
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:

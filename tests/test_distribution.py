@@ -289,9 +289,9 @@ def test_factors_have_the_same_bits_wherever_they_are_kept(data):
 @pytest.mark.parametrize("curvature", list(CURVATURES))
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_first_update_in_float32(world, curvature):
-    # The full split has the damping on both sides, so that its square is in the result. Rounding
-    # errors of float32 grow by what the damping lets through, the largest eigenvalue over it.
-    damping = 0.1 if curvature == "inverse-full" else 0.01
+    # Rounding errors of float32 grow by the largest eigenvalue over the damping. The full split has
+    # that on both sides, so that its square is in the result.
+    damping = 0.1 if curvature == "inverse-full" else 0.05
     options = {**CURVATURES[curvature], "kl_clip": None, "damping": damping}
     base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for name in ("images", "tokens"):
@@ -302,7 +302,7 @@ def test_the_first_update_in_float32(world, curvature):
             ranks = run(world, train, dataclasses.replace(plan, spread=spread))
             assert_alike([rank.parameters for rank in ranks])
             expected, actual = (updates(plan, p) for p in (alone, ranks[0].parameters))
-            assert error(actual, expected) < 1e-3
+            assert error(actual, expected) < 1e-4
 
 
 def updates(plan: Plan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

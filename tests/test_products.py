@@ -41,6 +41,17 @@ def near(actual, expected, within=2e-6):
 
 
 @needs_onednn
+@pytest.mark.parametrize("n, rows", [(127, 1 << 13), (128, 4095), (128, 4096), (150, 1 << 13)])
+def test_half_of_a_tall_product_is_all_of_it(calls, n, rows):
+    x = random(1, rows, n)
+    found = algebra.second_moment(x, diagonal=False)
+    near(found, x.double().mT @ x.double())
+    by_halves = n >= 128 and rows >= 32 * n
+    assert sum(m * w for m, _, w in calls) < (0.7 if by_halves else 1.01) * n * n
+    assert (len(calls) > 1) == by_halves
+
+
+@needs_onednn
 @pytest.mark.parametrize(("rows", "n"), [(300, 127), (600, 256), (520, 300), (70, 257)])
 @pytest.mark.parametrize("append_one", [False, True])
 @pytest.mark.parametrize("by_column", [False, True])

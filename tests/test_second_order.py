@@ -24,7 +24,7 @@ from training import (
     values,
 )
 
-from kaisa_optim import KFACSGD, KFACAdam, algebra
+from kaisa_optim import KFACSGD, KFACAdam, algebra, second_order
 from kaisa_optim.layers import base as layer_base
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -184,6 +184,28 @@ def test_float64_gradients_are_not_rounded(monkeypatch):
     opt = KFACSGD(again, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
     train(again, opt, [0])
     assert_same(taken, difference(before, again))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+def test_factors_are_decomposed_in_batches_of_a_bounded_size(tolerance, monkeypatch):
+    def trained() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
+        opt = KFACSGD(model, lr=0.01, basis_tolerance=tolerance, **EVERY_STEP)
+        for x in torch.randn(4, 32, 6, dtype=torch.float64):
+            opt.zero_grad()
+            model(x).pow(2).sum().backward()
+            opt.step()
+        return values(model)
+
+    whole, batches = trained(), []
+    real = second_order._robustly
+    monkeypatch.setattr(second_order, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
+    monkeypatch.setattr(
+        second_order, "_robustly", lambda m, *rest: batches.append(len(m)) or real(m, *rest)
+    )
+    assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
+    assert len(batches) > 2 and max(batches) < 5
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])

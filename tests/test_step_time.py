@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import os
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,11 +132,37 @@ def test_a_contestant_trains_in_a_process_of_its_own():
         assert len(apart.run(3)) == len(here.run(3)) == 3
         assert apart(process) != os.getpid()
         assert apart(steps.preconditioning) == steps.preconditioning(here)
-        with pytest.raises(ValueError, match="ResNet-8"):
+        with pytest.raises(RuntimeError, match=r"in fail\n[^$]*ValueError: ResNet-8"):
             apart(fail)
         assert apart(Trainer.operations) == here.operations()  # it goes on
-        with pytest.raises(RuntimeError, match="ended with code 7"):
-            apart(end)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="ended with code 7"):
+                apart(end)
+
+
+def test_a_process_that_fails_at_its_start():
+    nobody = contextlib.closing(Apart("resnet32", True, "nobody", "cpu", (2, 4), 1))
+    with nobody as apart, pytest.raises(RuntimeError, match="ended with code 1"):
+        apart.run(1)
+
+
+def resident() -> int:
+    """Bytes that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def kept_of(trainer: Trainer, size: int) -> float:
+    """The part of so many bytes that a process has after it has freed them."""
+    before = resident()
+    block = torch.ones(size, dtype=torch.uint8)
+    del block
+    return (resident() - before) / size
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_the_process_keeps_what_is_freed():
+    with contextlib.closing(Apart("resnet32", True, "SGD", "cpu", (2, 4), 1)) as apart:
+        assert apart(kept_of, 1 << 28) > 0.9
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +22,17 @@ import torch
 from .contestants import Seconds, Trainer, contestants
 from .tasks import tasks
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for them, of its mallopt
-_LARGE = 2**31 - 1
+# What glibc's mallopt is told, by its numbers: how much may stay free at the end of the heap, and
+# how many blocks may be mapped apart from it.
+_KEEPING = {-1: 2**31 - 1, -4: 0}
 Result = TypeVar("Result")
+
+
+def forkserver() -> ForkServerContext:
+    """Torch, and what processes of this benchmark need, is imported once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.step_time.steps"])
+    return context
 
 
 class Apart:
@@ -36,8 +47,7 @@ class Apart:
         intervals: tuple[int, int],
         threads: int,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is imported once for all of them
+        context = forkserver()
         self._pipe, other = context.Pipe()
         arguments = other, task, short, contestant, device, intervals, threads
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -45,16 +55,17 @@ class Apart:
         other.close()
 
     def __call__(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        self._pipe.send((function, arguments))
         try:
-            found = self._pipe.recv()
-        except EOFError:
+            self._pipe.send((function, arguments))
+            found, error = self._pipe.recv()
+        except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode
             raise RuntimeError(f"a contestant's process ended with code {code}") from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if error is not None:
+            raise RuntimeError(f"in a contestant's process:\n{error}")
+        result: Result = found
+        return result
 
     def run(self, steps: int) -> list[Seconds]:
         return self(Trainer.run, steps)
@@ -78,17 +89,22 @@ def _serve(
     own = tasks(short)[task]
     makers, _ = contestants(own, device)
     trainer = Trainer(own, device, makers[contestant], intervals)
-    with contextlib.suppress(EOFError):  # whoever asked is done
+    with contextlib.suppress(EOFError, OSError):  # whoever asked is done
         while True:
             function, arguments = pipe.recv()
+            found, error = None, None
             try:
-                pipe.send(function(trainer, *arguments))
-            except Exception as error:
-                pipe.send(error)
+                found = function(trainer, *arguments)
+            except Exception:
+                error = traceback.format_exc()
+            pipe.send((found, error))
 
 
 def keep_memory() -> None:
     """Of this process, where its C library can be told to."""
-    with contextlib.suppress(OSError, AttributeError):
-        for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(name, _LARGE)
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc's
+    if not all(mallopt(name, value) for name, value in _KEEPING.items()):
+        warnings.warn("the C library does not keep what is freed: it refused", stacklevel=2)

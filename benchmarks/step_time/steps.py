@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from matplotlib.figure import Figure as Drawing
 from benchmarks.machine import peak_mb
 from kaisa_optim.layers import Layer
 
-from .apart import Apart
+from .apart import Apart, forkserver
 from .contestants import BRAIN, NEVER, PAPERS, TURN, Seconds, Trainer, contestants, race
 from .report import Figure, Report, Settings
 from .tasks import Task, shown, tasks
@@ -202,9 +201,7 @@ def add_peaks(results: Sequence[Measured], peak_of: functools.partial[float], ti
 
 def peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: str) -> float:
     """Peak of a process that trains three steps, in MB; of all its memory."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once for all of them
-    with context.Pool(1) as pool:
+    with forkserver().Pool(1) as pool:
         return pool.apply(_peak, (task_name, short, intervals, contestant))
 
 

@@ -95,6 +95,7 @@ class _Norm(Layer):
     ) -> Moments:
         if grad.numel() == 0:
             return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
+        assert x is not None or not covers[0]
         x = x if covers[0] else None
         # Before the part is taken: the forward normalized by the whole batch.
         frame = None if x is None else self._frame(x, mode, dtype)
