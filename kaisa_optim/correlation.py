@@ -84,9 +84,9 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
     half = F.embedding_bag(index, table, starts, mode="sum", per_sample_weights=weights)
     del table
     half = half.view(taps, taps, groups, channels, channels).permute(2, 3, 0, 4, 1)
-    whole = x.new_empty(half.shape)
-    torch.add(half, half.permute(0, 3, 4, 1, 2), out=whole)  # exactly symmetric
-    return whole.view(groups, channels * taps, channels * taps)
+    whole = half + half.permute(0, 3, 4, 1, 2)  # exactly symmetric
+    del half
+    return whole.reshape(groups, channels * taps, channels * taps)
 
 
 def _rows(alike: _Alike) -> int:
