@@ -217,8 +217,8 @@ class KFACMixin(Optimizer, Joinable):
         eigenbasis.move(self, directions)
 
     def _notice_settings(self) -> None:
-        """Say once what is set without the effect that one would expect."""
-        if self._warned_of_settings:
+        """Say once, on one rank, what is set without the effect that one would expect."""
+        if self._warned_of_settings or self.preconditioner.ranks.rank != 0:
             return
         found = self._unused() if self._in_eigenbasis else self._beyond_the_clip()
         if found:

@@ -146,7 +146,7 @@ class Preconditioner:
                 + (f" ({detail})" if detail else "")
                 + "; use the base optimizer, or register its layers with register_layer"
             )
-        if self.uncovered:
+        if self.uncovered and self.ranks.rank == 0:  # all ranks would say the same
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
             warnings.warn(
                 f"the base optimizer updates these with their raw gradients:\n{lines}", stacklevel=4
@@ -970,7 +970,7 @@ class Preconditioner:
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
                 papers_only=self.options.papers,
-                warn=self._capture is None,
+                warn=self._capture is None and self.ranks.rank == 0,
             )
             if self.options.correction == "examples":
                 world = self.ranks.world
