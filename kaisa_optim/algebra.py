@@ -149,7 +149,11 @@ def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """oneDNN's product, if it is the one for these."""
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
-    return _onednn() if torch._C._get_mkldnn_enabled() else None
+    return None if _onednn_is_off() else _onednn()
+
+
+def _onednn_is_off() -> bool:
+    return not torch._C._get_mkldnn_enabled()
 
 
 def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
@@ -160,7 +164,8 @@ def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
     """
     if dtype != torch.bfloat16 or like.dtype != torch.float32:
         return False
-    return _multiplies_brain_floats(like.device)
+    on_cpu = like.device.type == "cpu"
+    return _multiplies_brain_floats(like.device) and not (on_cpu and _onednn_is_off())
 
 
 @functools.cache
@@ -447,7 +452,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm.
 
     Singular values are made nearly equal, but for those below some 0.002 of M's norm, by products
-    alone (:func:`towards_one`).
+    alone (:func:`_towards_one`).
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
@@ -463,7 +468,7 @@ def _orthogonalized(matrices: Tensor) -> Tensor:
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
     wide /= _or_one(norm)
-    found = towards_one(wide, _TOWARDS_ONE, _TIMES)
+    found = _towards_one(wide, _TOWARDS_ONE, _TIMES)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     found.mul_(largest * (norm / _or_one(now)))
     return found.mT if tall else found
@@ -474,7 +479,7 @@ def _or_one(norms: Tensor) -> Tensor:
     return torch.where(norms == 0, 1.0, norms)
 
 
-def towards_one(wide: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
+def _towards_one(wide: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
     """``wide`` matrices of norm 1 after so many steps of Muon's iteration (Jordan et al., 2024).
 
     Each takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Where bfloat16 is fast, so, in bfloat16. Else by

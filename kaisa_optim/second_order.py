@@ -484,7 +484,7 @@ class SecondOrder:
         """
         slots = _slots(pair, members)
         of = _picked(pair, slots, gradient)
-        bases = of("g", "vectors"), of("a", "vectors")
+        g, a = of("g", "vectors"), of("a", "vectors")
         given = None
         if not all(present):
             given = per_block(members, _among(members, present), pair.g.key) > 0
@@ -492,15 +492,17 @@ class SecondOrder:
         if others:
             each = zip(*(settings_of[layer] for layer in members), strict=True)
             adam = Settings(*(_common_or_each(members, _among(members, n), pair) for n in each))
-        projected = algebra.into_basis(gradient, *bases)
+        projected = algebra.into_basis(gradient, g, a)
         found = eigenbasis.direction(pair.tensors, slots, projected, given, adam, self.nesterov)
-        found = algebra.out_of_basis(found, *bases)
         # Not tables, nor what is too wide for a factor; and a vector is as it should be.
-        if not self.orthogonal or None in bases or 1 in found.shape[1:]:
-            return found
-        device = found.device.type
-        with algebra.full_precision(device), algebra.without_autocast(device):
-            return algebra.orthogonalized(found)
+        if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
+            # Before it is turned back, which comes to the same.
+            device = found.device.type
+            with algebra.full_precision(device), algebra.without_autocast(device):
+                found = algebra.orthogonalized(found)
+            if algebra.multiplies_in_half(torch.bfloat16, found):  # as it was already
+                g, a = g.bfloat16(), a.bfloat16()
+        return algebra.out_of_basis(found, g, a)
 
     def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
         """δᵀFδ in all, of changes δ stacked like gradients; in eigenbases."""
