@@ -15,6 +15,7 @@ from .collectives import Thing
 from .layers import Layer
 from .preconditioner import Preconditioner
 from .stacks import Specs, stack_key
+from .underway import COPIED
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
@@ -30,6 +31,18 @@ def _home(layer: Layer) -> Tensor:
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
     for name, view in kfac.views(layer):
         yield f"{PREFIX}{layer.tag}{name}", view
+
+
+def _begun(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """What this rank has of decompositions that are under way."""
+    for side in "ag":
+        copies = kfac.second_order.under_way.copies.get((layer, side), {})
+        for name, tensor in copies.items():
+            yield _begun_name(layer, side, name), tensor
+
+
+def _begun_name(layer: Layer, side: str, name: str) -> str:
+    return f"{PREFIX}{layer.tag}{side}_begun_{name}"
 
 
 def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None = None) -> None:
@@ -53,13 +66,18 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     for layer in kfac.active:
         home = _home(layer)
         if has_entry(home):
-            entry, values = state[home], [*_status(kfac, layer), convention]
+            entry, values = state[home], _status(kfac, layer, convention)
             status = f"{PREFIX}{layer.tag}status"
+            changed = status not in entry or kfac.published.get(layer) != values
             if status not in entry:
                 entry.update(_named(kfac, layer))
                 entry[status] = torch.tensor(values, device="cpu")
-            elif kfac.published.get(layer) != values:
+            elif changed:
                 entry[status].copy_(torch.tensor(values, device="cpu"))
+            if changed:  # perhaps what is under way
+                for key in (_begun_name(layer, s, name) for s in "ag" for name in COPIED):
+                    entry.pop(key, None)
+                entry.update(_begun(kfac, layer))
             kfac.published[layer] = values
 
 
@@ -98,10 +116,14 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
     return stale
 
 
-def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
+def _status(kfac: Preconditioner, layer: Layer, convention: int) -> list[int]:
+    """With a lag, in which steps what is under way of A and of G has begun; else -1."""
     second = kfac.second_order
     flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
-    return [*map(int, flags), second.failures.get(layer, 0)]
+    values = [*map(int, flags), second.failures.get(layer, 0), convention]
+    if second.under_way.lag:
+        values += [second.under_way.begun.get((layer, side), -1) for side in "ag"]
+    return values
 
 
 def _convention(kfac: Preconditioner) -> int:
@@ -139,7 +161,7 @@ def consolidate(kfac: Preconditioner, to: int) -> Entries:
 
 def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
     """A layer's tensors on all ranks, with the rank that sends each."""
-    here = dict(_named(kfac, layer))
+    here = {**dict(_named(kfac, layer)), **dict(_begun(kfac, layer))}
     keys = {side: stack_key(layer, side) for side in "ag"}
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
@@ -151,6 +173,10 @@ def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
     g, a = keys["g"], keys["a"]
     products = kfac.second_order.pair_specs(layer.blocks, g.size, a.size, g.dtype)
     specs.append(("", kfac.owner(layer, "g"), products))
+    for side, key in keys.items():
+        if (layer, side) in kfac.second_order.under_way.begun:
+            copied = kfac.second_order.under_way.specs(key, layer.blocks)
+            specs.append((f"{side}_begun_", kfac.owner(layer, side), copied))
     for prefix, source, tensors in specs:
         for kind, (shape, dtype) in tensors.items():
             name = f"{PREFIX}{layer.tag}{prefix}{kind}"
@@ -208,7 +234,7 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     status = entry.get(f"{PREFIX}{layer.tag}status")
     if status is None:
         return True
-    _, _, weight, bias, _, convention = status.tolist()
+    _, _, weight, bias, _, convention, *_ = status.tolist()
     return (bool(weight), bool(bias)) == layer.covers and convention == _convention(kfac)
 
 
@@ -235,7 +261,7 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
-    fed, ready, _, _, failures, _ = status.tolist()
+    fed, ready, _, _, failures, _, *begun = status.tolist()
     second_order_present = True
     for name, view in views.items():
         if name in entry:
@@ -252,4 +278,10 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
         kfac.second_order.ready.add(layer)
     if failures:
         kfac.second_order.failures[layer] = failures
+    if ready and second_order_present:
+        for side, step in zip("ag", begun, strict=False):
+            if step >= 0:
+                names = {name: _begun_name(layer, side, name) for name in COPIED}
+                copies = {n: entry[key] for n, key in names.items() if key in entry}
+                kfac.second_order.go_on(kfac.shelf, (layer, side), step, copies)
     return True

@@ -82,6 +82,7 @@ class KFACMixin(Optimizer, Joinable):
         grafting: bool = False,
         warmup_steps: int = 0,
         early_refreshes: Iterable[int] | None = None,
+        refresh_lag: int = 0,
         **kwargs: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -126,6 +127,7 @@ class KFACMixin(Optimizer, Joinable):
             "grafting": grafting,
             "warmup_steps": warmup_steps,
             "early_refreshes": early_refreshes,
+            "refresh_lag": refresh_lag,
         }
         for name, value in (("nesterov", nesterov), ("orthogonal", orthogonal)):
             if value is not None:

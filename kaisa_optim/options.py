@@ -207,6 +207,7 @@ class Options:
     grafting: bool = False
     warmup_steps: int = 0
     early_refreshes: Iterable[int] | None = None
+    refresh_lag: int = 0
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -256,6 +257,7 @@ class Options:
                 "rounded, would not stay orthonormal: leave out one of the two"
             )
         self._check_correction()
+        self._check_lag()
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(
                 f"Invalid damping_split: {self.damping_split!r} belongs to "
@@ -318,6 +320,25 @@ class Options:
         if self.inv_update_steps is None:
             often = self.moments == "eigenbasis" and self.basis_tolerance
             self._settle("inv_update_steps", _OFTEN if often else _SELDOM)
+
+    def _check_lag(self) -> None:
+        lag, interval = self.refresh_lag, self.inv_update_steps
+        if not _is_whole(lag) or lag < 0:
+            raise ValueError(
+                f"Invalid refresh_lag: {lag!r}; it must be a whole number of steps, 0 for "
+                "decompositions that are in use at once"
+            )
+        if lag and self.compute_method != "eigen":
+            raise ValueError(
+                f'Invalid refresh_lag: {lag!r} belongs to compute_method="eigen"; inverses take '
+                "too little time to be waited for, leave it out"
+            )
+        if lag and isinstance(interval, int | float) and lag >= interval:
+            raise ValueError(
+                f"Invalid refresh_lag: {lag!r} with inv_update_steps={interval!r}, at which the "
+                f"next decomposition is due; it must be less than {interval}"
+            )
+        self._settle("refresh_lag", int(lag))
 
     def _check_correction(self) -> None:
         choices = (False, True, "examples", "gradients")

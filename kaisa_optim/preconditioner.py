@@ -110,6 +110,7 @@ class Preconditioner:
             orthogonal=options.orthogonal,
             tolerance=options.tolerance,
             correction=options.correction,
+            lag=options.refresh_lag,
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
@@ -368,8 +369,8 @@ class Preconditioner:
         """
         self.fed.update(tally.counts)
         due, outcome = self._due(), Outcome()
-        self.second_order.begin(due, self._turn(), self._turns_begun())
-        bases = self.second_order.bases(self.layout, due)
+        renewing = self.second_order.begin(due, self._turn(), self._turns_begun(), self.steps)
+        bases = self.second_order.bases(self.layout, renewing)
         self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
         ready = [layer for layer in due if layer not in tally.counts]
         self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
@@ -377,8 +378,8 @@ class Preconditioner:
             ready = [layer for layer in layers if layer in due]
             self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
         self.second_order.tracking.send(self.shelf)
-        if due:
-            renewed = self._settle(due, outcome)
+        if renewing:
+            renewed = self._settle(renewing, outcome)
             self.second_order.share(self.layout, renewed, self.owner)
             self.second_order.multiply(self.layout, renewed, damping_of)
             self.second_order.turn(self.layout, renewed, bases)
@@ -619,9 +620,14 @@ class Preconditioner:
         return self.owner(layer, "g") % self.ranks.grid.columns
 
     def _due(self) -> list[Layer]:
-        """Layers to refresh in this step: in their turn, or because they need it."""
+        """Layers to refresh in this step: in their turn, or because they need it.
+
+        And those for which what was begun in an earlier step comes into use.
+        """
         stale = {layer for layer, _ in self.second_order.tracking.stale}
-        due = self.fed.intersection(self._turn() | stale) | (self.fed - self.second_order.ready)
+        landing = self.second_order.under_way.due(self.steps)
+        due = self.fed.intersection(self._turn() | stale | landing)
+        due |= self.fed - self.second_order.ready
         return sorted(due, key=lambda layer: layer.number)
 
     def _turn(self) -> frozenset[Layer]:
@@ -1079,6 +1085,7 @@ class Preconditioner:
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)
         self.second_order.tracking.resume(self.layers.values())
+        self.second_order.take_up(self.shelf)
         self._unsettled = self._unproven = self.ranks.world > 1
         self._aim()
 
@@ -1118,7 +1125,10 @@ class Preconditioner:
         return a["average"], g["average"]
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of K-FAC state by kind; sums of the running step apart, as "pending"."""
+        """Bytes of K-FAC state by kind.
+
+        Apart, as "pending": sums of the running step, and copies of factors under decomposition.
+        """
         kinds = {
             "average": "factors",
             "vectors": "eigenvectors",
@@ -1134,7 +1144,7 @@ class Preconditioner:
             kind = kinds.get(name, "counters")
             usage[kind] = usage.get(kind, 0) + tensor.numel() * tensor.element_size()
         usage["total"] = sum(usage.values())
-        usage["pending"] = self.statistics.pending_bytes()
+        usage["pending"] = self.statistics.pending_bytes() + self.second_order.under_way.bytes()
         return usage
 
     def communication_volume(self) -> dict[str, float]:

@@ -35,6 +35,7 @@ from .stacks import (
 )
 from .statistics import Statistics, Tally
 from .tracking import Key, Tracking
+from .underway import COPIED, UnderWay
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
@@ -87,9 +88,11 @@ class SecondOrder:
         orthogonal: bool,
         tolerance: float,
         correction: str | None,
+        lag: int,
     ) -> None:
         self.ranks = ranks
         self.tracking = Tracking(tolerance)
+        self.under_way = UnderWay(lag)
         self.moments = moments  # Adam's are kept, in the eigenbasis
         self.nesterov = nesterov  # and lead one step ahead
         self.orthogonal = orthogonal  # and their directions have nearly equal singular values
@@ -131,16 +134,46 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def begin(self, due: Sequence[Layer], turn: Collection[Layer], number: int) -> None:
-        """Settle how each layer in ``due`` is refreshed; ``turn`` are those whose turn it is.
+    def begin(
+        self, due: Sequence[Layer], turn: Collection[Layer], number: int, step: int
+    ) -> list[Layer]:
+        """Settle how each layer in ``due`` is refreshed; those that get something new in this step.
 
-        ``number`` grows from each turn of a layer to its next.
+        ``turn`` are those whose turn it is; ``number`` grows from each turn of a layer to its next.
         """
-        self.tracking.begin(due, turn, self.ready.difference(self.failures), number)
+        known = self.ready.difference(self.failures)
+        self.tracking.begin(due, turn, known, number)
+        plan = self.tracking.plan
+        self.under_way.divide(plan, known, step)
+        return [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
 
     def forget(self, layer: Layer) -> None:
         self.ready.discard(layer)
         self.tracking.forget(layer)
+        self.under_way.forget(layer)
+
+    def go_on(self, shelf: Shelf, key: Key, step: int, copies: dict[str, Tensor]) -> None:
+        """Note what was under way since ``step`` when a state was saved."""
+        if not self.under_way.lag:
+            self.tracking.stale.add(key)  # it is decomposed at once
+            return
+        self.under_way.begun[key] = step
+        factor = shelf.factors.get(key)
+        # Without copies, as torch.distributed.checkpoint loads a state, from the factor as saved.
+        if factor is not None and copies.keys() == set(COPIED):
+            place = factor.stack.key
+            self.under_way.copies[key] = {
+                "average": copies["average"].to(place.device, place.dtype, copy=True),
+                "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
+            }
+
+    def take_up(self, shelf: Shelf) -> None:
+        """Begin once more with what was under way when a state was saved, in the same batches."""
+        begun = self.under_way.begun
+        for stack in shelf.stacks.values():
+            mine = [f for f in stack.factors if (f.layer, f.side) in begun]
+            for step in sorted({begun[f.layer, f.side] for f in mine}):
+                self._start(stack, [f for f in mine if begun[f.layer, f.side] == step])
 
     def refresh(
         self,
@@ -172,22 +205,35 @@ class SecondOrder:
         shifts: dict[Key, Tensor],
         outcome: Outcome,
     ) -> None:
-        plan = self.tracking.plan
-        rejections = _rejections(
-            shelf, {x for x in due if plan.get((x, "a")) or plan.get((x, "g"))}
-        )
+        plan, under_way = self.tracking.plan, self.under_way
+        now = {key for key, anew in plan.items() if anew and key not in under_way.landing}
+        rejections = _rejections(shelf, {x for x in due if (x, "a") in now or (x, "g") in now})
         outcome.rejected.update(rejections)
         outcome.empty.update(layer for layer, nothing in rejections.items() if nothing)
         wanted = set(due) - outcome.empty
         for stack in shelf.stacks.values():
-            mine = [f for f in stack.factors if f.layer in wanted and (f.layer, f.side) in plan]
-            anew = [f for f in mine if plan[f.layer, f.side]]
-            followed = [f for f in mine if not plan[f.layer, f.side]]
-            at_once = _AT_ONCE_ON_CPUS if stack.key.device.type == "cpu" else _AT_ONCE
-            for some in chunks(anew, _numbers, at_once):
+            mine = {(f.layer, f.side): f for f in stack.factors if f.layer in wanted}
+            self._start(stack, [f for key, f in mine.items() if key in under_way.starting])
+            anew = [f for key, f in mine.items() if key in now]
+            for some in chunks(anew, _numbers, _at_once(stack)):
                 outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
-            for some in chunks(followed, _numbers, at_once):
+            followed = [f for key, f in mine.items() if not plan.get(key, True)]
+            for some in chunks(followed, _numbers, _at_once(stack)):
                 self._follow(stack, some, layout)
+            landing = [f for key, f in mine.items() if key in under_way.landing]
+            for some, (*results, good, rejected) in under_way.results(landing):
+                outcome.failed |= self._enter(stack, some, layout, results, good)
+                outcome.rejected |= _flagged(some, rejected)
+
+    def _start(self, stack: Stack, factors: list[Factor]) -> None:
+        """Decompose beside the steps that follow.
+
+        Float32 is full precision there as it is: TF32 is for products and convolutions, and a
+        setting of it would be the whole process's.
+        """
+        beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
+        for some in chunks(factors, _numbers, _at_once(stack)):
+            self.under_way.start(some, beside)
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""
@@ -374,30 +420,47 @@ class SecondOrder:
         self, stack: Stack, factors: list[Factor], layout: Layout, shifts: dict[Key, Tensor]
     ) -> set[Layer]:
         """Decompose these factors; the layers of those that failed every attempt."""
-        average, state, slots = self._work(stack, factors, layout)
+        average = self._averages(stack, factors)
+        shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
+        results, good = (_diagonals if stack.key.diagonal else _robustly)(average, shift)
+        return self._enter(stack, factors, layout, results, good)
+
+    def _enter(
+        self,
+        stack: Stack,
+        factors: list[Factor],
+        layout: Layout,
+        results: Sequence[Tensor],
+        good: Tensor,
+    ) -> set[Layer]:
+        """Put decompositions into use where they are good; the layers of which some are not."""
+        state, slots = self._state(stack, factors, layout)
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors, stack)] = 0
-        shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        names = ("values", "vectors") if shift is None else ("inverse",)
-        names, renewed = (names[:1], _diagonals) if stack.key.diagonal else (names, _robustly)
-        current = tuple(state[name][slots] for name in names)
-        results, good = renewed(average, shift, current)
-        for name, result in zip(names, results, strict=True):
-            state[name][slots] = _stored(result, state[name].dtype)
-        parts = good.split([f.layer.blocks for f in factors])
-        return {f.layer for f, part in zip(factors, parts, strict=True) if not part.all()}
+        names = ("inverse",) if self.method == "inverse" else ("values", "vectors")
+        for name, result in zip(names, results, strict=False):  # of diagonal ones the first alone
+            kept = state[name]
+            new = _stored(result, kept.dtype).to(kept.device)
+            if not good.all():
+                fine = good.to(kept.device).view(-1, *[1] * (new.dim() - 1))
+                new = torch.where(fine, new, kept[slots])
+            kept[slots] = new
+        return _flagged(factors, ~good)
 
-    def _work(
+    def _averages(self, stack: Stack, factors: list[Factor]) -> Tensor:
+        return stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
+
+    def _state(
         self, stack: Stack, factors: list[Factor], layout: Layout
-    ) -> tuple[Tensor, dict[str, Tensor], slice | Tensor]:
-        """Running averages, and where their state goes: the owner is one of the workers."""
-        average = stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
+    ) -> tuple[dict[str, Tensor], slice | Tensor]:
+        """Where the factors' state goes: their owner is one of the workers."""
         applied = [layout.factors[f.layer, f.side] for f in factors]
-        return average, layout.stacks[stack.key].tensors, slots_of(applied, applied[0].stack)
+        return layout.stacks[stack.key].tensors, slots_of(applied, applied[0].stack)
 
     def _follow(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
         """New state from that of the last refresh, and a look at how well it fits."""
-        average, state, slots = self._work(stack, factors, layout)
+        average = self._averages(stack, factors)
+        state, slots = self._state(stack, factors, layout)
         names = ("values",) if stack.key.diagonal else ("values", "vectors")
         older = [state[name][slots].to(average.dtype) for name in names]
         if stack.key.diagonal:
@@ -529,6 +592,17 @@ def _numbers(factor: Factor) -> int:
     return math.prod(factor.stack.key.shape(factor.layer.blocks))
 
 
+def _at_once(stack: Stack) -> int:
+    """The most numbers of factors that are decomposed in one batch."""
+    return _AT_ONCE_ON_CPUS if stack.key.device.type == "cpu" else _AT_ONCE
+
+
+def _flagged(factors: Sequence[Factor], flags: Tensor) -> set[Layer]:
+    """The layers with a flag, on the host, of any of their blocks."""
+    parts = flags.split([f.layer.blocks for f in factors])
+    return {f.layer for f, part in zip(factors, parts, strict=True) if part.any()}
+
+
 def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
     if len(members) == len(pair.layers):
         return slice(None)
@@ -582,23 +656,21 @@ def _decompose(matrices: Tensor, damping: Tensor | None) -> tuple[Tensor, ...]:
     return (algebra.damped_inverse(matrices, damping),)
 
 
-def _robustly(
-    matrices: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Decompose a batch; retry what fails, one by one, then keep ``current`` there.
+def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Decompose a batch; retry what fails, one by one.
 
-    With the results come flags, on the host: which of the batch are new.
+    With the results come flags, on the host: which of the batch are good.
     """
     try:
         results = _decompose(matrices, damping)
         good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).cpu()
     except LinAlgError:
-        results = tuple(c.to(matrices.dtype, copy=True) for c in current)
+        results = (torch.zeros_like(matrices),)
+        if damping is None:
+            results = torch.zeros_like(matrices[..., 0]), *results
         good = torch.zeros(len(matrices), dtype=torch.bool, device="cpu")
     for i in good.logical_not().nonzero().flatten().tolist():
         shift = None if damping is None else damping[i : i + 1]
-        for result, kept in zip(results, current, strict=True):
-            result[i] = kept[i]
         for attempt in _attempts(matrices[i : i + 1], shift):
             if all(part.isfinite().all() for part in attempt):
                 for result, part in zip(results, attempt, strict=True):
@@ -608,13 +680,20 @@ def _robustly(
     return results, good
 
 
-def _diagonals(
-    averages: Tensor, damping: Tensor | None, current: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], Tensor]:
+def _decompose_beside(averages: Tensor, rejected: Tensor, *, diagonal: bool) -> tuple[Tensor, ...]:
+    """Eigenvalues and eigenvectors; on the host, which are good, and of which sums were left out.
+
+    The latter are asked for first: what ends on the device last is then waited for.
+    """
+    left_out = (rejected > 0).cpu()
+    results, good = (_diagonals if diagonal else _robustly)(averages, None)
+    return *results, good, left_out
+
+
+def _diagonals(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """The same of diagonal factors, of which none fails but what is not finite."""
-    new = averages.clamp(min=0) if damping is None else 1 / (averages + damping[:, None])
-    good = (averages.isfinite() & new.isfinite()).all(1)
-    return (torch.where(good[:, None], new, current[0].to(new.dtype)),), good.cpu()
+    new = matrices.clamp(min=0) if damping is None else 1 / (matrices + damping[:, None])
+    return (new,), (matrices.isfinite() & new.isfinite()).all(1).cpu()
 
 
 def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, ...]]:

@@ -141,6 +141,7 @@ def train_there(
 
 SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
 OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
+BESIDE: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 3, "refresh_lag": 2}
 CASES: dict[str, Make] = {
     "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
     "Adam": lambda m: KFACAdam(
@@ -149,6 +150,10 @@ CASES: dict[str, Make] = {
     "LAMB": lambda m: KFACLAMB(m, lr=0.01, basis_tolerance=0.9, **OFTEN),
     "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
     "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
+    "beside": lambda m: KFACSGD(m, lr=0.05, **BESIDE),
+    "Adam, beside": lambda m: KFACAdam(
+        m, lr=0.01, moments="eigenbasis", basis_tolerance=0, early_refreshes=(), **BESIDE
+    ),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
     "inverse": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **SELDOM),
     "full": lambda m: KFACSGD(

@@ -46,6 +46,7 @@ OPTIONS = [
     ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", True], r"share in \[0, 1\)"),
+    ("refresh_lag", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for"),
     ("grafting", ["yes", None, 2], "True or False"),
     ("compute_eigenvalue_outer_product", ["no", None, 0], "True or False"),
     ("staggered", ["no", 2, torch.tensor(True)], "True or False, or None"),
@@ -72,6 +73,15 @@ def test_option(option, value, remedy):
 def test_a_basis_that_is_not_there(other):
     with pytest.raises(ValueError, match=r"Invalid basis_tolerance: 0.1 belongs to"):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, **other)
+
+
+def test_a_lag_without_use():
+    with pytest.raises(ValueError, match=r"Invalid refresh_lag: 5 belongs to.*leave it out"):
+        KFACSGD(net(), lr=0.1, refresh_lag=5, compute_method="inverse")
+    said = r"Invalid refresh_lag: 10 with inv_update_steps=10, .* it must be less than 10"
+    with pytest.raises(ValueError, match=said):
+        KFACAdam(net(), lr=0.1, refresh_lag=10)  # whose default it is
+    KFACAdam(net(), lr=0.1, refresh_lag=9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

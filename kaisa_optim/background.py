@@ -1,0 +1,63 @@
+"""Work beside the training: on a thread of its own and, on a GPU, off the main stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Results = tuple[Tensor, ...]
+
+
+class Job:
+    """One piece of work, and its results when they are wanted."""
+
+    def __init__(self, future: Future[Results], device: torch.device) -> None:
+        self._future = future
+        self._device = device
+
+    def results(self) -> Results:
+        """Waits until the work is done; what it raised is raised here."""
+        found = self._future.result()
+        if self._device.type == "cuda":
+            # They are of the other stream's memory, which must not have it back too early.
+            for tensor in found:
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return found
+
+
+class Background:
+    """One thread, which takes its work in turn; it begins with the first."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def start(self, work: Callable[[], Results], device: torch.device) -> Job:
+        """Begin what takes tensors of ``device`` as they are now.
+
+        It must end with a look at its last result from the host: nobody else waits for the stream.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="kaisa_optim")
+        stream = ready = None
+        if device.type == "cuda":
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            ready = torch.cuda.current_stream(device).record_event()
+
+        def run() -> Results:
+            beside: AbstractContextManager[Any] = nullcontext()
+            if stream is not None:
+                stream.wait_event(ready)
+                beside = torch.cuda.stream(stream)
+            with torch.no_grad(), beside:  # both settings are a thread's own
+                return work()
+
+        return Job(self._pool.submit(run), device)

@@ -1,0 +1,116 @@
+"""Decompositions under way: begun in one step, in use a fixed number of steps later.
+
+Which ones are follows from the numbers of steps, alike on all ranks; what is decomposed is a copy
+that the owner keeps until then. Results wait for their step, and a step for its results: how long
+they take changes nothing but time, so that runs can be repeated and ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .background import Background, Job, Results
+from .layers import Layer
+from .stacks import Factor, Specs, StackKey, joined, slots_of
+
+Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
+COPIED = "average", "rejected"
+
+
+class UnderWay:
+    """The decompositions that have begun and are not yet in use."""
+
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
+        self.begun: dict[Key, int] = {}  # in which step; alike on all ranks
+        self.copies: dict[Key, dict[str, Tensor]] = {}  # of what this rank owns
+        self.starting: set[Key] = set()  # in this step
+        self.landing: set[Key] = set()
+        self._background = Background()
+        self._jobs: dict[Key, tuple[Job, slice]] = {}  # with the blocks among its results
+
+    # ---- what all ranks know alike ----
+
+    def due(self, step: int) -> set[Layer]:
+        """The layers of which something comes into use in this step."""
+        return {layer for (layer, _), begun in self.begun.items() if begun + self.lag <= step}
+
+    def divide(self, plan: dict[Key, bool], known: Collection[Layer], step: int) -> None:
+        """Take out of a refresh's plan what begins now or is under way, and put in what lands.
+
+        ``known`` have a state to go on with; others can't wait.
+        """
+        self.starting, self.landing = set(), set()
+        if not self.lag:
+            return
+        for key, begun in self.begun.items():
+            plan.pop(key, None)
+            if begun + self.lag <= step:
+                self.landing.add(key)
+        for key, anew in plan.items():
+            if anew and key[0] in known:
+                self.starting.add(key)
+        for key in self.starting:
+            del plan[key]
+            self.begun[key] = step
+        for key in self.landing:
+            plan[key] = True
+            del self.begun[key]
+
+    def specs(self, key: StackKey, count: int) -> Specs:
+        """What an owner keeps meanwhile of ``count`` factors."""
+        return {"average": (key.shape(count), key.dtype), "rejected": ((count,), torch.int32)}
+
+    def forget(self, layer: Layer) -> None:
+        for key in ((layer, "a"), (layer, "g")):
+            self.begun.pop(key, None)
+            self.copies.pop(key, None)
+            self._jobs.pop(key, None)
+
+    # ---- on owners ----
+
+    def start(
+        self, factors: Sequence[Factor], decompose: Callable[[Tensor, Tensor], Results]
+    ) -> None:
+        """Begin with copies of factors of one stack, as they are now or were before a load.
+
+        ``decompose`` takes their averages and counts of rejected sums.
+        """
+        stack = factors[0].stack
+        keys = [(factor.layer, factor.side) for factor in factors]
+        if all(key in self.copies for key in keys):
+            batch = [torch.cat([self.copies[key][name] for key in keys]) for name in COPIED]
+        else:
+            slots = slots_of(factors, stack)
+            average, rejected = (stack.tensors[name][slots] for name in COPIED)
+            batch = [average.to(stack.key.dtype, copy=True), rejected.clone()]
+            stack.tensors["rejected"][slots] = 0  # they go with the copy
+        job = self._background.start(lambda: decompose(*batch), stack.key.device)
+        at = 0
+        for key, factor in zip(keys, factors, strict=True):
+            own = slice(at, at + factor.layer.blocks)
+            self._jobs[key] = job, own
+            self.copies[key] = {n: x[own] for n, x in zip(COPIED, batch, strict=True)}
+            at = own.stop
+
+    def results(self, factors: Sequence[Factor]) -> Iterator[tuple[list[Factor], Results]]:
+        """What was found for factors of one stack, those of one job together."""
+        by_job: dict[Job, list[tuple[Factor, slice]]] = {}
+        for factor in factors:
+            key = factor.layer, factor.side
+            job, slots = self._jobs.pop(key)
+            del self.copies[key]
+            by_job.setdefault(job, []).append((factor, slots))
+        for job, members in by_job.items():
+            found = job.results()
+            parts = [slots for _, slots in members]
+            picked = tuple(tensor[joined(parts, tensor.device)] for tensor in found)
+            yield [factor for factor, _ in members], picked
+
+    def bytes(self) -> int:
+        """What the copies take."""
+        tensors = [tensor for copy in self.copies.values() for tensor in copy.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,395 @@
+"""Decompositions that are begun in one step and in use a fixed number of steps later."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import random
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run
+from test_rank_checkpoints import learn, net, weights
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from training import assert_near, assert_same
+
+from kaisa_optim import KFACSGD, KFACAdam, second_order
+from kaisa_optim.algebra import eigendecompose
+
+LAG, EVERY = 2, 4
+OPTIONS: dict[str, Any] = {
+    "factor_update_steps": 1,
+    "inv_update_steps": EVERY,
+    "refresh_lag": LAG,
+    "kl_clip": None,
+}
+MAKERS: dict[str, Any] = {
+    "sgd": lambda m, **o: KFACSGD(m, lr=0.01, momentum=0.9, **{**OPTIONS, **o}),
+    "all at once": lambda m, **o: KFACSGD(m, lr=0.05, staggered=False, **{**OPTIONS, **o}),
+    "corrected": lambda m, **o: KFACSGD(
+        m, lr=0.05, eigenvalue_correction="gradients", **{**OPTIONS, **o}
+    ),
+    "stored products": lambda m, **o: KFACSGD(
+        m, lr=0.05, compute_eigenvalue_outer_product=True, **{**OPTIONS, **o}
+    ),
+    "adam": lambda m, **o: KFACAdam(
+        m, lr=0.01, eps=1e-2, moments="eigenbasis", basis_tolerance=0, **{**OPTIONS, **o}
+    ),
+    "followed": lambda m, **o: KFACAdam(
+        m, lr=0.01, eps=1e-2, moments="eigenbasis", basis_tolerance=1e-3, **{**OPTIONS, **o}
+    ),
+}
+every_maker = pytest.mark.parametrize("name", MAKERS)
+
+
+def pair(name: str = "sgd", **options: Any) -> tuple[nn.Sequential, Any]:
+    model = net()
+    return model, MAKERS[name](model, **options)
+
+
+def under_way(opt: Any) -> dict[Any, int]:
+    return opt.preconditioner.second_order.under_way.begun
+
+
+def vectors(opt: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, layer in opt.preconditioner.layers.items():
+        for key, view in opt.preconditioner.layout.views(layer):
+            if key.endswith("vectors"):
+                found[f"{name} {key[0]}"] = view.clone()
+    return found
+
+
+def test_results_are_those_of_the_factors_of_before():
+    model, opt = pair("all at once")
+    averages: list[dict[str, Tensor]] = []
+    for step in range(13):
+        learn(model, opt, range(step, step + 1))
+        kfac = opt.preconditioner
+        both = {name: kfac.factors(name) for name in kfac.layers}
+        averages.append(
+            {f"{n} {s}": f[i].clone() for n, f in both.items() for i, s in enumerate("ag")}
+        )
+        # At 0 at once, at 4 for 6, at 8 for 10, at 12 for 14.
+        source = 0 if step < EVERY + LAG else (step - LAG) // EVERY * EVERY
+        for key, found in vectors(opt).items():
+            assert_near(found, eigendecompose(averages[source][key])[1])
+    assert set(under_way(opt).values()) == {12}
+
+
+@every_maker
+def test_how_long_they_take_changes_nothing(name, monkeypatch):
+    plain, opt = pair(name)
+    learn(plain, opt, range(14))
+    decompose = second_order._decompose_beside
+
+    def slowly(*tensors: Tensor, **how: bool) -> tuple[Tensor, ...]:
+        time.sleep(0.03 * random.random())
+        return decompose(*tensors, **how)
+
+    monkeypatch.setattr(second_order, "_decompose_beside", slowly)
+    model, opt = pair(name)
+    learn(model, opt, range(14))
+    assert_same(weights(model), weights(plain))
+    at_once = weights(trained_at_once(name, 14))
+    assert any(p.ne(q).any() for p, q in zip(weights(model), at_once, strict=True))
+
+
+def trained_at_once(name: str, steps: int) -> nn.Module:
+    model, opt = pair(name, refresh_lag=0)
+    learn(model, opt, range(steps))
+    return model
+
+
+def test_steps_go_on_meanwhile(monkeypatch):
+    """Nothing is found before the last step that can do without."""
+    may_end = threading.Event()
+    decompose = second_order._decompose_beside
+
+    def waiting(*tensors: Tensor, **how: bool) -> tuple[Tensor, ...]:
+        if not may_end.wait(30):
+            raise TimeoutError("a step waited for what is not yet due")
+        return decompose(*tensors, **how)
+
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    monkeypatch.setattr(second_order, "_decompose_beside", waiting)
+    learn(model, opt, range(EVERY, EVERY + LAG))
+    assert under_way(opt)
+    may_end.set()
+    learn(model, opt, range(EVERY + LAG, EVERY + LAG + 1))
+    assert not under_way(opt)
+
+
+def test_what_begins_again_is_left_out_while_it_is_under_way():
+    """An early refresh in between would only replace it."""
+    model, opt = pair("all at once", early_refreshes=(5,))
+    learn(model, opt, range(6))
+    assert set(under_way(opt).values()) == {4}
+    learn(model, opt, range(6, 7))
+    assert not under_way(opt)
+
+
+def test_first_decompositions_do_not_wait():
+    model, opt = pair()
+    learn(model, opt, range(1))
+    assert not under_way(opt) and opt.preconditioner.second_order.ready
+    for found in vectors(opt).values():
+        eye = torch.eye(found.shape[-1], dtype=found.dtype).expand_as(found)
+        torch.testing.assert_close(found.mT @ found, eye)
+
+
+def test_bases_that_do_not_fit_are_decomposed_beside():
+    model, opt = pair("followed", early_refreshes=())
+    followed, begun = 0, 0
+    for step in range(12):
+        learn(model, opt, range(step, step + 1))
+        second = opt.preconditioner.second_order
+        followed += sum(not anew for anew in second.tracking.plan.values())
+        begun += len(second.under_way.starting)
+        # Nothing is decomposed in a step of its own but at first.
+        assert step == 0 or second.under_way.landing.issuperset(
+            {key for key, anew in second.tracking.plan.items() if anew}
+        )
+    assert followed and begun
+
+
+def test_copies_are_pending():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    assert opt.preconditioner.memory_usage()["pending"] == 0
+    learn(model, opt, range(EVERY, EVERY + 1))
+    # Each with a count of four bytes; the table's A is diagonal.
+    layers = opt.preconditioner.layers.values()
+    wanted = sum(8 * (9 if layer.diagonal_a else layer.a_dim**2) + 4 for layer in layers)
+    wanted += sum(8 * layer.g_dim**2 + 4 for layer in layers)
+    assert opt.preconditioner.memory_usage()["pending"] == wanted
+    learn(model, opt, range(EVERY + 1, EVERY + 1 + LAG))
+    assert opt.preconditioner.memory_usage()["pending"] == 0
+
+
+# ---- what goes wrong ----
+
+
+def test_a_failure_keeps_the_older_state(monkeypatch):
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    before = vectors(opt)
+    monkeypatch.setattr(second_order, "_attempts", lambda matrix, damping: iter(()))
+
+    def fail(*tensors: Any) -> Any:
+        raise second_order.LinAlgError("no convergence")
+
+    monkeypatch.setattr(second_order, "_decompose", fail)
+    learn(model, opt, range(EVERY, EVERY + LAG))
+    said = "decomposition of layer '1' failed, 1 in a row; its older state"
+    with pytest.warns(UserWarning, match=said):
+        learn(model, opt, range(EVERY + LAG, EVERY + LAG + 1))
+    assert_same(vectors(opt), before)
+
+
+def test_sums_that_were_left_out_are_named():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY - 1))
+    kept = copy.deepcopy(model.state_dict())
+    handle = model[1].register_forward_hook(lambda m, i, out: out * math.nan)
+    learn(model, opt, range(EVERY - 1, EVERY))
+    handle.remove()
+    for p in model.parameters():
+        opt.state[p]["momentum_buffer"] = None
+    model.load_state_dict(kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(model, opt, range(EVERY, EVERY + LAG))
+    with pytest.warns(UserWarning, match="not finite have been left out for '0', '1', '3', '4'"):
+        learn(model, opt, range(EVERY + LAG, EVERY + LAG + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(model, opt, range(EVERY + LAG + 1, 3 * EVERY))
+
+
+def test_a_layer_that_starts_anew_takes_nothing_of_before():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    layer = opt.preconditioner.layers["1"]
+    model[1].bias.requires_grad_(False)
+    model[1].bias.grad = None
+    for _ in range(LAG):
+        opt.zero_grad()
+        model(torch.randint(9, (8,))).square().mean().backward()
+        opt.step()
+        assert layer not in {one for one, _ in under_way(opt)}
+    assert layer.a_dim == 5  # and so is its basis
+    assert opt.preconditioner.layout.factors[layer, "a"]["vectors"].shape == (1, 5, 5)
+
+
+# ---- checkpoints ----
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@every_maker
+@pytest.mark.parametrize("stop", range(EVERY, EVERY + LAG + 2))
+def test_a_run_goes_on_bit_for_bit(name, stop):
+    model, opt = pair(name)
+    learn(model, opt, range(stop))
+    if name == "all at once":
+        assert bool(under_way(opt)) == (stop in (EVERY + 1, EVERY + 2))
+    other = net(seed=1)
+    other.load_state_dict(model.state_dict())
+    again = MAKERS[name](other)
+    again.load_state_dict(saved(opt.state_dict()))
+    twin, copied = pickle.loads(pickle.dumps((model, opt)))
+    for one in (again, copied):
+        assert sorted(under_way(one).values()) == sorted(under_way(opt).values())
+    learn(model, opt, range(stop, 12))
+    learn(other, again, range(stop, 12))
+    learn(twin, copied, range(stop, 12))
+    assert_same(weights(other), weights(model))
+    assert_same(weights(twin), weights(model))
+    assert_same(saved(again.state_dict()), saved(opt.state_dict()))
+
+
+def test_a_state_holds_copies_while_they_are_needed():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    keys = {k for entry in opt.state_dict()["state"].values() for k in entry if "begun" in k}
+    assert keys == {f"kfac_{s}_begun_{name}" for s in "ag" for name in ("average", "rejected")}
+    learn(model, opt, range(EVERY + 1, EVERY + 1 + LAG))
+    assert not {k for e in opt.state_dict()["state"].values() for k in e if "begun" in k}
+
+
+def test_without_a_lag_what_was_under_way_is_done_at_once():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    again = MAKERS["all at once"](model, refresh_lag=0)
+    again.load_state_dict(saved(opt.state_dict()))
+    learn(model, again, range(EVERY + 1, EVERY + 2))
+    kfac = again.preconditioner
+    for key, found in vectors(again).items():
+        name, side = key.split()
+        assert_near(found, eigendecompose(kfac.factors(name)["ag".index(side)])[1])
+
+
+def test_a_distributed_checkpoint_begins_once_more(tmp_path):
+    """Its loads leave out what a new optimizer lacks: the factors as saved are decomposed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, opt = pair("all at once")
+        learn(model, opt, range(EVERY + 2))
+        wanted = {name: opt.preconditioner.factors(name)[0].clone() for name in ("1", "3")}
+        dcp.save({"o": get_optimizer_state_dict(model, opt)}, checkpoint_id=tmp_path)
+        other, again = pair("all at once")
+        template = {"o": get_optimizer_state_dict(other, again)}
+        dcp.load(template, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(other, again, template["o"])
+        assert set(under_way(again).values()) == {EVERY}
+        learn(other, again, range(EVERY + 2, EVERY + 3))
+        assert not under_way(again)
+        found = vectors(again)
+        for name, average in wanted.items():
+            assert_near(found[f"{name} a"], eigendecompose(average)[1])
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- several ranks ----
+
+SPREADS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"assignment": "layer-wise"}),
+    (2, {"assignment": "opt"}),
+    (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+]
+
+
+def trained(name: str, options: dict[str, Any], steps: int) -> tuple[list[Tensor], list[int]]:
+    model, opt = pair(name, **options)
+    counts = []
+    for step in range(steps):
+        learn(model, opt, range(step, step + 1))
+        counts.append(len(under_way(opt)))
+    return weights(model), counts
+
+
+@pytest.mark.parametrize(("world", "options"), SPREADS)
+@pytest.mark.parametrize("name", ["sgd", "adam", "followed"])
+def test_ranks_are_as_one_process(world, options, name):
+    alone, counts = trained(name, {}, 12)
+    assert max(counts) > 0
+    for found, theirs in run(world, trained, name, options, 12):
+        assert theirs == counts
+        for one, other in zip(found, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def consolidated(steps: int, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]] | None:
+    model, opt = pair("all at once", **options)
+    learn(model, opt, range(steps))
+    opt.consolidate_state_dict(to=0)
+    return (weights(model), saved(opt.state_dict())) if dist.get_rank() == 0 else None
+
+
+def resumed(
+    state: tuple[list[Tensor], dict[str, Any]], steps: range, options: dict[str, Any]
+) -> list[Tensor]:
+    model, opt = pair("all at once", **options)
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), state[0], strict=True):
+            p.copy_(value)
+    opt.load_state_dict(state[1])
+    assert under_way(opt)
+    learn(model, opt, steps)
+    return weights(model)
+
+
+@pytest.mark.parametrize(("world", "options"), SPREADS)
+def test_a_consolidated_state_goes_on_at_any_number_of_ranks(world, options):
+    middle = EVERY + 1
+    wanted, _ = trained("all at once", {}, 12)
+    state = run(world, consolidated, middle, options)[0]
+    assert state is not None
+    for found in (resumed(state, range(middle, 12), {}), *run(
+        world, resumed, state, range(middle, 12), options
+    )):  # fmt: skip
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def breaking(rank: int) -> None:
+    model, opt = pair("all at once", assignment="layer-wise")
+    learn(model, opt, range(EVERY))
+    former = second_order._decompose_beside
+    if dist.get_rank() == rank:
+
+        def broken(*tensors: Tensor, **how: bool) -> tuple[Tensor, ...]:
+            raise MemoryError("no room")
+
+        second_order._decompose_beside = broken
+    try:
+        learn(model, opt, range(EVERY, EVERY + LAG + 1))
+    finally:
+        second_order._decompose_beside = former
+
+
+def test_an_error_of_one_rank_reaches_all_in_the_step_of_the_result():
+    found = [str(one.error) for one in run(2, breaking, 1, expect_errors=True)]
+    assert "decomposing factors failed on rank 1: MemoryError: no room" in found[0]
+    assert found[1] == "MemoryError: no room"
