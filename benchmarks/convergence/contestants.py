@@ -260,6 +260,12 @@ CONTESTANTS = {
             {**_ADAM, **_PLAIN},
         ),
         Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
+        Contestant(
+            "KFACLAMB, as advised",
+            _ours(KFACLAMB, **_ADVISED),
+            {"lr": _EIGENBASIS["lr"]},
+            tuned="KFACLAMB, eigenbasis",
+        ),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
         _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"]),

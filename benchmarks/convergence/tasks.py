@@ -433,6 +433,7 @@ TASKS = {
                 "LAMB",
                 "KFACLAMB, parameters",
                 "KFACLAMB, eigenbasis",
+                "KFACLAMB, as advised",
                 "KFACLAMB, parameters, defaults",
                 "KFACLAMB, eigenbasis, defaults",
             ),
