@@ -24,6 +24,7 @@ _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
 _CALLS = 16  # what a piece's calls cost, in products of channels with channels at a position
 _MOST_TAPS = 256  # of whose pairs the places are remembered
+_MOST_ROWS = 3  # products of channels with channels, for each one in the result
 _REMEMBERED = 1 << 10  # geometries, of which each step has the same
 Sizes = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
@@ -45,12 +46,16 @@ def windows(
 
 @functools.lru_cache(_REMEMBERED)
 def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
-    """Whether this takes fewer products of channels than patches would, by a clear margin."""
+    """Whether this takes fewer products of channels than patches would, by a clear margin, and
+    little more memory than the result. It does not for wide kernels without padding: the strips
+    that they leave out are as wide."""
     taps = math.prod(kernel)
     positions = [
         n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
     ]
     if not 1 < taps <= _MOST_TAPS or min(positions) < 1:
+        return False
+    if _rows(_alike(size, kernel, dilation, pad)) > _MOST_ROWS * taps**2:
         return False
     cost = 0
     for piece in _pieces(size, kernel, dilation, pad):
@@ -125,9 +130,9 @@ def _places(
     block = torch.cat(blocks)
     order = block.argsort(stable=True)
     counted = block.bincount(minlength=math.prod(kernel) ** 2)
-    found = torch.cat(rows)[order], counted.cumsum(0) - counted, torch.cat(weights)[order].to(dtype)
-    index, starts, weight = (t.to(device, non_blocking=True) for t in found)
-    return index, starts, weight
+    starts, weight = counted.cumsum(0) - counted, torch.cat(weights)[order].to(dtype)
+    # Waited for, but once: others may read them from another stream.
+    return torch.cat(rows)[order].to(device), starts.to(device), weight.to(device)
 
 
 def _pairs_of_taps(

@@ -135,8 +135,25 @@ def test_it_pays_where_the_image_is_larger_than_the_kernel():
     assert not pays((32, 32), (1, 1), (1, 1), ((0, 0), (0, 0)))  # no two taps meet
     assert not pays((7, 7), (7, 7), (1, 1), ((0, 0), (0, 0)))  # one position
     assert not pays((2, 2), *geometry)  # nearly all of it is border
-    large = (1, 1), ((0, 0), (0, 0))  # whose pairs of taps would be millions
-    assert pays((99, 99), (16, 16), *large) and not pays((99, 99), (31, 31), *large)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_it_takes_little_more_memory_than_the_result(dims):
+    """Kernels of usual sizes and padding pay, wide ones without it would not fit."""
+    ones = (1,) * dims
+
+    def geometry(k, pad):
+        return (40,) * dims, (k,) * dims, ones, ((pad, pad),) * dims
+
+    for k in (3, 5, 7):
+        for pad in (0, k // 2):
+            rows = correlation._rows(correlation._alike(*geometry(k, pad)))
+            fits = rows <= 3 * k ** (2 * dims)
+            assert fits or pad == 0
+            assert pays(*geometry(k, pad)) == (fits and k**dims <= 256)
+    assert pays(*geometry(3, 0)) == (dims < 3)
+    assert dims == 1 or not pays(*geometry(7, 0))
+    assert not pays((99, 99), (31, 31), (1, 1), ((15, 15), (15, 15)))  # pairs of taps by millions
 
 
 def test_pieces_grow_with_the_taps_and_not_with_the_dilation():
