@@ -249,7 +249,9 @@ def test_without_the_papers_code_nothing_is_beside_it():
 
 def test_a_machine_that_is_faster_by_now_is_no_stage():
     race = [[(0.010, 0.010), (0.015, 0.015)], [(0.012, 0.012)]]
-    assert steps.paced(race, [(0.005, 0.005), (0.006, 0.006), (0.2, 0.2)]) == pytest.approx(2.0)
+    now = [(0.005, 0.005), (0.006, 0.006), (0.2, 0.2)]
+    ((passes, applied),) = steps.paced([(0.007, 0.003)], race, now)
+    assert (passes, applied) == (pytest.approx(0.014), pytest.approx(0.006))
 
 
 def test_a_figure_that_is_missed_says_so():

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.algebra import multiplies_in_half
 
 from .tasks import Task
 
@@ -218,12 +219,17 @@ PEERS = {
     "Muon": muon,
 }
 NEEDS = {PAPERS: "kfac", PAPERS + BRAIN: "kfac", "SOAP": "pytorch_optimizer"}
+WITHOUT = " (this device has no instructions for bfloat16)"
 
 
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
-    """Those that can run on this machine, the base first, and the names of the absent."""
+    """Those that can run on this machine, the base first, and who is absent, with the reason."""
     found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
     absent = []
+    if not multiplies_in_half(torch.bfloat16, torch.empty(0, device=device)):
+        # Ours would only store it, and the papers' be multiplied bit by bit.
+        del found["KFACSGD" + BRAIN]
+        absent.append("KFACSGD" + BRAIN + WITHOUT)
     for peer, make in PEERS.items() if task.peers else ():
         try:
             if peer in NEEDS:
@@ -233,9 +239,12 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
             elif not hasattr(torch.optim, "Muon"):
                 raise ImportError
         except ImportError:
-            absent.append(peer)
+            absent.append(f"{peer} (not installed)")
             continue
-        # Muon takes no convolutions, and bfloat16 products of CPUs are no measure of it.
+        if peer.endswith(BRAIN) and "KFACSGD" + BRAIN not in found:
+            absent.append(peer + WITHOUT)
+            continue
+        # Muon takes no convolutions, and its products in bfloat16 are a GPU's.
         if peer != "Muon" or (task.batch()[0].dim() == 2 and device == "cuda"):
             found[peer] = make
     return found, absent

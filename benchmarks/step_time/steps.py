@@ -58,7 +58,7 @@ def run(settings: Settings) -> Report:
         task = tasks(settings.short)[name]
         makers, absent = contestants(task, settings.device)
         if absent:
-            print(f"not installed, so absent: {', '.join(absent)}")
+            print(f"absent: {', '.join(absent)}")
         for intervals in task.intervals:
             title = f"{task.title} {shown(intervals)}"
             print(f"{title} (steps between statistics / between refreshes)", flush=True)
@@ -97,8 +97,8 @@ def measure(
             if name.startswith("KFACSGD"):
                 quiet = trainer(Trainer.quiet, TURN)
                 # The machine may be faster or slower by now: the base, in the next turn, tells.
-                pace = paced([round_["SGD"] for round_ in found], trainers["SGD"].run(TURN))
-                quiet = [(pace * passes, pace * applied) for passes, applied in quiet]
+                then = [round_["SGD"] for round_ in found]
+                quiet = paced(quiet, then, trainers["SGD"].run(TURN))
                 one.stages, one.slowest = stages([t for round_ in own for t in round_], quiet)
                 one.floor = 1 + trainer(preconditioning) / operations
             if settings.device == "cuda":
@@ -137,10 +137,13 @@ def set_beside(results: Sequence[Measured]) -> None:
             one.beside = one.part / papers.part
 
 
-def paced(race: Sequence[Sequence[Seconds]], now: Sequence[Seconds]) -> float:
-    """How long the race's steps took, over those of now."""
+def paced(
+    quiet: Sequence[Seconds], race: Sequence[Sequence[Seconds]], now: Sequence[Seconds]
+) -> list[Seconds]:
+    """What steps of now would have taken in the race, of which the base ran both."""
     then = [sum(times) for round_ in race for times in round_]
-    return statistics.median(then) / statistics.median(map(sum, now))
+    pace = statistics.median(then) / statistics.median(map(sum, now))
+    return [(pace * passes, pace * applied) for passes, applied in quiet]
 
 
 def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str, float], float]:
