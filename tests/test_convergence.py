@@ -283,7 +283,7 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
     for one in CONTESTANTS.values():
         if one.tuned is not None:
             assert set(one.space) == {"lr"}
-            assert one.name in (f"{one.tuned}, defaults", "KFACAdam, as advised")
+            assert one.name == f"{one.tuned}, defaults" or one.name.endswith(", as advised")
             tuned = CONTESTANTS[one.tuned]
             assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 
@@ -408,6 +408,10 @@ def muon_step(cls: Any, model: nn.Module, x: torch.Tensor, **options: Any) -> to
     return moved
 
 
+with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
+
+
+@with_muon
 def test_muon_in_float32_takes_the_steps_of_torchs():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 15, bias=False)), torch.randn(32, 6)
@@ -416,18 +420,17 @@ def test_muon_in_float32_takes_the_steps_of_torchs():
     assert not torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("width", "units", "expected"),
-    [(512, True, torch.optim.Muon), (512, False, Muon32), (511, True, Muon32)],
-)
-def test_muon_is_the_faster_of_torchs_and_ours(width, units, expected, monkeypatch):
+@with_muon
+@pytest.mark.parametrize(("width", "units"), [(512, True), (512, False), (511, True)])
+def test_muon_is_the_faster_of_torchs_and_ours(width, units, monkeypatch):
     monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: units)
     (muon,) = CONTESTANTS["Muon"].build(
         nn.Sequential(nn.Linear(width, 512, bias=False)), {"lr": 0.1, "momentum": 0.9}, {}
     )
-    assert type(muon) is expected
+    assert type(muon) is (torch.optim.Muon if units and width == 512 else Muon32)
 
 
+@with_muon
 @pytest.mark.parametrize(("inputs", "outputs"), [(6, 6), (6, 15), (15, 6)])
 def test_the_metric_of_muon(inputs, outputs):
     torch.manual_seed(0)
