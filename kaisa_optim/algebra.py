@@ -448,19 +448,19 @@ def _turned_product(
     return linear(right.mT, left)
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
-    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm.
+def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
+    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm; ``in_half``: by bfloat16 products.
 
     Singular values are made nearly equal, but for those below some 0.002 of M's norm, by products
     alone (:func:`_towards_one`).
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
-        return _orthogonalized(matrices)
-    return torch.cat([_orthogonalized(part) for part in matrices.split(at_once)])
+        return _orthogonalized(matrices, in_half)
+    return torch.cat([_orthogonalized(part, in_half) for part in matrices.split(at_once)])
 
 
-def _orthogonalized(matrices: Tensor) -> Tensor:
+def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     # Squares of very small or large numbers would not be there.
@@ -468,7 +468,7 @@ def _orthogonalized(matrices: Tensor) -> Tensor:
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
     wide /= _or_one(norm)
-    found = _towards_one(wide, _TOWARDS_ONE, _TIMES)
+    found = _towards_one(wide, in_half, _TOWARDS_ONE, _TIMES)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     found.mul_(largest * (norm / _or_one(now)))
     return found.mT if tall else found
@@ -479,14 +479,16 @@ def _or_one(norms: Tensor) -> Tensor:
     return torch.where(norms == 0, 1.0, norms)
 
 
-def _towards_one(wide: Tensor, coefficients: tuple[float, float, float], times: int) -> Tensor:
+def _towards_one(
+    wide: Tensor, in_half: bool, coefficients: tuple[float, float, float], times: int
+) -> Tensor:
     """``wide`` matrices of norm 1 after so many steps of Muon's iteration (Jordan et al., 2024).
 
-    Each takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Where bfloat16 is fast, so, in bfloat16. Else by
-    powers of the first X Xᵀ, which commute, so that the long side is multiplied but twice; this
+    Each takes X to (a + b X Xᵀ + c (X Xᵀ)²) X: so it is done in bfloat16, where that is fast. Else
+    by powers of the first X Xᵀ, which commute, so that the long side is multiplied but twice; this
     needs full precision, as what is rounded in X Xᵀ grows.
     """
-    if not multiplies_in_half(torch.bfloat16, wide):
+    if not in_half:
         return product(orthogonalizer(product(wide, wide.mT), coefficients, times), wide)
     a, b, c = coefficients
     x = wide.bfloat16()

@@ -594,6 +594,7 @@ class Preconditioner:
             return
         common = self._common(groups) | self.options.described()
         agreement.compare(self.ranks, common, "loaded states")
+        self._agree_on_halves()  # which a copy was not asked for
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
@@ -1005,7 +1006,11 @@ class Preconditioner:
             }
             mine = {**self._identity, **described, **sizes}
             agreement.compare(self.ranks, mine, "models and options", error)
+            self._agree_on_halves()
         return found
+
+    def _agree_on_halves(self) -> None:
+        self.second_order.agree_on_halves({p.device for p in self.model.parameters()})
 
     def _find_shards(
         self, layers: Iterable[Layer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +40,10 @@ from .underway import COPIED, UnderWay
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 DampingOf = Callable[[Layer], float]
 OwnerOf = Callable[[Layer, str], int]
-# Numbers of factors in one batch: on CPUs larger ones only take memory, elsewhere the host waits
-# once for each batch that is decomposed.
+# Numbers of factors in one batch: on CPUs larger ones only take memory, elsewhere they take fewer
+# calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
-_AT_ONCE = 1 << 26
+_AT_ONCE = 1 << 24
 _MULTIPLIED = "vectors", "inverse"  # with gradients
 
 
@@ -103,6 +103,7 @@ class SecondOrder:
         self.stored_product = stored_product
         self.dtype = dtype
         self.max_failures = max_failures
+        self.halves = True  # unless some rank's device has no products in bfloat16
         self.ready: set[Layer] = set()
         self.failures: dict[Layer, int] = {}  # in a row
 
@@ -508,7 +509,7 @@ class SecondOrder:
         Afterwards those of some members are ``taken`` for the correction of the eigenvalues.
         """
         slots = _slots(pair, members)
-        of = _picked(pair, slots, gradient)
+        of = self._picked(pair, slots, gradient)
         if self.method == "inverse":
             inverse_g, inverse_a = of("g", "inverse"), of("a", "inverse")
             assert inverse_g is not None and inverse_a is not None
@@ -546,7 +547,7 @@ class SecondOrder:
         Called once a step for each layer.
         """
         slots = _slots(pair, members)
-        of = _picked(pair, slots, gradient)
+        of = self._picked(pair, slots, gradient)
         g, a = of("g", "vectors"), of("a", "vectors")
         given = None
         if not all(present):
@@ -561,16 +562,43 @@ class SecondOrder:
         if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
             # Before it is turned back, which comes to the same.
             device = found.device.type
+            in_half = self._multiplies_in_half(torch.bfloat16, found)
             with algebra.full_precision(device), algebra.without_autocast(device):
-                found = algebra.orthogonalized(found)
-            if algebra.multiplies_in_half(torch.bfloat16, found):  # as it was already
+                found = algebra.orthogonalized(found, in_half=in_half)
+            if in_half:  # as it was already
                 g, a = g.bfloat16(), a.bfloat16()
         return algebra.out_of_basis(found, g, a)
+
+    def agree_on_halves(self, devices: Iterable[torch.device]) -> None:
+        """Products in bfloat16 only where all ranks have them, else their weights drift apart."""
+        if self.orthogonal or self.dtype == torch.bfloat16:
+            ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
+            mine = all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
+            self.halves = all(self.ranks.all_of(mine, "agreeing on products in bfloat16"))
+
+    def _multiplies_in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
+        return self.halves and algebra.multiplies_in_half(dtype, like)
+
+    def _picked(
+        self, pair: Pair, slots: slice | Tensor, like: Tensor
+    ) -> Callable[[str, str], Tensor | None]:
+        """What some layers have of one side, ready for arithmetic with ``like``."""
+        sides = {"g": (pair.g, pair.g_slots), "a": (pair.a, pair.a_slots)}
+
+        def of(side: str, name: str) -> Tensor | None:
+            stack, own = sides[side]
+            tensor = stack.tensors.get(name)
+            if tensor is None:
+                return None
+            half = name in _MULTIPLIED and self._multiplies_in_half(tensor.dtype, like)
+            return tensor[own][slots] if half else tensor[own][slots].to(like.dtype)
+
+        return of
 
     def curvature(self, pair: Pair, change: Tensor, members: list[Layer]) -> Tensor:
         """δᵀFδ in all, of changes δ stacked like gradients; in eigenbases."""
         slots = _slots(pair, members)
-        of = _picked(pair, slots, change)
+        of = self._picked(pair, slots, change)
         values_g, values_a = of("g", "values"), of("a", "values")
         assert values_g is not None and values_a is not None
         squares = algebra.into_basis(change, of("g", "vectors"), of("a", "vectors")).square()
@@ -607,21 +635,6 @@ def _slots(pair: Pair, members: list[Layer]) -> slice | Tensor:
     if len(members) == len(pair.layers):
         return slice(None)
     return joined([pair.slots[layer] for layer in members], pair.g.key.device)
-
-
-def _picked(pair: Pair, slots: slice | Tensor, like: Tensor) -> Callable[[str, str], Tensor | None]:
-    """What some layers have of one side, ready for arithmetic with ``like``."""
-    sides = {"g": (pair.g, pair.g_slots), "a": (pair.a, pair.a_slots)}
-
-    def of(side: str, name: str) -> Tensor | None:
-        stack, own = sides[side]
-        tensor = stack.tensors.get(name)
-        if tensor is None:
-            return None
-        half = name in _MULTIPLIED and algebra.multiplies_in_half(tensor.dtype, like)
-        return tensor[own][slots] if half else tensor[own][slots].to(like.dtype)
-
-    return of
 
 
 def _among(members: list[Layer], values: Sequence[float]) -> Callable[[Layer], float]:

@@ -657,7 +657,7 @@ def test_orthogonalized_matrices(k, g, a, seed):
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
     scales = 10.0 ** torch.arange(-60, -60 + 60 * k, 60, dtype=torch.float64)
-    found = algebra.orthogonalized(matrices * scales[:, None, None])
+    found = algebra.orthogonalized(matrices * scales[:, None, None], in_half=False)
     for matrix, scale, one in zip(matrices, scales, found, strict=True):
         ref.assert_close(one / scale, evened(matrix), what="a matrix")
         torch.testing.assert_close(one.norm() / scale, matrix.norm())
@@ -666,22 +666,17 @@ def test_orthogonalized_matrices(k, g, a, seed):
 IN_HALF = pytest.mark.parametrize("half", [True, False], ids=["bf16", "full"])
 
 
-def multiply_in_half(monkeypatch: Any, half: bool) -> None:
-    """As a device that has instructions for it, or has none."""
-    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: half)
-
-
 @IN_HALF
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_orthogonalized_at_the_ends_of_a_dtype(dtype, half, monkeypatch):
+def test_orthogonalized_at_the_ends_of_a_dtype(dtype, half):
     """Where squares are not there any more: a moment without gradients comes to any number."""
-    multiply_in_half(monkeypatch, half)
+    half = half and dtype == torch.float32
     torch.manual_seed(0)
     matrix = torch.randn(6, 4, dtype=dtype)
     wanted = evened(matrix)
     info = torch.finfo(dtype)
     for scale in (info.tiny * 10, info.tiny**0.5, 1e-20, 1e10, info.max**0.5, info.max / 10):
-        found = algebra.orthogonalized(matrix[None] * scale)[0] / scale
+        found = algebra.orthogonalized(matrix[None] * scale, in_half=half)[0] / scale
         coarse = {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
         torch.testing.assert_close(found, wanted, **coarse)
 
@@ -716,13 +711,13 @@ def test_what_is_too_wide_for_a_factor_is_not_made_orthogonal(widest):
 
 @IN_HALF
 @pytest.mark.parametrize(("g", "a"), [(64, 64), (300, 64), (64, 300), (1, 5)])
-def test_orthogonalized_in_float32(g, a, half, monkeypatch):
+def test_orthogonalized_in_float32(g, a, half):
     """Nearly equal singular values where they differ by a hundred; nothing stays nothing."""
-    multiply_in_half(monkeypatch, half)
     torch.manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
     matrix = u * torch.logspace(0, -2, min(g, a)) @ v.T
-    found = algebra.orthogonalized(torch.stack([matrix, 0 * matrix, matrix * math.nan]))
+    rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
+    found = algebra.orthogonalized(rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
     assert s.max() <= 1.9 * s.min()
     wanted = evened(matrix.double()).float()
@@ -730,8 +725,28 @@ def test_orthogonalized_in_float32(g, a, half, monkeypatch):
     torch.testing.assert_close(found[0].norm(), matrix.norm())
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
     with mock.patch.object(algebra, "_AT_ONCE", 1):  # one after the other
-        again = algebra.orthogonalized(torch.stack([matrix, 0 * matrix]))
+        again = algebra.orthogonalized(rows[:2], in_half=half)
     assert (again - found[:2]).norm() < (0.02 if half else 1e-5) * wanted.norm()
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_directions_are_orthogonal_and_turned_back_in_what_the_device_multiplies(has, monkeypatch):
+    monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: has)
+    found: list[Any] = []
+    real, back = algebra.orthogonalized, algebra.out_of_basis
+    monkeypatch.setattr(
+        algebra,
+        "orthogonalized",
+        lambda x, in_half: found.append(in_half) or real(x, in_half=in_half),
+    )
+    monkeypatch.setattr(
+        algebra, "out_of_basis", lambda x, g, a: found.append((g.dtype, a.dtype)) or back(x, g, a)
+    )
+    model = nn.Sequential(nn.Linear(6, 8))
+    opt = KFACAdam(model, lr=0.01, orthogonal=True)
+    model(torch.randn(16, 6)).square().mean().backward()
+    opt.step()
+    assert found == [has, (torch.bfloat16,) * 2 if has else (torch.float32,) * 2]
 
 
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())

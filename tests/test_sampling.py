@@ -530,3 +530,14 @@ def test_a_kind_whose_input_has_other_dimensions_says_so():
         net(normal(4, 6))
     opt.preconditioner.statistics_fraction = 1
     assert net(normal(4, 6)).shape == (6, 3)
+
+
+@pytest.mark.skipif(saving_hooks() == UNKNOWN, reason="torch 2.6 does not tell")
+def test_hooks_of_no_module_are_hooks():
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    pack.__module__ = None  # type: ignore[assignment]  # as code made at run time may have it
+    assert saving_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert saving_hooks() == ""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run
 from torch import Tensor, nn
 from training import (
     EVERY_STEP,
@@ -172,6 +177,56 @@ def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype
     assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
 
 
+def test_cpus_multiply_in_bfloat16_where_they_say_so():
+    algebra._multiplies_brain_floats.cache_clear()
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    has = "avx512_bf16" in flags and torch.backends.mkldnn.is_available()
+    like = torch.ones(2, 2)
+    assert algebra.multiplies_in_half(torch.bfloat16, like) == has
+    assert not algebra.multiplies_in_half(torch.float16, like)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not algebra.multiplies_in_half(torch.bfloat16, like)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypatch):
+    algebra._multiplies_brain_floats.cache_clear()
+    asked = []
+
+    def supported(*, including_emulation: bool) -> bool:
+        asked.append(including_emulation)
+        return has
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert algebra._multiplies_brain_floats(torch.device("cuda", 1)) == has
+    assert asked == [False]
+    algebra._multiplies_brain_floats.cache_clear()
+
+
+def drifted(options: dict[str, Any], able: int) -> float:
+    """How far this rank's weights are from rank 0's, where so many of the ranks can."""
+    model = network(dtype=torch.float32)
+    cls = KFACAdam if "orthogonal" in options else KFACSGD
+    with mock.patch.object(
+        algebra, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
+    ):
+        opt = cls(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
+        train(model, opt, range(8))  # all ranks have the same batches
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    assert opt.preconditioner.second_order.halves == (able == dist.get_world_size())
+    return float((mine - first).norm() / first.norm())
+
+
+@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {"orthogonal": True}], ids=str)
+@pytest.mark.parametrize("able", [0, 1, 2])
+def test_ranks_multiply_in_bfloat16_only_together(options, able):
+    """Else the weights of one whose device has no instructions for it would drift apart."""
+    assert run(2, drifted, options, able) == [0.0, 0.0]
+
+
 def test_float64_gradients_are_not_rounded(monkeypatch):
     monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: True)
     model = network(dtype=torch.float64)
@@ -199,10 +254,13 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(tolerance, monkeypa
         return values(model)
 
     whole, batches = trained(), []
-    real = second_order._robustly
+    real, follow = second_order._robustly, algebra.followed
     monkeypatch.setattr(second_order, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
     monkeypatch.setattr(
         second_order, "_robustly", lambda m, *rest: batches.append(len(m)) or real(m, *rest)
+    )
+    monkeypatch.setattr(
+        algebra, "followed", lambda m, *rest: batches.append(len(m)) or follow(m, *rest)
     )
     assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
     assert len(batches) > 2 and max(batches) < 5
@@ -819,9 +877,9 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     """Nor does autocast come in, under which some call step()."""
     seen: list[Any] = []
 
-    def spied(matrices: torch.Tensor) -> torch.Tensor:
+    def spied(matrices: torch.Tensor, **how: bool) -> torch.Tensor:
         seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
-        return original(matrices)
+        return original(matrices, **how)
 
     original = algebra.orthogonalized
     monkeypatch.setattr(algebra, "orthogonalized", spied)
