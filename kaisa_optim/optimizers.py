@@ -20,7 +20,16 @@ from torch.optim import Optimizer
 from . import checkpoint, eigenbasis
 from .assignment import WorkAssignment
 from .lamb import LAMB
-from .options import DAMPING, KL_CLIP, PER_GROUP, Interval, Number, Options, default_moments
+from .options import (
+    DAMPING,
+    KL_CLIP,
+    PER_GROUP,
+    Interval,
+    Number,
+    Options,
+    default_moments,
+    unexpected,
+)
 from .preconditioner import Preconditioner
 
 if torch.distributed.is_available():
@@ -44,7 +53,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def __init__(
         self,
-        params: nn.Module | Iterable[Any],
+        params: nn.Module | Iterable[Any] | None = None,
         *args: Any,
         model: nn.Module | None = None,
         damping: Number = DAMPING,
@@ -85,6 +94,10 @@ class KFACMixin(Optimizer, Joinable):
         refresh_lag: int = 0,
         **kwargs: Any,
     ) -> None:
+        title = type(self).__name__
+        _refuse_unknown(title, kwargs, inspect.signature(super().__init__).parameters)
+        if params is None:
+            raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
                 raise ValueError(
@@ -94,7 +107,7 @@ class KFACMixin(Optimizer, Joinable):
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"Invalid model: {model!r}; K-FAC hooks the model's layers: pass the nn.Module "
-                f"first, as {type(self).__name__}(model, ...), or as model="
+                f"first, as {title}(model, ...), or as model="
             )
         self._kfac_model = model
         asked: dict[str, Any] = {
@@ -139,8 +152,7 @@ class KFACMixin(Optimizer, Joinable):
         if moments is None:
             moments = "parameters"
             if eigenbasis.suits(self._base, kwargs):
-                own = inspect.signature(KFACMixin.__init__).parameters
-                defaults = {name: parameter.default for name, parameter in own.items()}
+                defaults = {name: p.default for name, p in _own_parameters().items()}
                 moments = default_moments({**asked, "damping": damping}, defaults, groups)
         self._kfac_options = Options(**asked, moments=moments)
         self._kfac_process_group = process_group
@@ -630,6 +642,21 @@ def _refuse_graph_capture() -> None:
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
+def _refuse_unknown(title: str, given: Iterable[str], theirs: Mapping[str, Any]) -> None:
+    """Refuse arguments that neither K-FAC has nor the base, unless that takes any."""
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values()):
+        return
+    for name in given:
+        if name not in theirs:
+            raise unexpected(title, name, _own_parameters(), theirs)
+
+
+def _own_parameters() -> dict[str, inspect.Parameter]:
+    """K-FAC's, which are by keyword only."""
+    parameters = inspect.signature(KFACMixin.__init__).parameters
+    return {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
 _OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
 
 
@@ -641,15 +668,14 @@ def _is_ours(name: str, base: type[Optimizer]) -> bool:
 
 def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
-    own = dict(inspect.signature(KFACMixin.__init__).parameters)
+    own = _own_parameters()
     theirs = inspect.signature(base.__init__).parameters
     for name in _OF_MOMENTS:
         if not _is_ours(name, base):
             del own[name]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]
-    last = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    return inspect.Signature(first + last)
+    return inspect.Signature([*first, *own.values()])
 
 
 def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:

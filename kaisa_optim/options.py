@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,29 @@ Number = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
 
 _HALVES = (torch.bfloat16, torch.float16)
+
+# What kfac-pytorch has and this has not, or under another name.
+_FORMER = {
+    "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
+    "accumulation_steps": "leave it out: any number of backward passes is counted",
+    "symmetry_aware": "leave it out: factors always travel as triangles",
+    "assignment_strategy": "leave it out: the cost() of a WorkAssignment says what is balanced",
+    "update_factors_in_hook": "leave it out: sums are taken in the backward pass, averages in "
+    "step()",
+    "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
+}
+
+
+def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
+    """The error for an argument that ``owner`` has not, be it among K-FAC's or the base's."""
+    ours = list(ours)
+    remedy = _FORMER.get(name)
+    if remedy is None:
+        # SGD's dampening is as near to some spellings as damping is.
+        near = difflib.get_close_matches(name, ours, 1, 0.9)
+        near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
+        remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")
 
 
 def check_damping(value: Any) -> float:

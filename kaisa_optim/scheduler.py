@@ -8,7 +8,7 @@ from typing import Any
 
 from .assignment import is_real
 from .optimizers import KFACMixin
-from .options import PER_GROUP
+from .options import PER_GROUP, unexpected
 
 Factor = Callable[[int], float] | Mapping[int, float]
 
@@ -75,6 +75,7 @@ class KFACParamScheduler:
         factor_update_steps: Factor | None = None,
         inv_update_steps: Factor | None = None,
         compound: bool = False,
+        **unknown: Any,
     ) -> None:
         check_optimizer(optimizer)
         given = {
@@ -84,6 +85,8 @@ class KFACParamScheduler:
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
         }
+        for name in unknown:
+            raise unexpected(type(self).__name__, name, [*given, "compound"])
         self.optimizer = optimizer
         self.compound = compound
         self.schedules: dict[str, Factor] = {}

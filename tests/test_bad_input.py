@@ -319,8 +319,76 @@ def test_the_bases_own_errors_come_through():
         KFACSGD(net(), lr=-1)
     with pytest.raises(ValueError, match="Invalid beta parameter"):
         KFACAdam(net(), betas=(1.5, 0.9))
-    with pytest.raises(TypeError, match="dampnig"):
-        KFACLAMB(net(), dampnig=0.1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "said"),
+    [
+        (KFACSGD, "dampning", r"; did you mean damping\?"),  # SGD's dampening is as near
+        (KFACLAMB, "dampnig", r"; did you mean damping\?"),
+        (KFACSGD, "momentm", r"; did you mean momentum\?"),
+        (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
+        (with_kfac(torch.optim.RAdam), "orthogonl", r"; did you mean orthogonal\?"),
+        (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
+        (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
+        (KFACSGD, "accumulation_steps", "; leave it out: any number of backward passes"),
+        (KFACSGD, "symmetry_aware", "; leave it out: factors always travel as triangles"),
+        (KFACSGD, "assignment_strategy", r"; leave it out: the cost\(\) of a WorkAssignment"),
+        (KFACSGD, "update_factors_in_hook", "; leave it out: sums are taken in the backward"),
+        (KFACSGD, "loglevel", r'; leave it out: .*getLogger\("kaisa_optim"\)'),
+    ],
+)
+def test_an_argument_that_there_is_not(cls, name, said):
+    text = rf"^{cls.__name__}\(\) got an unexpected keyword argument '{name}'{said}"
+    with pytest.raises(TypeError, match=text):
+        cls(net(), lr=0.1, **{name: 1})
+
+
+def test_an_argument_of_a_subclass_is_named_with_it():
+    class Mine(KFACSGD):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* did you mean damping\?"):
+        Mine(net(), lr=0.1, dampin=0.1)
+
+
+def test_a_base_that_may_know_more_names_receives_them():
+    class Open(torch.optim.SGD):
+        def __init__(self, params, lr, **rest):
+            self.dampning = rest.pop("dampning")
+            super().__init__(params, lr, **rest)
+
+    class Between(torch.optim.SGD):
+        def __init__(self, params, lr, special):
+            super().__init__(params, lr)
+            self.special = special
+
+    class Diamond(KFACSGD, Between):
+        pass
+
+    opt = with_kfac(Open)(net(), lr=0.1, dampning=0.5, momentum=0.9)
+    assert opt.dampning == 0.5 and opt.param_groups[0]["momentum"] == 0.9
+    assert Diamond(net(), lr=0.1, special=3).special == 3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"lr": 0.1}, {"model": nn.Linear(3, 2)}])
+def test_nothing_to_optimize(arguments):
+    with pytest.raises(TypeError, match=r"KFACAdam\(\) needs the model first: KFACAdam\(model, "):
+        KFACAdam(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dampning", r"did you mean damping\?"),
+        ("damping_lambda", r"did you mean damping\?"),
+        ("temperature", r"help\(KFACParamScheduler\) lists"),
+    ],
+)
+def test_a_schedule_of_what_there_is_not(name, said):
+    text = rf"KFACParamScheduler\(\) got an unexpected keyword argument '{name}'; {said}"
+    with pytest.raises(TypeError, match=text):
+        KFACParamScheduler(KFACSGD(net(), lr=0.1), **{name: lambda epoch: 1.0})
 
 
 def test_differentiable_is_refused():
