@@ -48,12 +48,13 @@ def settings(group: Group) -> Settings:
     return Settings(beta1, take1, beta2, 1 - beta2, log1, log2, group["eps"])
 
 
-def suits(base: type[Optimizer], arguments: Group) -> bool:
-    """Whether the eigenbasis can be had unasked: a subclass may have a step of its own, which
-    would not be called, and the arguments may be such that :func:`check` refuses."""
+def argument_against(arguments: Group) -> str:
+    """The base's argument that :func:`check` would refuse, if any."""
+    if arguments.get("amsgrad"):
+        return "amsgrad=True"
     betas = arguments.get("betas", ())
     tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
-    return base in BASES and not arguments.get("amsgrad") and not tensors
+    return f"betas={betas!r}" if tensors else ""
 
 
 def check(optimizer: Optimizer, group: Group) -> None:

@@ -27,7 +27,7 @@ from .options import (
     Interval,
     Number,
     Options,
-    default_moments,
+    option_against_eigenbasis,
     unexpected,
 )
 from .preconditioner import Preconditioner
@@ -48,6 +48,7 @@ class KFACMixin(Optimizer, Joinable):
     """K-FAC before the base class's step; :func:`with_kfac` and the family are made with it."""
 
     _base: type[Optimizer]
+    _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
     _damping_owners: weakref.WeakSet[Any]  # what writes it from step to step
 
@@ -142,19 +143,23 @@ class KFACMixin(Optimizer, Joinable):
             "early_refreshes": early_refreshes,
             "refresh_lag": refresh_lag,
         }
-        for name, value in (("nesterov", nesterov), ("orthogonal", orthogonal)):
+        for name, value in zip(_OF_MOMENTS, (nesterov, orthogonal), strict=True):
             if value is not None:
-                (asked if _is_ours(name, self._base) else kwargs)[name] = value
+                (kwargs if _is_the_bases(name, self._base) else asked)[name] = value
         groups: list[dict[str, Any]] = []
         if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses
             params = list(params)
             groups = [group for group in params if isinstance(group, dict)]
+        given = {**asked, "damping": damping, "moments": moments}
+        why = _why_not_in_the_eigenbasis(self._base, kwargs, given, groups)
         if moments is None:
-            moments = "parameters"
-            if eigenbasis.suits(self._base, kwargs):
-                defaults = {name: p.default for name, p in _own_parameters().items()}
-                moments = default_moments({**asked, "damping": damping}, defaults, groups)
+            moments = "parameters" if why else "eigenbasis"
         self._kfac_options = Options(**asked, moments=moments)
+        for name in _OF_MOMENTS:
+            if asked.get(name) and moments != "eigenbasis":
+                raise ValueError(
+                    f'Invalid {name}: True belongs to moments="eigenbasis", which {why}'
+                )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
         self._warned_of_share = self._warned_of_settings = False
@@ -660,10 +665,27 @@ def _own_parameters() -> dict[str, inspect.Parameter]:
 _OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
 
 
-def _is_ours(name: str, base: type[Optimizer]) -> bool:
-    """Whether K-FAC's own is had with this base: it has Adam's moments, and none of that name."""
-    has = name in inspect.signature(base.__init__).parameters
-    return issubclass(base, eigenbasis.BASES) and not has
+def _is_the_bases(name: str, base: type[Optimizer]) -> bool:
+    """Whether an argument of this name is the base's own, or may be for all that it tells."""
+    theirs = inspect.signature(base.__init__).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values())
+    return name in theirs or (takes_any and not issubclass(base, eigenbasis.BASES))
+
+
+def _why_not_in_the_eigenbasis(
+    base: type[Optimizer], theirs: dict[str, Any], ours: dict[str, Any], groups: list[Any]
+) -> str:
+    """What keeps the moments out of it, as the end of a sentence, or nothing."""
+    if not issubclass(base, eigenbasis.BASES):
+        return "needs Adam, AdamW or LAMB as its base; leave it out"
+    if ours["moments"] is not None:
+        return f"moments={ours['moments']!r} rules out; leave out one of the two"
+    if base not in eigenbasis.BASES:  # it may have a step of its own, which would not be called
+        return f"must be named over {base.__name__}, a subclass; name it, or leave this out"
+    defaults = {name: p.default for name, p in _own_parameters().items()}
+    against = eigenbasis.argument_against(theirs)
+    against = against or option_against_eigenbasis(ours, defaults, groups)
+    return f"{against} rules out; leave out one of the two" if against else ""
 
 
 def _signature(base: type[Optimizer]) -> inspect.Signature:
@@ -671,7 +693,7 @@ def _signature(base: type[Optimizer]) -> inspect.Signature:
     own = _own_parameters()
     theirs = inspect.signature(base.__init__).parameters
     for name in _OF_MOMENTS:
-        if not _is_ours(name, base):
+        if _is_the_bases(name, base):
             del own[name]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]

@@ -178,18 +178,20 @@ _OF_PARAMETERS = (
 )
 
 
-def default_moments(
+def option_against_eigenbasis(
     asked: dict[str, Any], defaults: dict[str, Any], groups: Iterable[dict[str, Any]]
 ) -> str:
-    """In the eigenbasis, unless something else was asked for than can be had there, of all or of
-    some parameters."""
-    pairs = [(asked[name], defaults[name]) for name in _OF_PARAMETERS]
-    pairs += [(g["damping"], defaults["damping"]) for g in groups if "damping" in g]
+    """What was asked for, of all or of some parameters, that can't be had there, if anything."""
+    given = [(name, asked[name], "") for name in _OF_PARAMETERS]
+    given += [("damping", g["damping"], " in a parameter group") for g in groups if "damping" in g]
+    for name, value, where in given:
+        # No value has been checked yet: a tensor's == would be one, too.
+        plain = isinstance(value, int | float | str)
+        if value is not defaults[name] and not (plain and value == defaults[name]):
+            return f"{name}={value!r}{where}"
     # A number may be what another optimizer left in a group that is used again.
-    pairs += [("current", None) for g in groups if g.get("kl_clip_lr") == "current"]
-    # No value has been checked yet: a tensor's == would be one, too.
-    free = all(a is b or (isinstance(a, int | float | str) and a == b) for a, b in pairs)
-    return "eigenbasis" if free else "parameters"
+    current = any(group.get("kl_clip_lr") == "current" for group in groups)
+    return 'kl_clip_lr="current" in a parameter group' if current else ""
 
 
 @dataclass(frozen=True)
@@ -257,12 +259,6 @@ class Options:
             check_flag(name, getattr(self, name))
         for name in ("staggered", "colocate_factors"):
             check_flag(name, getattr(self, name), none=True)
-        for name in ("nesterov", "orthogonal"):
-            if getattr(self, name) and self.moments != "eigenbasis":
-                raise ValueError(
-                    f'Invalid {name}: True belongs to moments="eigenbasis", which the base or '
-                    "another option, such as damping or kl_clip, rules out here; leave it out"
-                )
         self._settle_refreshes()
         if not is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(

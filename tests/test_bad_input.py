@@ -552,9 +552,9 @@ def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
     group = {"params": model.parameters(), "nesterov": True}
     assert KFACSGD([group], lr=0.1, momentum=0.9, model=model).param_groups[0]["nesterov"] is True
     for other in ({"moments": "parameters"}, {"damping": 0.1}):
-        with pytest.raises(ValueError, match=r"Invalid nesterov: True belongs to .*leave it out"):
+        with pytest.raises(ValueError, match=r"Invalid nesterov: True belongs to .*leave out one"):
             KFACAdam(net(), nesterov=True, **other)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nesterov'"):
+    with pytest.raises(ValueError, match=r"Invalid nesterov: True .* needs Adam, AdamW or LAMB as"):
         with_kfac(torch.optim.RAdam)(net(), nesterov=True)
 
     class Passing(torch.optim.SGD):
@@ -569,13 +569,58 @@ def test_nesterov_is_the_bases_own_or_belongs_to_the_eigenbasis():
         KFACAdam([group], model=model)
 
 
+TENSORS = (torch.tensor(0.9), torch.tensor(0.99))
+
+
+@pytest.mark.parametrize("name", ["nesterov", "orthogonal"])
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ({"moments": "parameters"}, "moments='parameters'"),
+        ({"moments": "parameters", "damping": 0.5}, "moments='parameters'"),
+        ({"damping": 0.5}, "damping=0.5"),
+        ({"kl_clip": None}, "kl_clip=None"),
+        ({"grafting": True, "kl_clip": None}, "kl_clip=None"),
+        ({"amsgrad": True}, "amsgrad=True"),
+        ({"betas": TENSORS}, "betas=(tensor(0.9000), tensor(0.9900))"),
+        ({"group": {"damping": 0.5}}, "damping=0.5 in a parameter group"),
+        ({"group": {"kl_clip_lr": "current"}}, 'kl_clip_lr="current" in a parameter group'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_rules_out_the_eigenbasis_is_named(name, arguments, culprit):
+    model, arguments = net(), dict(arguments)
+    params = [{"params": model.parameters(), **arguments.pop("group", {})}]
+    with pytest.raises(ValueError) as found:
+        KFACAdam(params, model=model, **arguments, **{name: True})
+    assert str(found.value) == (
+        f'Invalid {name}: True belongs to moments="eigenbasis", which {culprit} rules out; leave '
+        "out one of the two"
+    )
+
+
+@pytest.mark.parametrize("name", ["nesterov", "orthogonal"])
+def test_a_subclass_of_adam_has_the_eigenbasis_only_by_name(name):
+    class Mine(torch.optim.Adam):
+        pass
+
+    with pytest.raises(ValueError, match=f"Invalid {name}: True .* must be named over Mine, a su"):
+        with_kfac(Mine)(net(), **{name: True})
+    assert with_kfac(Mine)(net(), moments="eigenbasis", **{name: True})
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, with_kfac(torch.optim.RAdam)])
+def test_what_is_off_is_accepted_by_all(cls):
+    cls(net(), lr=0.1, nesterov=False, orthogonal=False)
+
+
 def test_orthogonal_belongs_to_the_eigenbasis():
-    for other in ({"moments": "parameters"}, {"damping": 0.1}, {"kl_clip": None}):
-        text = r"Invalid orthogonal: True belongs to .* such as damping or kl_clip, .*leave it out"
-        with pytest.raises(ValueError, match=text):
-            KFACAdam(net(), orthogonal=True, **other)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'orthogonal'"):
+    with pytest.raises(ValueError) as found:
         KFACSGD(net(), lr=0.1, orthogonal=True)
+    assert str(found.value).startswith(
+        'Invalid orthogonal: True belongs to moments="eigenbasis", which needs Adam, AdamW or LAMB '
+        "as its base"
+    )
     with pytest.raises(ValueError, match="Invalid orthogonal: 'yes'; it must be True or False"):
         KFACAdam(net(), orthogonal="yes")
     with pytest.raises(ValueError, match="Invalid orthogonal: True in a parameter group"):
