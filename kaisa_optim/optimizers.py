@@ -27,6 +27,7 @@ from .options import (
     Interval,
     Number,
     Options,
+    meant,
     option_against_eigenbasis,
     unexpected,
 )
@@ -167,6 +168,7 @@ class KFACMixin(Optimizer, Joinable):
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
         self._start()
+        self._notice_misspelt(self.param_groups)
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
@@ -243,6 +245,20 @@ class KFACMixin(Optimizer, Joinable):
         if found:
             self._warned_of_settings = True
             warnings.warn(found, stacklevel=_level_of_caller())
+
+    def _notice_misspelt(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Groups may carry keys of whomever; torch says nothing of them, whatever they were for."""
+        ours = (*PER_GROUP, "kl_clip_lr")
+        keys = dict.fromkeys(key for group in groups for key in group)
+        unread = [key for key in keys if key not in (*ours, *self.defaults)]
+        # Schedulers' max_momentum is as near as 0.8.
+        near = {key: meant(str(key), ours, self.defaults, 0.85) for key in unread}
+        said = [f"{key!r}: did you mean {name!r}?" for key, name in near.items() if name]
+        if said and self.preconditioner.ranks.rank == 0:
+            warnings.warn(
+                f"a parameter group has a key that nobody reads, {'; '.join(said)}",
+                stacklevel=_level_of_caller(),
+            )
 
     def _unused(self) -> str:
         clip, dampings = self.preconditioner.kl_clip, {g["damping"] for g in self.param_groups}
@@ -391,6 +407,7 @@ class KFACMixin(Optimizer, Joinable):
                 self._group_schedules.pop()
                 self.preconditioner.rebuild(self.param_groups)
                 raise
+            self._notice_misspelt([group])
 
     def has_schedule(self, name: str) -> bool:
         """Whether a hyperparameter was given as a callable of the step."""

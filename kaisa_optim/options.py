@@ -30,15 +30,20 @@ _FORMER = {
 }
 
 
+def meant(name: str, ours: Iterable[str], theirs: Iterable[str], alike: float = 0.6) -> str | None:
+    """The name, of ours or the base's, that a misspelt one is near to."""
+    ours = list(ours)
+    # SGD's dampening is as near to some spellings as damping is.
+    near = difflib.get_close_matches(name, ours, 1, 0.9)
+    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1, alike)
+    return near[0] if near else None
+
+
 def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
     """The error for an argument that ``owner`` has not, be it among K-FAC's or the base's."""
-    ours = list(ours)
-    remedy = _FORMER.get(name)
-    if remedy is None:
-        # SGD's dampening is as near to some spellings as damping is.
-        near = difflib.get_close_matches(name, ours, 1, 0.9)
-        near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
-        remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
+    near = meant(name, ours, theirs)
+    remedy = f"did you mean {near}?" if near else f"help({owner}) lists what there is"
+    remedy = _FORMER.get(name, remedy)
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")
 
 

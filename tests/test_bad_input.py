@@ -258,6 +258,35 @@ def test_weight_and_bias_in_groups_that_differ(name, values):
     opt.step()
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("dampning", "damping"), ("factor_decy", "factor_decay"), ("weight_dacay", "weight_decay")],
+)
+def test_a_misspelt_key_of_a_group_is_noticed_once(key, meant):
+    model = net()
+    text = f"a parameter group has a key that nobody reads, '{key}': did you mean '{meant}'?"
+    groups = [{"params": [p], key: 0.1} for p in model[0].parameters()]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        opt = KFACSGD(groups, lr=0.1, model=model)
+    assert [(str(w.message), w.filename) for w in found] == [(text, __file__)]
+    with pytest.warns(UserWarning, match=re.escape(text)) as found:
+        opt.add_param_group({"params": model[2].parameters(), key: 0.1})
+    assert [w.filename for w in found] == [__file__]
+
+
+def test_keys_of_others_in_a_group_are_nobodys_business():
+    model = net()
+    opt = KFACSGD(model, lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9)  # max_momentum and others
+    group = {**opt.param_groups[0], "name": "all", "lr_scale": 0.5, "param_names": [], 3: 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD([group], lr=0.1, model=model)
+        KFACAdam([{"params": model.parameters(), "initial_lr": 0.1, "swa_lr": 1}], model=model)
+
+
 def test_group_added_with_another_damping_for_a_layers_bias():
     model = net()
     opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
