@@ -178,6 +178,45 @@ def choose(
     )
 
 
+# On these it shows whether two choices of workers never agree, and whether there is only ever one.
+_WORLDS = (*range(2, 65), 1 << 40)
+
+
+def check_everywhere(
+    strategy: WorkAssignment,
+    grad_worker_fraction: float | None,
+    colocate: bool | None,
+    needs_all: str = "",
+) -> None:
+    """Refuse what contradicts itself on any number of ranks above one, also where there is one.
+
+    ``needs_all`` is an argument, with its value, that wants all ranks as gradient workers.
+    """
+    if type(strategy) not in (LayerWise, Hybrid, Opt):
+        return  # where it has how many workers, only its author knows
+    workers = {world: strategy.gradient_workers(world) for world in _WORLDS}
+    possible = [(n, world) for world, n in workers.items() if world % n == 0]
+    fraction = grad_worker_fraction
+    if fraction is not None and all(_workers(fraction, world) != n for n, world in possible):
+        raise ValueError(
+            f"Invalid grad_worker_fraction: {fraction!r} means {_workers(fraction, 2)} of 2 ranks "
+            f"as gradient workers, but assignment {strategy!r} means {workers[2]}, and on no "
+            "number of ranks above one do they agree; leave out one of the two"
+        )
+    if colocate is False and all(n == 1 for n in workers.values()):
+        raise ValueError(
+            "Invalid colocate_factors: False needs two gradient workers or more, and "
+            f"{strategy!r} means one on any number of ranks; leave it out, or use a larger "
+            "grad_worker_fraction"
+        )
+    if needs_all and all(n < world for n, world in possible):
+        raise ValueError(
+            f"Invalid {needs_all} needs all bases on all ranks, but {strategy!r} makes fewer of "
+            f"them gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
+            'eigenvalue_correction="gradients", or assignment="opt"'
+        )
+
+
 def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .assignment import WorkAssignment, check_flag, choose, is_real
+from .assignment import WorkAssignment, check_everywhere, check_flag, choose, is_real
 
 Number = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -321,7 +321,8 @@ class Options:
                 f"Invalid bucket_cap_mb: {self.bucket_cap_mb!r}; it must be a number of MiB above 0"
             )
         self._check_helpers()
-        choose(self.assignment, self.grad_worker_fraction)
+        needs_all = 'eigenvalue_correction: "examples"' if self.correction == "examples" else ""
+        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors, needs_all)
         if self.early_refreshes is None:
             self._settle("early_refreshes", _EARLY if self.moments == "eigenbasis" else ())
         self._settle("early_refreshes", _step_numbers("early_refreshes", self.early_refreshes))

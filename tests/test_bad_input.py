@@ -115,6 +115,32 @@ def test_options_that_contradict_each_other():
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"assignment": "layer-wise", "grad_worker_fraction": 1.0},
+            r"grad_worker_fraction: 1.0 means 2 of 2 .*LayerWise\(\) means 1, .*leave out one of",
+        ),
+        (
+            {"assignment": "opt", "grad_worker_fraction": 0.5},
+            r"grad_worker_fraction: 0.5 means 1 of 2 .*Opt\(\) means 2, .*leave out one of",
+        ),
+        (
+            {"assignment": "layer-wise", "colocate_factors": False},
+            "colocate_factors: False needs two gradient workers .*leave it out",
+        ),
+        (
+            {"grad_worker_fraction": 0.5, "eigenvalue_correction": True},
+            'eigenvalue_correction: "examples" needs all bases .*as 1 of 2; use .*"gradients"',
+        ),
+    ],
+)
+def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
+    with pytest.raises(ValueError, match=f"Invalid {said}"):
+        KFACSGD(net(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
     ("option", "good", "bad"),
     [
         ("damping", 0.1, -1.0),

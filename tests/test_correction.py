@@ -43,7 +43,15 @@ from torch import Tensor, nn
 from training import assert_near, assert_same
 from watch import Watch, factors_of, normal, rows_of
 
-from kaisa_optim import KFACSGD, KFACAdam, Layer, algebra, correction, register_layer
+from kaisa_optim import (
+    KFACSGD,
+    KFACAdam,
+    Layer,
+    WorkAssignment,
+    algebra,
+    correction,
+    register_layer,
+)
 from kaisa_optim.layers import base
 
 pytestmark = [
@@ -596,8 +604,14 @@ def refused(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_refuse_examples_of_which_some_lack_the_basis():
-    for text in run(2, refused, {"assignment": "layer-wise"}):
+class One(WorkAssignment):
+    def gradient_workers(self, world: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", One()])
+def test_all_ranks_refuse_examples_of_which_some_lack_the_basis(assignment):
+    for text in run(2, refused, {"assignment": assignment}):
         assert 'eigenvalue_correction: "examples"' in text and "1 of 2" in text
         assert 'assignment="opt"' in text and 'eigenvalue_correction="gradients"' in text
 
