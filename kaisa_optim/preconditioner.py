@@ -135,6 +135,7 @@ class Preconditioner:
             setattr(self, name, value)
         self.grad_scaler = options.grad_scaler
         self._accepted = set(known)  # parameters that are, or were, the model's
+        self._on_meta: dict[str, Tensor] = {}  # sizes can be asked of these, but no step be taken
         self._compares = compare
         self.rebuild(groups)
         self._compares = True
@@ -330,6 +331,7 @@ class Preconditioner:
         tally = self._tally(groups)
         if tally is None:
             return self._nothing()
+        self._refuse_meta()
 
         def hyperparameter(name: str) -> Callable[[Layer], float]:
             return lambda layer: self._shared(layer, groups, name)
@@ -403,6 +405,15 @@ class Preconditioner:
                 f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
                 "added; use add_param_group, or build a new optimizer"
             )
+    def _refuse_meta(self) -> None:
+        for name, p in self._on_meta.items():
+            if p.is_meta:
+                raise RuntimeError(
+                    f"Invalid params: {name} was on the meta device when the optimizer was built, "
+                    "which would never change what has taken its place; call to_empty, load or "
+                    "initialize the weights, and build the optimizer then"
+                )
+
         for group, schedules in zip(groups, self._group_schedules, strict=True):
             for name, check in checks.PER_GROUP.items():
                 schedule = schedules.get(name)
@@ -931,6 +942,8 @@ class Preconditioner:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
+        named = unwrapped(self.model).named_parameters()
+        self._on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
             if layer in self.sharded:
                 self.sharded[self.layers[name]] = self.sharded.pop(layer)
         for layer in before.values():

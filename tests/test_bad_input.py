@@ -255,6 +255,26 @@ def test_lazy_model_that_has_not_run():
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize("frozen", [False, True])
+def test_model_that_was_on_the_meta_device(frozen):
+    """Sizes can be asked of it; its parameters are others afterwards."""
+    with torch.device("meta"):
+        model = net()
+    if frozen:
+        model[0].requires_grad_(False)
+    opt = KFACSGD([p for p in model.parameters() if p.requires_grad], lr=0.1, model=model)
+    assert opt.preconditioner.memory_usage()["total"] > 0
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.uniform_(p)
+    train(model)
+    with pytest.raises(RuntimeError, match=rf"Invalid params: {2 * frozen}\.weight was .*to_empty, "):
+        opt.step()
+    opt = KFACSGD(model, lr=0.1)
+    train(model)
+    opt.step()
+
+
     ("name", "values"), [("damping", (0.1, 0.2)), ("factor_decay", (0.9, 0.8))]
 )
 def test_weight_and_bias_in_groups_that_differ(name, values):
