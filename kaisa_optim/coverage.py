@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from .layers import Layer, kind_of
+from .layers import Layer, is_registered, kind_of
 from .sharding import is_sharded
 
 
@@ -124,8 +124,12 @@ def _check_trained(trained: Collection[Tensor], names: dict[Tensor, list[str]]) 
 
 def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
     title = type(module).__name__
+    if kind is None and is_registered(module):
+        return f"{title} overrides a covered forward"
+    if kind is None and next(module.children(), None) is not None:
+        return f"a parameter of {title}'s own, outside of any layer"
     if kind is None:
-        return f"no layer kind is registered for {title}, or it overrides a covered forward"
+        return f"no layer kind is registered for {title}"
     if any(p is not None and not p.is_floating_point() for p in module._parameters.values()):
         return f"{title} is not real-valued"
     if kind.intercepts() and any(is_sharded(p) for p in module._parameters.values()):

@@ -279,6 +279,22 @@ def test_subclass_is_covered_unless_it_overrides_the_forward():
     assert "Doubles" in reason and "overrides a covered forward" in reason
 
 
+def test_parameters_of_the_models_own_are_told_from_unknown_layers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(3))
+            self.head, self.odd = nn.Linear(3, 2), nn.PReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.odd(self.head(x + self.positions))
+
+    assert noisy(Model()).preconditioner.uncovered == {
+        "positions": "a parameter of Model's own, outside of any layer",
+        "odd.weight": "no layer kind is registered for PReLU",
+    }
+
+
 def test_weights_shared_by_modules_are_left_to_the_base():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     net[2].weight = net[0].weight

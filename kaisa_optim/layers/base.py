@@ -411,6 +411,11 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
     return None
 
 
+def is_registered(module: nn.Module) -> bool:
+    """Whether the module's class or one that it inherits from has a kind."""
+    return any(cls in _KINDS for cls in type(module).__mro__)
+
+
 def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether a module's forward is its class's own, not a subclass's or its instance's."""
     if "forward" in vars(module):
