@@ -942,8 +942,6 @@ class Preconditioner:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
-        named = unwrapped(self.model).named_parameters()
-        self._on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
             if layer in self.sharded:
                 self.sharded[self.layers[name]] = self.sharded.pop(layer)
         for layer in before.values():
