@@ -142,11 +142,17 @@ class Preconditioner:
         self._is_built = True
         if not self.layers:
             self._detach()
-            detail = "; ".join(f"{name}: {why}" for name, why in self.uncovered.items())
+            reasons = [f"{name}: {why}" for name, why in self.uncovered.items()]
+            if self.skipped:
+                patterns = ", ".join(map(repr, dict.fromkeys(self.skipped.values())))
+                reasons.append(f"skip_layers {patterns} leaves out {len(self.skipped)} parameters")
+            detail = "; ".join(reasons)
             raise ValueError(
                 "Invalid model: it has no layer that K-FAC covers"
                 + (f" ({detail})" if detail else "")
-                + "; use the base optimizer, or register its layers with register_layer"
+                + "; use the base optimizer, "
+                + ("skip less, " if self.skipped else "")
+                + "or register its layers with register_layer"
             )
         if self.uncovered and self.ranks.rank == 0:  # all ranks would say the same
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
@@ -325,13 +331,13 @@ class Preconditioner:
         averages where those are kept; layers whose turn it is are decomposed there, and their
         workers learn the result; gradients are preconditioned, handed out, and clipped together.
         """
+        self._refuse_meta()
         self._follow_schedules(groups)
         self.settle_load(groups)
         self._follow_layers()
         tally = self._tally(groups)
         if tally is None:
             return self._nothing()
-        self._refuse_meta()
 
         def hyperparameter(name: str) -> Callable[[Layer], float]:
             return lambda layer: self._shared(layer, groups, name)
@@ -399,12 +405,6 @@ class Preconditioner:
         raw = {p for layer in self.active if layer not in done for p in layer.parameters}
         return {p: direction for p, direction in whole.items() if p not in raw}
 
-    def _follow_schedules(self, groups: list[Group]) -> None:
-        if len(groups) != len(self._group_schedules):
-            raise RuntimeError(
-                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
-                "added; use add_param_group, or build a new optimizer"
-            )
     def _refuse_meta(self) -> None:
         for name, p in self._on_meta.items():
             if p.is_meta:
@@ -414,6 +414,12 @@ class Preconditioner:
                     "initialize the weights, and build the optimizer then"
                 )
 
+    def _follow_schedules(self, groups: list[Group]) -> None:
+        if len(groups) != len(self._group_schedules):
+            raise RuntimeError(
+                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
+                "added; use add_param_group, or build a new optimizer"
+            )
         for group, schedules in zip(groups, self._group_schedules, strict=True):
             for name, check in checks.PER_GROUP.items():
                 schedule = schedules.get(name)
@@ -557,9 +563,10 @@ class Preconditioner:
     def _raise_without_capture(self) -> None:
         raise RuntimeError(
             f"step {self.steps} is due for statistics, but no covered layer saw a backward pass. "
-            "Gradients must come from .backward() through this very model, once per step. If it "
-            "was compiled and called before the optimizer was built, build the optimizer first or "
-            "call torch._dynamo.reset(); if the forward was meant to be left out, use "
+            "Gradients must come from .backward() through this very model, once per step. If it, "
+            "or another model of the same class, was compiled and called before the optimizer was "
+            "built, build the optimizer first or call torch._dynamo.reset(), since code that was "
+            "compiled without hooks is used again; if the forward was meant to be left out, use "
             "optimizer.preconditioner.paused()"
         )
 
@@ -935,6 +942,8 @@ class Preconditioner:
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
         self._group_of = {p: i for p, i in group_of.items() if p not in gone}
+        named = unwrapped(self.model).named_parameters()
+        self._on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
         found = self._covered_by_all(groups)
         self._accepted.update(group_of)
         before, self.layers = self.layers, {}
