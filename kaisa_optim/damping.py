@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import algebra, gradients
+from .assignment import is_real
 from .optimizers import KFACMixin
 from .options import check_damping, check_interval
 from .scheduler import check_optimizer, claim_damping
@@ -72,6 +73,7 @@ class AdaptiveDamping:
         self.ratio: float | None = None  # ρ of the last decision; NaN: no decrease was foreseen
         self._before: tuple[int, dict[Tensor, Tensor]] | None = None
         self._foreseen: Tensor | None = None  # this rank's share
+        self._stepped = False  # the optimizer has, since the last call of step
         self._former_join = optimizer._join_config  # torch leaves it as the last Join made it
         self._attach()
 
@@ -97,7 +99,15 @@ class AdaptiveDamping:
         same batch anew; it is called where it is needed, without gradients. Both should draw the
         same dropout, or none; a batch norm in training counts that pass, too.
         """
+        stepped, self._stepped = self._stepped, False
         if self._foreseen is None:
+            # A GradScaler leaves steps out, and does not say which.
+            scaled = self.optimizer.preconditioner.grad_scaler is not None
+            if self._handles and not (stepped or scaled):
+                raise RuntimeError(
+                    "AdaptiveDamping.step() comes after optimizer.step(), once for each; there was "
+                    "none since the last call"
+                )
             return
         foreseen, self._foreseen = self._foreseen, None
         ranks = self.optimizer.preconditioner.ranks
@@ -109,7 +119,8 @@ class AdaptiveDamping:
                 "that has ended, build it anew"
             )
         with torch.no_grad():
-            own = [float(loss), float(closure()), float(foreseen)]
+            after = _loss("closure", closure(), "it must return")
+            own = [_loss("loss", loss, "it must be"), after, float(foreseen)]
         numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
         before, after, foreseen_by_all = ranks.add_up(numbers, "adapting the damping").tolist()
         self._adapt((after - before) / ranks.world, foreseen_by_all)
@@ -136,6 +147,7 @@ class AdaptiveDamping:
     @torch.no_grad()
     def _starts(self, optimizer: KFACMixin, args: Any, kwargs: Any) -> None:
         self._before = self._foreseen = None
+        self._stepped = True
         steps = optimizer.preconditioner.steps
         if (steps + 1) % self.interval == 0:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -203,6 +215,15 @@ class AdaptiveDamping:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _loss(name: str, value: Any, must: str) -> float:
+    if is_real(value) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise ValueError(
+        f"Invalid {name}: {value!r}; {must} the loss of the step's batch, a number or a tensor of "
+        "one element"
+    )
 
 
 def _bound(name: str, value: Any) -> float:

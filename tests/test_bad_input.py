@@ -268,7 +268,9 @@ def test_model_that_was_on_the_meta_device(frozen):
     for p in model.parameters():
         nn.init.uniform_(p)
     train(model)
-    with pytest.raises(RuntimeError, match=rf"Invalid params: {2 * frozen}\.weight was .*to_empty, "):
+    with pytest.raises(
+        RuntimeError, match=rf"Invalid params: {2 * frozen}\.weight was .*to_empty, "
+    ):
         opt.step()
     opt = KFACSGD(model, lr=0.1)
     train(model)

@@ -168,6 +168,41 @@ def foreseen() -> float:
 LOWER, SAME, HIGHER = 0.9**3, 1.0, 0.9**-3
 
 
+def test_it_comes_after_the_step_and_once_for_each():
+    model = network().double()
+    opt = KFACSGD(model, lr=0.1)
+    adaptive = AdaptiveDamping(opt)
+    with pytest.raises(RuntimeError, match=r"comes after optimizer\.step\(\), once for each"):
+        adaptive.step(1.0, lambda: 1.0)
+    for i in range(7):  # a decision among them
+        opt.zero_grad()
+        backward(model, i)
+        opt.step()
+        adaptive.step(1.0, lambda: 1.0)
+        with pytest.raises(RuntimeError, match=r"none since the last call"):
+            adaptive.step(1.0, lambda: 1.0)
+    opt.preconditioner.grad_scaler = 1.0  # whose owner may have left a step out
+    adaptive.step(1.0, lambda: 1.0)
+    opt.preconditioner.grad_scaler = None
+    adaptive.remove()
+    adaptive.step(1.0, lambda: 1.0)
+
+
+@pytest.mark.parametrize("value", [None, "0.1", torch.ones(2), True])
+@pytest.mark.parametrize("name", ["closure", "loss"])
+def test_what_is_no_loss_is_named(name, value):
+    model = network().double()
+    opt = KFACSGD(model, lr=0.1)
+    adaptive = AdaptiveDamping(opt, interval=1)
+    backward(model, 0)
+    opt.step()
+    loss, again = (value, 1.0) if name == "loss" else (1.0, value)
+    with pytest.raises(
+        ValueError, match=rf"(?s)Invalid {name}: .* the loss of the step's batch, a n"
+    ):
+        adaptive.step(loss, lambda: again)
+
+
 @pytest.mark.parametrize(
     ("ratio", "factor"),
     [
@@ -187,8 +222,8 @@ def test_the_rule(ratio, factor):
     adaptive.step(torch.tensor(5.0), lambda: torch.tensor(5.0 + change, dtype=torch.float64))
     assert adaptive.ratio == pytest.approx(ratio, nan_ok=True)
     assert [g["damping"] for g in opt.param_groups] == pytest.approx([0.1 * factor, 0.4 * factor])
-    # Once: without another step there is nothing to decide.
-    adaptive.step(0.0, lambda: pytest.fail("no step since"))
+    with pytest.raises(RuntimeError, match="none since the last call"):
+        adaptive.step(0.0, lambda: pytest.fail("no step since"))
 
 
 def test_damping_stays_within_its_bounds():
