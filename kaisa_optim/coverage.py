@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from .layers import Layer, is_registered, kind_of
+from .layers import Layer, check_sizes, is_registered, kind_of
 from .sharding import is_sharded
 
 
@@ -79,6 +79,7 @@ def cover(
                 reason = f"{type(module).__name__} whose weight is no parameter of its own"
                 reasons.update((p, reason) for p in own if p not in reasons)
                 continue
+            check_sizes(layer)
             if layer.bias in reasons:
                 layer.bias = None
             layer.wide = max_factor_size

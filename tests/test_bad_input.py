@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACParamScheduler, with_kfac
+from kaisa_optim import (
+    KFACLAMB,
+    KFACSGD,
+    KFACAdam,
+    KFACParamScheduler,
+    Layer,
+    register_layer,
+    with_kfac,
+)
+from kaisa_optim.layers import base
 
 
 def net() -> nn.Sequential:
@@ -714,13 +723,106 @@ def test_orthogonal_belongs_to_the_eigenbasis():
 
 
 def test_a_layer_kind_registered_without_its_module_class():
-    from kaisa_optim import Layer, register_layer
-
     with pytest.raises(TypeError, match=r"needs the module classes: @register_layer\(ModuleClass"):
 
         @register_layer
         class Kind(Layer):
             pass
+
+
+@pytest.mark.parametrize("module", [3, "Linear", nn.Linear(2, 2), int])
+def test_a_layer_kind_of_what_is_no_module_class(module):
+    with pytest.raises(TypeError, match=r"register_layer needs module classes, not .*ModuleClass"):
+        register_layer(nn.Linear, module)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, 3, lambda name, module: None])
+def test_a_layer_kind_that_is_no_layer(kind):
+    with pytest.raises(TypeError, match="register_layer takes a subclass of Layer, not "):
+        register_layer(Own)(kind)
+
+
+def test_a_layer_kind_without_rows():
+    class Kind(Layer):
+        def input_rows(self, x, grad):
+            return x
+
+    with pytest.raises(TypeError, match=r"Kind lacks output_rows, which must return rows \[blocks"):
+        register_layer(Own)(Kind)
+    with pytest.raises(TypeError, match="Other lacks input_rows and output_rows, which"):
+        register_layer(Own)(type("Other", (Layer,), {}))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+class OwnLayer(Layer):
+    def __init__(self, name, module):
+        super().__init__(name, module)
+        self.in_shape, self.outputs = (3,), 2
+
+    def input_rows(self, x, grad):
+        return x[None, :, None]
+
+    def output_rows(self, x, grad):
+        return grad[None, :, None]
+
+
+@pytest.fixture
+def kinds():
+    """The register as it was, afterwards."""
+    former = dict(base._KINDS)
+    yield
+    base._KINDS.clear()
+    base._KINDS.update(former)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"outputs": 2}, "it has no in_shape; set it in __init__"),
+        ({"in_shape": (3,)}, "it has no outputs; set it in __init__"),
+        ({"in_shape": (2,), "outputs": 3}, r"say \(3, 2\), the weight is \(2, 3\); .*weight_view"),
+    ],
+)
+def test_a_layer_kind_of_another_size(kinds, sizes, said):
+    class Kind(OwnLayer):
+        def __init__(self, name, module):
+            Layer.__init__(self, name, module)
+            self.__dict__.update(sizes)
+
+    register_layer(Own)(Kind)
+    with pytest.raises(ValueError, match=f"Invalid Kind of '0': .*{said}"):
+        KFACSGD(nn.Sequential(Own()), lr=0.1)
+
+
+@pytest.mark.parametrize("method", ["input_rows", "output_rows"])
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        (lambda rows: rows[0], r"\(4, 1, \d\)"),
+        (lambda rows: rows.expand(2, -1, -1, -1), r"\(2, 4, 1, \d\)"),
+        (lambda rows: rows[..., :1], r"\(1, 4, 1, 1\)"),
+    ],
+)
+def test_rows_of_another_shape(kinds, method, change, shape):
+    def changed(self, x, grad):
+        return change(getattr(OwnLayer, method)(self, x, grad))
+
+    register_layer(Own)(type("Kind", (OwnLayer,), {method: changed}))
+    model = nn.Sequential(Own())
+    opt = KFACSGD(model, lr=0.1)
+    features = 3 if method == "input_rows" else 2
+    text = rf"Invalid Kind\.{method}: {shape} in layer '0'; .* here \[1, batch, .*, {features}\]"
+    with pytest.raises(ValueError, match=text):
+        model(torch.randn(4, 3)).sum().backward()
+    assert list(opt.preconditioner.layers) == ["0"]
 
 
 def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):

@@ -458,6 +458,12 @@ def test_users_kind_replaces_a_registered_one_and_claims_its_parts(kinds):
             super().__init__(name, module)
             self.in_shape, self.outputs = (3,), 2
 
+        def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+            return x[None, :, None]
+
+        def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+            return grad[None, :, None]
+
     opt = noisy(nn.Sequential(Pair(), nn.Linear(2, 2)))
     assert list(opt.preconditioner.layers) == ["0", "1"]
     assert set(opt.preconditioner.uncovered) == {"0.part.weight", "0.part.bias"}

@@ -7,6 +7,7 @@ pair: a plain layer has one, a grouped convolution one for each group.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -153,7 +154,7 @@ class Layer:
     @functools.cache
     def intercepts(cls) -> bool:
         """Whether this kind looks into its module's forward."""
-        return _function(cls) is not _function(Layer)
+        return _overrides(cls, "interceptor")
 
     @property
     def inputs(self) -> int:
@@ -258,6 +259,7 @@ class Layer:
         ``known_a`` is the input's, where an earlier pass has made it.
         """
         g = self.output_rows(None if x is None else part.of(x), part.of(grad))
+        self._check_rows("output_rows", g, self.outputs)
         batch, positions = part.whole_counts(*g.shape[1:3])
         g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
         moment_g = part.weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide))
@@ -273,6 +275,15 @@ class Layer:
             shape = (g.shape[0], 1) if diagonal else (g.shape[0], 1, 1)
             moment_a = g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
+
+    def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
+        # A call may see some of the blocks, and one block of inputs may stand for all.
+        if rows.dim() != 4 or rows.shape[3] != features or rows.shape[0] > self.blocks:
+            raise ValueError(
+                f"Invalid {type(self).__name__}.{method}: {tuple(rows.shape)} in layer "
+                f"{self.name!r}; it must return rows [blocks, batch, positions, features], here "
+                f"[{self.blocks}, batch, positions, {features}]"
+            )
 
     def _shared_moment(self, x: Tensor, grad: Tensor, part: Part, **asked: Any) -> Tensor:
         """The input's moment; layers that have one input, as query, key and value, make it once."""
@@ -297,6 +308,7 @@ class Layer:
     ) -> Tensor:
         """Σ a aᵀ of this input."""
         a = self.input_rows(x, grad)
+        self._check_rows("input_rows", a, self.inputs)
         a = (a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)).to(dtype)
         return second_moment(a, diagonal=diagonal, append_one=append_one)
 
@@ -376,8 +388,8 @@ class Layer:
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
 
 
-def _function(kind: type[Layer]) -> Any:
-    return getattr(kind.interceptor, "__func__", None)
+def _overrides(kind: type[Layer], name: str) -> bool:
+    return inspect.getattr_static(kind, name) is not inspect.getattr_static(Layer, name)
 
 
 _KINDS: dict[type[nn.Module], type[Layer]] = {}
@@ -391,15 +403,54 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     A later registration for the same class replaces the earlier one.
     """
 
-    if not modules or any(isinstance(m, type) and issubclass(m, Layer) for m in modules):
+    of_layers = [m for m in modules if isinstance(m, type) and issubclass(m, Layer)]
+    if not modules or of_layers:
         raise TypeError("register_layer needs the module classes: @register_layer(ModuleClass)")
+    for module in modules:
+        if not (isinstance(module, type) and issubclass(module, nn.Module)):
+            raise TypeError(
+                f"register_layer needs module classes, not {module!r}: @register_layer(ModuleClass)"
+            )
 
     def register(kind: K) -> K:
+        _check_kind(kind)
         for module in modules:
             _KINDS[module] = kind
         return kind
 
     return register
+
+
+def _check_kind(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Layer)):
+        raise TypeError(f"register_layer takes a subclass of Layer, not {kind!r}")
+
+    if any(_overrides(kind, name) for name in ("moments", "layers_of", "unsupported")):
+        return  # it needs no rows, its layers are of another class, or there are none
+    ways = {"input_rows": ("input_rows", "input_moment"), "output_rows": ("output_rows",)}
+    lacking = [n for n, found in ways.items() if not any(_overrides(kind, x) for x in found)]
+    if lacking:
+        raise TypeError(
+            f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows [blocks, "
+            "batch, positions, features]"
+        )
+
+
+def check_sizes(layer: Layer) -> None:
+    """Refuse a layer whose kind has not said, or has said wrongly, how large it is."""
+    title, kind = f"Invalid {type(layer).__name__} of {layer.name!r}", type(layer)
+    needed = {"in_shape": "a_dim_of", "outputs": "g_dim_of"}  # by these methods, unless overridden
+    for name, user in needed.items():
+        if not hasattr(layer, name) and not _overrides(kind, user):
+            raise ValueError(f"{title}: it has no {name}; set it in __init__")
+    plain = not any(_overrides(kind, name) for name in (*needed.values(), "weight_view"))
+    if plain and layer.weight is not None:
+        wanted = (layer.blocks * layer.outputs, *layer.in_shape)
+        if tuple(layer.weight.shape) != wanted:
+            raise ValueError(
+                f"{title}: outputs and in_shape say {wanted}, the weight is "
+                f"{tuple(layer.weight.shape)}; set those that it has, or override weight_view"
+            )
 
 
 def kind_of(module: nn.Module) -> type[Layer] | None:
