@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .assignment import is_real
 from .collectives import Thing
+from .coverage import unwrapped
 from .layers import Layer
 from .preconditioner import Preconditioner
 from .stacks import Specs, stack_key
@@ -208,8 +210,15 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
 
 
 def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
-    problems = []
-    for layer in kfac.active:
+    named = unwrapped(kfac.model).named_parameters()
+    names: dict[Tensor, str] = {p: name for name, p in named}
+    problems = [
+        f"{names.get(p, 'a parameter')}: {key} is a {type(value).__name__}, no tensor"
+        for p, entry in entries.items()
+        for key, value in entry.items()
+        if not isinstance(value, Tensor) and not (key == STEP and is_real(value))
+    ]
+    for layer in () if problems else kfac.active:
         entry = entries.get(_home(layer), {})
         for name, view in _named(kfac, layer):
             if name in entry and entry[name].shape != view.shape and _fits(kfac, layer, entry):
@@ -220,7 +229,9 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
     homes = {_home(layer) for layer in kfac.active}
     for p, entry in entries.items():
         if entry.keys() - {STEP} and p not in homes:
-            problems.append(f"factors for a parameter of shape {tuple(p.shape)} without a layer")
+            problems.append(
+                f"{names.get(p, 'a parameter')} of shape {tuple(p.shape)} has factors, but no layer"
+            )
     if problems:
         raise ValueError(
             "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "

@@ -338,8 +338,20 @@ def test_a_layer_that_is_not_covered_here_is_named():
     model, opt = pair(KFACSGD, lr=0.1)
     train(model, opt, [0])
     target = KFACSGD(network(), lr=0.1, skip_layers="^2$")
-    with pytest.raises(ValueError, match=r"parameter of shape \(3, 6\) without a layer"):
+    with pytest.raises(ValueError, match=r"2\.weight of shape \(3, 6\) has factors, but no layer"):
         target.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("key", ["kfac_g_average", "kfac_status", "kfac_step"])
+def test_what_is_no_tensor_is_named(key):
+    model, opt = pair(KFACSGD, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][2][key] = "lost"
+    with pytest.raises(
+        ValueError, match=rf"Invalid state_dict: .*\n  2\.weight: {key} is a str, no"
+    ):
+        KFACSGD(network(), lr=0.1).load_state_dict(state)
 
 
 def test_another_number_of_groups_is_torchs_error():
