@@ -84,6 +84,13 @@ class _Flight(NamedTuple):
     work: Any
 
 
+def _is_group(group: Any) -> bool:
+    if not dist.is_available():
+        return False
+    # Ranks that are not in it have a placeholder.
+    return isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
+
+
 class Ranks:
     """The ranks of one K-FAC world, over one process group; of one process, nothing moves.
 
@@ -103,6 +110,12 @@ class Ranks:
         self.comm_dtype = comm_dtype
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
         self.group = group
+        if group is not None and not _is_group(group):
+            raise ValueError(
+                f"Invalid process_group: {group!r}; it must be a torch.distributed process group, "
+                "as new_group() makes one or a DeviceMesh's get_group(), or None for the default "
+                "group"
+            )
         self.rank, self.world = 0, 1
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.group = group if group is not None else dist.group.WORLD
