@@ -27,6 +27,7 @@ from .options import (
     Interval,
     Number,
     Options,
+    check_callable,
     meant,
     option_against_eigenbasis,
     unexpected,
@@ -108,8 +109,8 @@ class KFACMixin(Optimizer, Joinable):
             model, params = params, params.parameters()
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"Invalid model: {model!r}; K-FAC hooks the model's layers: pass the nn.Module "
-                f"first, as {title}(model, ...), or as model="
+                f"Invalid model: {_what(params, model)}; K-FAC hooks the model's layers: pass the "
+                f"nn.Module first, as {title}(model, ...), or as model="
             )
         self._kfac_model = model
         asked: dict[str, Any] = {
@@ -382,6 +383,7 @@ class KFACMixin(Optimizer, Joinable):
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):
+                check_callable(name, value, "step")
                 schedules[name] = value
                 value = value(0)
             param_group[name] = check(value)
@@ -662,6 +664,16 @@ def _refuse_graph_capture() -> None:
 # ---- the family ----
 
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
+
+
+def _what(params: Any, model: Any) -> str:
+    """What was given for a model, in few words."""
+    listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+    given = model if listed or model is not None else params
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    text = repr(given)
+    return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
 
 
 def _refuse_unknown(title: str, given: Iterable[str], theirs: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,22 @@ def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str]
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")
 
 
+def check_callable(name: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Refuse one that can't be called with ``arguments``, before that is tried in a step."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some builtins have none
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        what = " and ".join(arguments) if arguments else "nothing"
+        like = f"lambda {', '.join(arguments)}: ..." if arguments else "lambda: ..."
+        raise ValueError(
+            f"Invalid {name}: {function!r}; it must be a callable of {what}, such as {like}"
+        ) from None
+
+
 def check_damping(value: Any) -> float:
     if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(f"Invalid damping: {value!r}; it must be a number above 0, such as 1e-3")
@@ -77,9 +94,17 @@ def refuse_clip_of_grafted(kl_clip: Any) -> None:
         )
 
 
+_TERMS = "examples", "positions"
+
+
 def check_loss_terms(value: Any) -> str | float:
+    if isinstance(value, str) and value not in _TERMS:
+        raise ValueError(
+            f"Invalid loss_terms: {value!r}; choose from {', '.join(map(repr, _TERMS))}, or give "
+            "the number of terms that the losses of one step average on this rank"
+        )
     if isinstance(value, str):
-        return _one_of("loss_terms", value, ("examples", "positions"))
+        return value
     if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(
             f'Invalid loss_terms: {value!r}; it must be "examples", "positions" or the number of '

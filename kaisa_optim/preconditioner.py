@@ -49,6 +49,7 @@ _SCHEDULED = (
     "statistics_fraction",
 )
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
+_FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
 
 class Preconditioner:
@@ -130,6 +131,7 @@ class Preconditioner:
         for name in _SCHEDULED:
             value = getattr(options, name)
             if callable(value):
+                checks.check_callable(name, value, "step")
                 self._schedules[name] = value
                 value = value(0)
             setattr(self, name, value)
@@ -165,6 +167,11 @@ class Preconditioner:
             raise AttributeError(
                 f"{name} = {value!r}: it belongs to the parameter groups; set "
                 f'optimizer.param_groups[i]["{name}"]'
+            )
+        if self._is_built and name in _FIXED:
+            raise AttributeError(
+                f"{name} = {value!r}: it can only be given at construction; build the optimizer "
+                f"with {name}={value!r}"
             )
         # A misspelled one would have no effect. Names of its own appear while it is built.
         if self._is_built and not (name.startswith("_") or hasattr(self, name)):
@@ -1254,7 +1261,8 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     if scaler is None:
         return None
     if callable(scaler):
-        return scaler
+        checks.check_callable("grad_scaler", scaler)
+        return lambda: _scale(scaler())
     if isinstance(scaler, int | float | Tensor) and not isinstance(scaler, bool):
         if not isinstance(scaler, Tensor) and not scaler > 0:
             raise ValueError(f"Invalid grad_scaler: {scaler!r}; a scale must be above 0")
@@ -1270,6 +1278,16 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
         f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
         "callable"
     )
+
+
+def _scale(value: Any) -> Tensor | float:
+    if not work.is_real(value) and not isinstance(value, Tensor):
+        raise ValueError(
+            f"Invalid grad_scaler: {value!r} from its callable; a scale must be a number or a "
+            "tensor"
+        )
+    scale: Tensor | float = value
+    return scale
 
 
 def _for_shards(options: Options, world: int) -> work.WorkAssignment:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .assignment import is_real
 from .optimizers import KFACMixin
-from .options import PER_GROUP, unexpected
+from .options import PER_GROUP, check_callable, unexpected
 
 Factor = Callable[[int], float] | Mapping[int, float]
 
@@ -98,6 +98,8 @@ class KFACParamScheduler:
                     f"Invalid {name}: {schedule!r}; it must be a callable epoch -> factor or a "
                     "mapping {milestone: factor}"
                 )
+            if callable(schedule):
+                check_callable(name, schedule, "epoch")
             if optimizer.has_schedule(name):
                 raise ValueError(
                     f"Invalid {name}: the optimizer was given a callable for it already; give it a "
@@ -165,10 +167,10 @@ class KFACParamScheduler:
             initial += now[name][len(initial) :]
             exact += now[name][len(exact) :]
             if self.compound and callable(schedule):
-                factor = schedule(self.last_epoch) if self.last_epoch else 1
+                factor = _factor(name, schedule, self.last_epoch) if self.last_epoch else 1
                 exact[:] = [value * factor for value in exact]
             else:
-                factor = _factor(schedule, self.last_epoch)
+                factor = _factor(name, schedule, self.last_epoch)
                 exact[:] = [value * factor for value in initial]
             self._set(name, exact)
 
@@ -183,7 +185,15 @@ class KFACParamScheduler:
             setattr(self.optimizer.preconditioner, name, values[0])
 
 
-def _factor(schedule: Factor, epoch: int) -> float:
+def _factor(name: str, schedule: Factor, epoch: int) -> float:
     if callable(schedule):
-        return schedule(epoch)
-    return math.prod(factor for milestone, factor in schedule.items() if milestone <= epoch)
+        factors = [schedule(epoch)]
+    else:
+        factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
+    for factor in factors:
+        if not is_real(factor):
+            raise ValueError(
+                f"Invalid {name}: its schedule gives {factor!r} for epoch {epoch}; a factor must "
+                "be a number"
+            )
+    return math.prod(factors)

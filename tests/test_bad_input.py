@@ -45,7 +45,7 @@ OPTIONS = [
     ("loss_reduction", ["none", None], "choose from 'mean', 'sum'"),
     ("normalization", ["papers", None], "choose from 'fisher', 'kaisa'"),
     ("kl_clip_lr", ["group"], "choose from 'initial', 'current'"),
-    ("loss_terms", ["tokens"], "choose from 'examples', 'positions'"),
+    ("loss_terms", ["tokens", "0.1"], "'examples', 'positions', or give the number of terms"),
     ("loss_terms", [0, -3, NAN, INF, None, True], '"examples", "positions" or the number of terms'),
     (
         "statistics_fraction",
@@ -171,6 +171,88 @@ def test_callable_that_returns_a_bad_value(option, good, bad):
             opt.zero_grad()
             train(model)
             opt.step()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["damping", "factor_decay", "kl_clip", "factor_update_steps", "loss_terms", "grad_scaler"],
+)
+def test_callable_of_other_arguments(option):
+    def wrong(one, two):
+        return 1
+
+    text = f"Invalid {option}: <function .*wrong.*; it must be a callable of (step|nothing), such"
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(net(), lr=0.1, **{option: wrong})
+    model = net()
+    if option in ("damping", "factor_decay"):
+        with pytest.raises(ValueError, match=text):
+            KFACSGD([{"params": model.parameters(), option: wrong}], lr=0.1, model=model)
+
+
+def test_callables_that_keep_their_arguments_to_themselves():
+    model = net()
+    opt = KFACSGD(model, lr=0.1, damping={0: 0.5}.get, loss_terms=lambda *steps: 4.0)
+    train(model)
+    opt.step()
+    assert opt.param_groups[0]["damping"] == 0.5
+
+
+def test_a_loss_scale_that_is_no_number():
+    model = net()
+    opt = KFACSGD(model, lr=0.1, grad_scaler=lambda: "2")
+    with pytest.raises(ValueError, match="Invalid grad_scaler: '2' from its callable; a scale"):
+        train(model)
+    opt.preconditioner.grad_scaler = lambda: torch.tensor(2.0)
+    train(model)
+    opt.step()
+
+
+@pytest.mark.parametrize("compound", [False, True])
+@pytest.mark.parametrize("value", ["2", None, True])
+def test_a_factor_of_a_schedule_that_is_no_number(value, compound):
+    opt = KFACSGD(net(), lr=0.1)
+    for schedule in (lambda epoch: value if epoch else 1.0, {1: value}):
+        scheduler = KFACParamScheduler(opt, kl_clip=schedule, compound=compound)
+        with pytest.raises(ValueError, match=f"Invalid kl_clip: its schedule gives {value!r} for"):
+            scheduler.step()
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: .* must be a callable of epoch, such"):
+        KFACParamScheduler(opt, kl_clip=lambda: 1.0)
+
+
+@pytest.mark.parametrize("value", ["world", 3, ["a"]])
+def test_what_is_no_process_group(value):
+    text = rf"Invalid process_group: {re.escape(repr(value))}; .*new_group\(\).*or None"
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(net(), lr=0.1, process_group=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("warmup_steps", 10), ("assignment", "opt"), ("moments", "parameters"), ("process_group", 1)],
+)
+def test_what_can_only_be_given_at_construction(name, value):
+    kfac = KFACSGD(net(), lr=0.1).preconditioner
+    text = rf"{name} = {value!r}: it can only be given at construction; .* with {name}={value!r}$"
+    with pytest.raises(AttributeError, match=text):
+        setattr(kfac, name, value)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (nn.Linear, "the class Linear"),
+        ("resnet50", "'resnet50'"),
+        (net().state_dict(), "of type OrderedDict"),
+        (net, "<function net at .*>"),
+        (3, "3"),
+    ],
+    ids=["class", "name", "state_dict", "function", "number"],
+)
+def test_what_is_no_model(first, said):
+    text = rf"^Invalid model: {said}; .*KFACSGD\(model, \.\.\.\), or as model="
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(first, lr=0.1)
 
 
 @pytest.mark.parametrize(
