@@ -209,6 +209,8 @@ class Capture:
         self.backwards = 0  # passes that reached a layer and trained it
         self.draws = 0  # calls of draw since the last reset
         self.tapped = False  # whether a pass since then may gather
+        # A layer, and its positions and examples, of which K counts the former.
+        self.misread: tuple[str, int, int] | None = None
         self._drawing: dict[_Drawn, tuple[Run, Moments]] | None = None
         # An input of every tap that gathers: differentiating by it runs them, and no parameter.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
@@ -338,6 +340,7 @@ class Capture:
         in for that of the training pass to come. No parameter receives anything.
         """
         self.draws += 1
+        self.misread = None  # what is drawn has a scale of its own
         drawing: dict[_Drawn, tuple[Run, Moments]] = {}
         self._drawing = drawing
         try:
@@ -397,6 +400,10 @@ class Capture:
         part = layer.part(x, output, self.sample, reduce=self.reduce) if gathers else WHOLE
         if wanted:
             run, anchor = self._current_run(layer, x), _anchor(layer, covers)
+            order = layer.sequence_first(x)
+            # A model may take examples first and turn them itself: then K is right.
+            if order is not None and run.examples == order[0] != order[1]:
+                self.misread = self.misread or (layer.name, *order)
             outer, mode = _graph_task(), layer.mode(output)
             call = _Call(layer, run, anchor, covers, blocks, mode, part, gathers, outer)
             record = functools.partial(self._backward, call)

@@ -240,7 +240,12 @@ class KFACMixin(Optimizer, Joinable):
 
     def _notice_settings(self) -> None:
         """Say once, on one rank, what is set without the effect that one would expect."""
-        if self._warned_of_settings or self.preconditioner.ranks.rank != 0:
+        if self.preconditioner.ranks.rank != 0:
+            return
+        misread = self.preconditioner.misread()
+        if misread:
+            warnings.warn(misread, stacklevel=_level_of_caller())
+        if self._warned_of_settings:
             return
         found = self._unused() if self._in_eigenbasis else self._beyond_the_clip()
         if found:

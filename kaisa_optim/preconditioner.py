@@ -126,6 +126,7 @@ class Preconditioner:
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
+        self._named_misread = False
         self._schedules: dict[str, Callable[[int], Any]] = {}
         self._group_schedules = group_schedules  # of damping and factor_decay, one dict a group
         for name in _SCHEDULED:
@@ -328,6 +329,24 @@ class Preconditioner:
                     "sample_fisher came after loss.backward(), which freed the graph of outputs; "
                     "call it before, right after the forward pass"
                 ) from error
+
+    def misread(self) -> str:
+        """Once: that K counts positions for examples, where it does and where that matters."""
+        capture, options = self._capture, self.options
+        assert capture is not None
+        indifferent = options.papers or self.second_order.moments
+        if indifferent or options.loss_reduction == "sum" or self.loss_terms != "examples":
+            capture.misread = None
+        if capture.misread is None or self._named_misread:
+            return ""
+        self._named_misread = True
+        name, positions, examples = capture.misread
+        return (
+            f"layer {name!r} has batch_first=False and sees {examples} examples of {positions} "
+            f"positions, but K goes by the first dimension of the model's input, {positions}; "
+            "build it with batch_first=True and give the model examples first, or set loss_terms "
+            "to the number of terms that the loss averages"
+        )
 
     # ---- the step ----
 

@@ -907,6 +907,57 @@ def test_rows_of_another_shape(kinds, method, change, shape):
     assert list(opt.preconditioner.layers) == ["0"]
 
 
+class Attending(nn.Module):
+    """Takes sequences first, unless it is told to turn them itself."""
+
+    def __init__(self, turned=False, **options):
+        super().__init__()
+        self.turned = turned
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, **options)
+
+    def forward(self, x):
+        return self.encoder(x.transpose(0, 1) if self.turned else x)
+
+
+def said_of(model, shape, cls=KFACSGD, **options):
+    opt = cls(model, lr=0.1, kl_clip_lr="current", factor_update_steps=1, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(*shape)).square().mean().backward()
+            opt.step()
+    assert {w.filename for w in found} <= {__file__}
+    return [str(w.message) for w in found]
+
+
+def test_a_sequence_that_comes_first_is_noticed_once():
+    assert said_of(Attending(), (5, 3, 4)) == [
+        "layer 'encoder.self_attn.in_proj' has batch_first=False and sees 3 examples of 5 "
+        "positions, but K goes by the first dimension of the model's input, 5; build it with "
+        "batch_first=True and give the model examples first, or set loss_terms to the number of "
+        "terms that the loss averages"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Attending(batch_first=True), {}),
+        (Attending(turned=True), {}),  # K is right
+        (Attending(), {"loss_terms": "positions"}),  # the same in either order
+        (Attending(), {"loss_terms": 3.0}),
+        (Attending(), {"loss_terms": lambda step: 3.0}),
+        (Attending(), {"loss_reduction": "sum"}),
+        (Attending(), {"normalization": "kaisa"}),
+        (Attending(), {"cls": KFACAdam, "moments": "eigenbasis"}),  # G's scale has no part in it
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+def test_where_k_is_right_or_has_no_part_nothing_is_said(model, options):
+    assert said_of(model, (5, 3, 4), **options) == []
+
+
 def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
     model = nn.Linear(3, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -47,6 +47,9 @@ class ProjectionLayer(Layer):
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return grad.unflatten(2, (-1, self.outputs)).permute(2, 1, 0, 3)
 
+    def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
+        return None if getattr(self.module, "batch_first", True) else (x.shape[0], x.shape[1])
+
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         return (1, 0)
 

@@ -214,6 +214,10 @@ class Layer:
         """Whether this input is a single example without a batch dimension."""
         return False
 
+    def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
+        """Positions and examples of an input whose module was told that they come in this order."""
+        return None
+
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         """Dimensions that input and output have alike and that ``statistics_fraction`` may thin
         out: that of the examples, then one of positions, if any."""
