@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +41,15 @@ def compare(ranks: Ranks, mine: dict[str, Any], what: str, error: Exception | No
         raise_together(ranks, error, "matching model and parameters")
     if not alike(ranks.world, once, squared):
         raise_difference(ranks, mine, what)
+
+
+def warn(ranks: Ranks, text: str, stacklevel: int = 1) -> None:
+    """Say once what all ranks have found alike: rank 0 does.
+
+    Where warnings are errors all raise, and none is left waiting for the others.
+    """
+    with contextlib.nullcontext() if ranks.rank == 0 else warnings.catch_warnings(record=True):
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None:

@@ -42,7 +42,7 @@ def full_precision(device: str | None = None) -> Iterator[None]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    on = torch.is_autocast_enabled(device)
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ def cover(
     skip_layers: tuple[str, ...],
     max_factor_size: float,
     papers_only: bool,
-    warn: bool,
+    warn: Callable[[str, int], None] | None,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
     names = _parameter_names(model)
@@ -140,7 +139,9 @@ def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> 
 
 
 def _skipped_modules(
-    model: nn.Module, patterns: tuple[str, ...], warn: bool
+    model: nn.Module,
+    patterns: tuple[str, ...],
+    warn: Callable[[str, int], None] | None,
 ) -> dict[nn.Module, str]:
     """Modules whose name or class matches a pattern, each with all that it contains."""
     skipped: dict[nn.Module, str] = {}
@@ -150,12 +151,12 @@ def _skipped_modules(
             for name, module in model.named_modules()
             if re.search(pattern, name) or re.search(pattern, type(module).__name__)
         ]
-        if warn and not matches:
-            warnings.warn(
+        if warn is not None and not matches:
+            text = (
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
-                "names (as in model.named_modules()) and class names",
-                stacklevel=8,  # the line that builds the optimizer
+                "names (as in model.named_modules()) and class names"
             )
+            warn(text, 8)  # the line that builds the optimizer
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())
     return skipped

@@ -172,7 +172,8 @@ class AdaptiveDamping:
         if rank == 0:
             moved = [(p.grad, x) for p, x in change.items() if p.grad is not None]
             terms += [(_wide(gradient) * _wide(x)).sum() for gradient, x in moved]
-        with algebra.full_precision():
+        device = self.optimizer.join_device.type
+        with algebra.full_precision(), algebra.without_autocast(device):
             for pair in kfac.layout.pairs:
                 members = [x for x in pair.layers if x in ready and kfac.owner(x, "g") == rank]
                 if members:

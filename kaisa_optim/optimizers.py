@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import checkpoint, eigenbasis
+from . import agreement, algebra, checkpoint, eigenbasis
 from .assignment import WorkAssignment
 from .lamb import LAMB
 from .options import (
@@ -213,7 +213,8 @@ class KFACMixin(Optimizer, Joinable):
         _refuse_late_process_group(self.preconditioner)
         _refuse_graph_capture()
         self._refuse_join_of_the_model_alone()
-        with _gradients(self._joined_gradients()):
+        # Some call step() under autocast, which is for the model's passes.
+        with algebra.without_autocast(self.join_device.type), _gradients(self._joined_gradients()):
             if self._in_eigenbasis:
                 self._step_in_eigenbasis()
             else:
@@ -239,18 +240,17 @@ class KFACMixin(Optimizer, Joinable):
         eigenbasis.move(self, directions)
 
     def _notice_settings(self) -> None:
-        """Say once, on one rank, what is set without the effect that one would expect."""
-        if self.preconditioner.ranks.rank != 0:
-            return
+        """Say once what is set without the effect that one would expect."""
+        ranks = self.preconditioner.ranks
         misread = self.preconditioner.misread()
         if misread:
-            warnings.warn(misread, stacklevel=_level_of_caller())
+            agreement.warn(ranks, misread, _level_of_caller())
         if self._warned_of_settings:
             return
         found = self._unused() if self._in_eigenbasis else self._beyond_the_clip()
         if found:
             self._warned_of_settings = True
-            warnings.warn(found, stacklevel=_level_of_caller())
+            agreement.warn(ranks, found, _level_of_caller())
 
     def _notice_misspelt(self, groups: Iterable[dict[str, Any]]) -> None:
         """Groups may carry keys of whomever; torch says nothing of them, whatever they were for."""
@@ -260,11 +260,9 @@ class KFACMixin(Optimizer, Joinable):
         # Schedulers' max_momentum is as near as 0.8.
         near = {key: meant(str(key), ours, self.defaults, 0.85) for key in unread}
         said = [f"{key!r}: did you mean {name!r}?" for key, name in near.items() if name]
-        if said and self.preconditioner.ranks.rank == 0:
-            warnings.warn(
-                f"a parameter group has a key that nobody reads, {'; '.join(said)}",
-                stacklevel=_level_of_caller(),
-            )
+        if said:
+            text = f"a parameter group has a key that nobody reads, {'; '.join(said)}"
+            agreement.warn(self.preconditioner.ranks, text, _level_of_caller())
 
     def _unused(self) -> str:
         clip, dampings = self.preconditioner.kl_clip, {g["damping"] for g in self.param_groups}

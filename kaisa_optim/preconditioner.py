@@ -157,11 +157,10 @@ class Preconditioner:
                 + ("skip less, " if self.skipped else "")
                 + "or register its layers with register_layer"
             )
-        if self.uncovered and self.ranks.rank == 0:  # all ranks would say the same
+        if self.uncovered:
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
-            warnings.warn(
-                f"the base optimizer updates these with their raw gradients:\n{lines}", stacklevel=4
-            )
+            text = f"the base optimizer updates these with their raw gradients:\n{lines}"
+            agreement.warn(self.ranks, text, stacklevel=4)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in checks.PER_GROUP:
@@ -1023,7 +1022,9 @@ class Preconditioner:
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
                 papers_only=self.options.papers,
-                warn=self._capture is None and self.ranks.rank == 0,
+                warn=functools.partial(agreement.warn, self.ranks)
+                if self._capture is None
+                else None,
             )
             if self.options.correction == "examples":
                 world = self.ranks.world

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import algebra, correction, eigenbasis
+from . import agreement, algebra, correction, eigenbasis
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .eigenbasis import Settings
@@ -242,11 +241,10 @@ class SecondOrder:
         done = [layer for layer in due if layer not in failed]
         self.ready.update(done)
         self._count([layer for layer in due if layer in failed], done)
-        if outcome.rejected and self.ranks.rank == 0:
+        if outcome.rejected:
             names = ", ".join(repr(layer.name) for layer in due if layer in outcome.rejected)
-            warnings.warn(
-                f"statistics that were not finite have been left out for {names}", stacklevel=2
-            )
+            text = f"statistics that were not finite have been left out for {names}"
+            agreement.warn(self.ranks, text, stacklevel=2)
         self.ready -= outcome.empty
         # Also where one factor failed: its older state goes with the other's new one.
         return [layer for layer in due if layer in self.ready]
@@ -491,8 +489,7 @@ class SecondOrder:
                     "factors in float32 or skip the layer with skip_layers"
                 )
             kept = "its older state" if layer in self.ready else "its raw gradient"
-            if self.ranks.rank == 0:
-                warnings.warn(f"{what}; {kept} stays in use", stacklevel=2)
+            agreement.warn(self.ranks, f"{what}; {kept} stays in use", stacklevel=2)
 
     # ---- application ----
 
@@ -561,9 +558,8 @@ class SecondOrder:
         # Not tables, nor what is too wide for a factor; and a vector is as it should be.
         if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
             # Before it is turned back, which comes to the same.
-            device = found.device.type
             in_half = self._multiplies_in_half(torch.bfloat16, found)
-            with algebra.full_precision(device), algebra.without_autocast(device):
+            with algebra.full_precision(found.device.type):
                 found = algebra.orthogonalized(found, in_half=in_half)
             if in_half:  # as it was already
                 g, a = g.bfloat16(), a.bfloat16()

@@ -788,6 +788,43 @@ def test_a_bias_that_one_rank_unfreezes_in_a_quiet_step() -> None:
     assert all(r.error is not None and "'2'" in r.error for r in results)
 
 
+# ---- warnings that all ranks would give ----
+
+
+def strict(make: Callable[[], Any]) -> str | None:
+    def strictly() -> None:
+        warnings.simplefilter("error")
+        make()
+
+    return attempt(nn.Identity(), strictly).error
+
+
+def with_a_bare_parameter() -> str | None:
+    model = net()
+    model.register_parameter("own", nn.Parameter(torch.ones(2).double()))
+    return strict(lambda: optimizer(model))
+
+
+def with_a_pattern_of_nothing() -> str | None:
+    return strict(lambda: optimizer(net(), skip_layers="nowhere"))
+
+
+def beyond_the_clip() -> str | None:
+    model = net()
+    opt = optimizer(model, kl_clip=1e-3)
+    opt.param_groups[0]["lr"] = 1.0
+    return strict(lambda: learn(model, opt, 0))
+
+
+@pytest.mark.parametrize(
+    "found", [with_a_bare_parameter, with_a_pattern_of_nothing, beyond_the_clip]
+)
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(found: Callable[[], str | None]) -> None:
+    """Else the one that speaks for all would stop, and the others wait for it."""
+    errors = run(2, found)
+    assert all(error is not None and error.startswith("UserWarning") for error in errors)
+
+
 # ---- what only one rank does, or has ----
 
 

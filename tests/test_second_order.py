@@ -227,6 +227,31 @@ def test_ranks_multiply_in_bfloat16_only_together(options, able):
     assert run(2, drifted, options, able) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP),
+        lambda m: KFACAdam(m, lr=0.01, moments="eigenbasis", nesterov=True),
+    ],
+    ids=["eigen", "inverse", "moments"],
+)
+def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
+    """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
+    found = []
+    for under in (False, True):
+        model = network(dtype=torch.float32)
+        opt = make(model)
+        for i in range(4):
+            opt.zero_grad()
+            backward(model, i)
+            with torch.autocast("cpu", dtype, enabled=under):
+                opt.step()
+        found.append(values(model))
+    assert_same(found[0], found[1])
+
+
 def test_float64_gradients_are_not_rounded(monkeypatch):
     monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: True)
     model = network(dtype=torch.float64)

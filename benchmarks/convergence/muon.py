@@ -96,7 +96,7 @@ class MetricMuon(Muon32):
             skip_layers=(),
             max_factor_size=2**20,
             papers_only=False,
-            warn=False,
+            warn=None,
         )
         self.layers = list(covered.layers.values())
         self.layer_of: dict[Any, Layer] = {layer.weight: layer for layer in self.layers}
