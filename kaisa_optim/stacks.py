@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .layers import Layer
 
+WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while it goes on
+
 
 class StackKey(NamedTuple):
     size: int
@@ -79,12 +81,17 @@ class Pair:
         return (self.count, self.g.key.size, self.a.key.size)
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of what the host has, which goes on where it may let go of its own at once."""
+    return values.to(device, non_blocking=device.type in WITH_STREAMS)
+
+
 def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
     """Ascending slices as one where they touch, else as indices."""
     if all(one.stop == other.start for one, other in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
     indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
-    return indices.to(device, non_blocking=True)
+    return sent(indices, device)
 
 
 def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:
@@ -101,7 +108,7 @@ def per_block(
         return torch.full((sum(blocks),), values[0], dtype=like.dtype, device=like.device)
     numbers = torch.tensor(values, dtype=like.dtype, device="cpu")
     repeats = torch.tensor(blocks, device="cpu")
-    return numbers.repeat_interleave(repeats).to(like.device, non_blocking=True)
+    return sent(numbers.repeat_interleave(repeats), like.device)
 
 
 def common_or_each(

@@ -12,7 +12,7 @@ from .algebra import full_precision, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Shelf, Specs, Stack, StackKey, common_or_each, slots_of, stack_key
+from .stacks import Factor, Shelf, Specs, Stack, StackKey, common_or_each, sent, slots_of, stack_key
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 Number = Tensor | float  # a tensor has one for each block
@@ -377,4 +377,4 @@ def _width(key: StackKey) -> int:
 def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     if len(set(values)) == 1:  # then nothing has to be copied to the device
         return torch.full((len(values),), values[0], dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from .layers import Layer
-from .stacks import Factor, Shelf, Specs, Stack
+from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
-_WITH_STREAMS = ("cuda",)  # devices that copy to the host while it goes on
 
 
 class Tracking:
@@ -86,7 +85,7 @@ class Tracking:
     def send(self, shelf: Shelf) -> None:
         """Start the notes' way to the host, beside the work that follows."""
         for stack in shelf.stacks.values() if self.asked else ():
-            if stack.key.device.type in _WITH_STREAMS:
+            if stack.key.device.type in WITH_STREAMS:
                 self._arriving[stack] = _sent(stack.tensors["stale"])
 
     def flags(self, shelf: Shelf) -> list[float]:

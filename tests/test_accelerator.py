@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import backend_registration
 
-from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACParamScheduler, tracking
+from kaisa_optim import (
+    KFACLAMB,
+    KFACSGD,
+    AdaptiveDamping,
+    KFACAdam,
+    KFACParamScheduler,
+    algebra,
+    stacks,
+    tracking,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -43,7 +53,7 @@ def _begin() -> None:
 
     torch.set_num_threads(1)
     # Notes go to the host as they do from CUDA: beside the work, whole when they are looked at.
-    tracking._WITH_STREAMS = (accelerator.NAME,)
+    stacks.WITH_STREAMS.add(accelerator.NAME)
     event = SimpleNamespace(synchronize=lambda: None)
     tracking._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
 
@@ -106,10 +116,11 @@ def train(
     where: Any,
     waits: Any = None,
     after_forward: Callable[[Any, Tensor], None] = lambda opt, out: None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[dict[str, Tensor], list[list[str]]]:
     """The parameters, and for each step where the host waited in its passes and its update."""
     torch.manual_seed(0)
-    model = network().double()
+    model = network().to(dtype)
     data = list(batches(network, steps))
     model = model.to(where)
     with warnings.catch_warnings():
@@ -117,7 +128,7 @@ def train(
         opt = make(model)
     found: list[list[str]] = []
     for x, y in data:
-        x, y = x.to(where), y.to(where)
+        x, y = (x.to(dtype) if x.is_floating_point() else x).to(where), y.to(where)
         if waits is not None:
             waits.taken()
         opt.zero_grad()
@@ -215,6 +226,21 @@ def _check_training(network: type[nn.Module], name: str) -> None:
 
 def _named(name: str) -> Callable[[str], str]:
     return lambda message: f"{name}: {message}"
+
+
+@pytest.mark.parametrize("name", ["Adam", "halves"])
+@pytest.mark.parametrize("network", [Images, Tokens])
+def test_products_in_bfloat16_are_taken_there_without_waiting(elsewhere, network, name):
+    elsewhere(_check_halves, network, name)
+
+
+def _check_halves(network: type[nn.Module], name: str) -> None:
+    with mock.patch.object(algebra, "_multiplies_brain_floats", lambda device: True):
+        wanted, _ = train(network, CASES[name], 7, "cpu", dtype=torch.float32)
+        got, found = train_there(network, CASES[name], 7, dtype=torch.float32)
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, rtol=0.1, atol=0.02, msg=_named(key))
+    assert found[0] and found[1:] == [[]] * 6
 
 
 @pytest.mark.parametrize("exact", [False, True])
