@@ -46,6 +46,8 @@ class UnderWay:
         self.starting, self.landing = set(), set()
         if not self.lag:
             return
+        for layer in {layer for layer, _ in self.begun}.difference(known):
+            self.forget(layer)  # it has lost its state, or a factor has failed
         for key, begun in self.begun.items():
             plan.pop(key, None)
             if begun + self.lag <= step:

@@ -235,6 +235,20 @@ def test_a_layer_that_starts_anew_takes_nothing_of_before():
     assert opt.preconditioner.layout.factors[layer, "a"]["vectors"].shape == (1, 5, 5)
 
 
+def test_a_layer_that_has_lost_its_state_does_not_wait():
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    second = opt.preconditioner.second_order
+    layer = opt.preconditioner.layers["3"]
+    second.ready.discard(layer)
+    learn(model, opt, range(EVERY + 1, EVERY + 2))
+    assert layer in second.ready and {one.name for one, _ in under_way(opt)} == {"0", "1", "4"}
+    now = opt.preconditioner.factors("3")[0]
+    assert_near(vectors(opt)["3 a"], eigendecompose(now)[1])
+    learn(model, opt, range(EVERY + 2, EVERY + 2 + LAG))
+    assert not under_way(opt)
+
+
 # ---- checkpoints ----
 
 
