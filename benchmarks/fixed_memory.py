@@ -28,7 +28,7 @@ from .convergence.search import TRIALS, Store, train
 from .convergence.tasks import SIZED, Task
 from .machine import peak_mb
 
-WHO = ("SGD", "AdamW", "LAMB", "KFACSGD", "KFACAdam, eigenbasis", "KFACLAMB, eigenbasis")
+WHO = ("SGD", "AdamW", "LAMB", "KFACSGD", "KFACAdam", "KFACLAMB")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

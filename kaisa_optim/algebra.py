@@ -7,6 +7,7 @@ gradients ``[k, g, a]``. Nothing here knows modules, ranks or steps.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -29,6 +30,8 @@ _ROUNDS = 2  # of rotations among those that lead
 _TOWARDS_ONE = (3.4445, -4.7750, 2.0315)
 _TIMES = 5
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
+_SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's own directions
+_STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
 
 
 @contextmanager
@@ -449,10 +452,12 @@ def _turned_product(
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
-    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, with M's norm; ``in_half``: by bfloat16 products.
+    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, of one size; ``in_half``: by bfloat16 products.
 
     Singular values are made nearly equal, but for those below some 0.002 of M's norm, by products
-    alone (:func:`_towards_one`).
+    alone (:func:`_towards_one`). The root mean square is then 0.2, as in Moonlight (Liu et al.,
+    2025), so that learning rates are of Adam's order for any shape; less, in proportion, where that
+    of M is below 0.001.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
@@ -470,7 +475,9 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     wide /= _or_one(norm)
     found = _towards_one(wide, in_half, _TOWARDS_ONE, _TIMES)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
-    found.mul_(largest * (norm / _or_one(now)))
+    root = math.sqrt(wide[0].numel())
+    moves = (largest * (norm / (root * _STILL))).clamp_(max=1.0)
+    found.mul_(moves * (_SIZE * root) / _or_one(now))
     return found.mT if tall else found
 
 

@@ -156,6 +156,8 @@ class KFACMixin(Optimizer, Joinable):
         why = _why_not_in_the_eigenbasis(self._base, kwargs, given, groups)
         if moments is None:
             moments = "parameters" if why else "eigenbasis"
+            if not why:  # by name it is Adam itself, in another basis
+                asked = {**dict.fromkeys(_OF_MOMENTS, True), **asked}
         self._kfac_options = Options(**asked, moments=moments)
         for name in _OF_MOMENTS:
             if asked.get(name) and moments != "eigenbasis":
@@ -781,7 +783,8 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 class KFACAdam(KFACMixin, torch.optim.Adam):
     """torch.optim.Adam with K-FAC inside: it works in the eigenbasis of K-FAC's factors.
 
-    With ``moments="parameters"`` it sees preconditioned gradients.
+    Its directions are orthogonal ones there, with Nesterov's momentum; Adam's own with
+    ``moments="eigenbasis"``. With ``moments="parameters"`` it sees preconditioned gradients.
     """
 
     _base = torch.optim.Adam
@@ -791,6 +794,7 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 class KFACLAMB(KFACMixin, LAMB):
     """LAMB with K-FAC inside: its inner moments live in the eigenbasis of K-FAC's factors.
 
+    Inner directions are as :class:`KFACAdam`'s, also with ``moments="eigenbasis"``.
     With ``moments="parameters"`` it sees preconditioned gradients, its clipping included.
     """
 

@@ -283,7 +283,7 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
     for one in CONTESTANTS.values():
         if one.tuned is not None:
             assert set(one.space) == {"lr"}
-            assert one.name == f"{one.tuned}, defaults" or one.name.endswith(", as advised")
+            assert one.name == f"{one.tuned}, defaults"
             tuned = CONTESTANTS[one.tuned]
             assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 

@@ -68,8 +68,8 @@ def test_readme_lists_every_kfac_option_with_its_default():
         "staggered": True,
         "inv_update_steps": 100,
         "basis_tolerance": 0.0,
-        "nesterov": False,
-        "orthogonal": False,
+        "nesterov": True,
+        "orthogonal": True,
     }
     told_elsewhere = {"damping_split"}
     assert set(listed) == set(options) - told_elsewhere

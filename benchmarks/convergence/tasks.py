@@ -432,8 +432,9 @@ TASKS = {
             only=(
                 "LAMB",
                 "KFACLAMB, parameters",
+                "KFACLAMB",
                 "KFACLAMB, eigenbasis",
-                "KFACLAMB, as advised",
+                "KFACLAMB, defaults",
                 "KFACLAMB, parameters, defaults",
                 "KFACLAMB, eigenbasis, defaults",
             ),
