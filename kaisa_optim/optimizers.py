@@ -325,7 +325,9 @@ class KFACMixin(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
+        # A first group may be empty.
+        parameters = (p for group in self.param_groups for p in group["params"])
+        device: torch.device = next(parameters).device
         return device
 
     @property
