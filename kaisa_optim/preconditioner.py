@@ -410,6 +410,7 @@ class Preconditioner:
         for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
             ready = [layer for layer in layers if layer in due]
             self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+        self.second_order.start(self.shelf)
         self.second_order.tracking.send(self.shelf)
         if renewing:
             renewed = self._settle(renewing, outcome)

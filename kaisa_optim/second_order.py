@@ -167,13 +167,18 @@ class SecondOrder:
                 "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
             }
 
+    def start(self, shelf: Shelf) -> None:
+        """Begin with what is decomposed beside the steps that follow, when all sums are in.
+
+        What goes together must not depend on how they came in: a load knows the steps alone.
+        """
+        self._start(shelf, self.under_way.starting)
+
     def take_up(self, shelf: Shelf) -> None:
         """Begin once more with what was under way when a state was saved, in the same batches."""
         begun = self.under_way.begun
-        for stack in shelf.stacks.values():
-            mine = [f for f in stack.factors if (f.layer, f.side) in begun]
-            for step in sorted({begun[f.layer, f.side] for f in mine}):
-                self._start(stack, [f for f in mine if begun[f.layer, f.side] == step])
+        for step in sorted(set(begun.values())):
+            self._start(shelf, {key for key in begun if begun[key] == step})
 
     def refresh(
         self,
@@ -213,7 +218,6 @@ class SecondOrder:
         wanted = set(due) - outcome.empty
         for stack in shelf.stacks.values():
             mine = {(f.layer, f.side): f for f in stack.factors if f.layer in wanted}
-            self._start(stack, [f for key, f in mine.items() if key in under_way.starting])
             anew = [f for key, f in mine.items() if key in now]
             for some in chunks(anew, _numbers, _at_once(stack)):
                 outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
@@ -225,15 +229,17 @@ class SecondOrder:
                 outcome.failed |= self._enter(stack, some, layout, results, good)
                 outcome.rejected |= _flagged(some, rejected)
 
-    def _start(self, stack: Stack, factors: list[Factor]) -> None:
+    def _start(self, shelf: Shelf, keys: Collection[Key]) -> None:
         """Decompose beside the steps that follow.
 
         Float32 is full precision there as it is: TF32 is for products and convolutions, and a
         setting of it would be the whole process's.
         """
-        beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
-        for some in chunks(factors, _numbers, _at_once(stack)):
-            self.under_way.start(some, beside)
+        for stack in shelf.stacks.values() if keys else ():
+            mine = [f for f in stack.factors if (f.layer, f.side) in keys]
+            beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
+            for some in chunks(mine, _numbers, _at_once(stack)):
+                self.under_way.start(some, beside)
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""

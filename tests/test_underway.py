@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -280,6 +281,62 @@ def test_a_run_goes_on_bit_for_bit(name, stop):
     assert_same(weights(other), weights(model))
     assert_same(weights(twin), weights(model))
     assert_same(saved(again.state_dict()), saved(opt.state_dict()))
+
+
+def tower() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))).double()
+
+
+def regress(model: nn.Module, opt: Any, steps: range) -> None:
+    """Alike on all ranks."""
+    for i in steps:
+        opt.zero_grad()
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        model(x).square().mean().backward()
+        opt.step()
+
+
+def batches(stop: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """What is decomposed together, of what is under way at a stop: at first, and after a load."""
+    found: list[Any] = []
+    decompose = second_order._decompose_beside
+
+    def noted(averages: Tensor, rejected: Tensor, **how: bool) -> tuple[Tensor, ...]:
+        found.append(averages)
+        return decompose(averages, rejected, **how)
+
+    with mock.patch.object(second_order, "_decompose_beside", noted):
+        model = tower()
+        opt = KFACSGD(model, lr=0.01, **OPTIONS, **options)
+        regress(model, opt, range(stop - 1))
+        end_of_jobs(opt)
+        found.clear()
+        regress(model, opt, range(stop - 1, stop))
+        end_of_jobs(opt)
+        first, state = found.copy(), copy.deepcopy(opt.state_dict())
+        found.clear()
+        again = KFACSGD(model, lr=0.01, **OPTIONS, **options)
+        again.load_state_dict(state)
+        end_of_jobs(again)
+    return first, found
+
+
+def end_of_jobs(opt: Any) -> None:
+    for job, _ in opt.preconditioner.second_order.under_way._jobs.values():
+        job.results()
+
+
+@pytest.mark.parametrize("cap", [25.0, 1e-4])
+def test_what_goes_together_goes_together_after_a_load(cap):
+    """Sums that come in one after the other do not part it: a GPU's solvers take a batch at once,
+    and their bits may depend on it."""
+    options = {"staggered": False, "assignment": "layer-wise", "bucket_cap_mb": cap}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict")
+        for first, again in run(2, batches, EVERY + 1, options):
+            assert first and len(first) <= 2
+            assert_same(again, first)
 
 
 def test_a_state_holds_copies_while_they_are_needed():
