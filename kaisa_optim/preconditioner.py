@@ -401,22 +401,25 @@ class Preconditioner:
         A layer is refreshed as soon as its sums are there, while others are still on their way.
         """
         self.fed.update(tally.counts)
-        due, outcome = self._due(), Outcome()
-        renewing = self.second_order.begin(due, self._turn(), self._turns_begun(), self.steps)
-        bases = self.second_order.bases(self.layout, renewing)
-        self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
-        ready = [layer for layer in due if layer not in tally.counts]
-        self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
-            ready = [layer for layer in layers if layer in due]
-            self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        self.second_order.start(self.shelf)
-        self.second_order.tracking.send(self.shelf)
-        if renewing:
-            renewed = self._settle(renewing, outcome)
-            self.second_order.share(self.layout, renewed, self.owner)
-            self.second_order.multiply(self.layout, renewed, damping_of)
-            self.second_order.turn(self.layout, renewed, bases)
+        due, outcome, second_order = self._due(), Outcome(), self.second_order
+        turn, number = self._turn(), self._turns_begun()
+        with second_order.planned(due, turn, number, self.steps) as renewing:
+            bases = second_order.bases(self.layout, renewing)
+            second_order.take_examples(self.layout, self.statistics, tally, decay_of)
+            ready = [layer for layer in due if layer not in tally.counts]
+            second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+            for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
+                ready = [layer for layer in layers if layer in due]
+                second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+            second_order.start(self.shelf)
+            if renewing:
+                landed = second_order.land(self.shelf, outcome)
+                renewed = self._settle(renewing, outcome)
+                second_order.enter(self.layout, landed)
+                second_order.tracking.send(self.shelf)
+                second_order.share(self.layout, renewed, self.owner)
+                second_order.multiply(self.layout, renewed, damping_of)
+                second_order.turn(self.layout, renewed, bases)
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""

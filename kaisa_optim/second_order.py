@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +70,15 @@ class Outcome:
 
     def _parts(self) -> tuple[set[Layer], ...]:
         return self.failed, self.empty, self.rejected
+
+
+class Landed(NamedTuple):
+    """What was found beside the training for factors of one stack."""
+
+    stack: Stack
+    factors: list[Factor]
+    results: list[Tensor]
+    good: Tensor  # on the host
 
 
 class SecondOrder:
@@ -134,18 +145,25 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def begin(
+    @contextlib.contextmanager
+    def planned(
         self, due: Sequence[Layer], turn: Collection[Layer], number: int, step: int
-    ) -> list[Layer]:
+    ) -> Iterator[list[Layer]]:
         """Settle how each layer in ``due`` is refreshed; those that get something new in this step.
 
         ``turn`` are those whose turn it is; ``number`` grows from each turn of a layer to its next.
+        Where the refresh raises, as it does on all ranks or on none, what it was to begin or to put
+        into use begins in the next step.
         """
         known = self.ready.difference(self.failures)
         self.tracking.begin(due, turn, known, number)
         plan = self.tracking.plan
         self.under_way.divide(plan, known, step)
-        return [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+        try:
+            yield [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+        except BaseException:
+            self.tracking.stale |= self.under_way.take_back()
+            raise
 
     def forget(self, layer: Layer) -> None:
         self.ready.discard(layer)
@@ -197,10 +215,7 @@ class SecondOrder:
             try:
                 self._decompose(shelf, layout, due, shifts, outcome)
             except Exception as error:
-                if self.ranks.world == 1:
-                    raise
-                # The others wait for this rank at the next exchange: they learn of it there.
-                outcome.error = outcome.error or error
+                self._keep(error, outcome)
 
     def _decompose(
         self,
@@ -210,8 +225,8 @@ class SecondOrder:
         shifts: dict[Key, Tensor],
         outcome: Outcome,
     ) -> None:
-        plan, under_way = self.tracking.plan, self.under_way
-        now = {key for key, anew in plan.items() if anew and key not in under_way.landing}
+        plan, landing = self.tracking.plan, self.under_way.landing
+        now = {key for key, anew in plan.items() if anew and key not in landing}
         rejections = _rejections(shelf, {x for x in due if (x, "a") in now or (x, "g") in now})
         outcome.rejected.update(rejections)
         outcome.empty.update(layer for layer, nothing in rejections.items() if nothing)
@@ -224,10 +239,6 @@ class SecondOrder:
             followed = [f for key, f in mine.items() if not plan.get(key, True)]
             for some in chunks(followed, _numbers, _at_once(stack)):
                 self._follow(stack, some, layout)
-            landing = [f for key, f in mine.items() if key in under_way.landing]
-            for some, (*results, good, rejected) in under_way.results(landing):
-                outcome.failed |= self._enter(stack, some, layout, results, good)
-                outcome.rejected |= _flagged(some, rejected)
 
     def _start(self, shelf: Shelf, keys: Collection[Key]) -> None:
         """Decompose beside the steps that follow.
@@ -240,6 +251,31 @@ class SecondOrder:
             beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
             for some in chunks(mine, _numbers, _at_once(stack)):
                 self.under_way.start(some, beside)
+
+    def land(self, shelf: Shelf, outcome: Outcome) -> list[Landed]:
+        """Wait for what comes into use in this step; on no rank before all have theirs."""
+        landed = []
+        try:
+            for stack in shelf.stacks.values():
+                mine = [f for f in stack.factors if (f.layer, f.side) in self.under_way.landing]
+                for some, (*results, good, rejected) in self.under_way.results(mine):
+                    landed.append(Landed(stack, some, results, good))
+                    outcome.failed |= _flagged(some, ~good)
+                    outcome.rejected |= _flagged(some, rejected)
+        except Exception as error:
+            self._keep(error, outcome)
+        return landed
+
+    def enter(self, layout: Layout, landed: Sequence[Landed]) -> None:
+        """Put into use what has landed."""
+        for one in landed:
+            self._enter(one.stack, one.factors, layout, one.results, one.good)
+
+    def _keep(self, error: Exception, outcome: Outcome) -> None:
+        """Other ranks wait for this one at the next exchange: they learn of it there."""
+        if self.ranks.world == 1:
+            raise error
+        outcome.error = outcome.error or error
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""

@@ -62,15 +62,25 @@ class UnderWay:
             plan[key] = True
             del self.begun[key]
 
+    def take_back(self) -> set[Key]:
+        """Drop what this step was to begin or to put into use: it has failed, on all ranks."""
+        keys, self.starting, self.landing = self.starting | self.landing, set(), set()
+        for key in keys:
+            self._drop(key)
+        return keys
+
     def specs(self, key: StackKey, count: int) -> Specs:
         """What an owner keeps meanwhile of ``count`` factors."""
         return {"average": (key.shape(count), key.dtype), "rejected": ((count,), torch.int32)}
 
     def forget(self, layer: Layer) -> None:
         for key in ((layer, "a"), (layer, "g")):
-            self.begun.pop(key, None)
-            self.copies.pop(key, None)
-            self._jobs.pop(key, None)
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        self.begun.pop(key, None)
+        self.copies.pop(key, None)
+        self._jobs.pop(key, None)
 
     # ---- on owners ----
 
