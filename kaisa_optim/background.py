@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,8 @@ from torch import Tensor
 
 Results = tuple[Tensor, ...]
 
+logger = logging.getLogger("kaisa_optim")
+
 
 class Job:
     """One piece of work, and its results when they are wanted."""
@@ -19,9 +22,15 @@ class Job:
     def __init__(self, future: Future[Results], device: torch.device) -> None:
         self._future = future
         self._device = device
+        self._asked = False
+
+    def __del__(self) -> None:
+        if not self._asked:
+            self._future.add_done_callback(_tell)
 
     def results(self) -> Results:
         """Waits until the work is done; what it raised is raised here."""
+        self._asked = True
         found = self._future.result()
         if self._device.type == "cuda":
             # They are of the other stream's memory, which must not have it back too early.
@@ -29,6 +38,23 @@ class Job:
                 if tensor.device.type == "cuda":
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return found
+
+
+class Failure:
+    """In a job's place, where the work could not begin."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def results(self) -> Results:
+        raise self._error
+
+
+def _tell(future: Future[Results]) -> None:
+    """Where nobody asks, as of an optimizer that is gone: an error must not pass unsaid."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        logger.error("work beside the training failed, and nobody has asked for it", exc_info=error)
 
 
 class Background:

@@ -252,6 +252,7 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
 def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     """Continue from loaded tensors; the layers that have none and are estimated anew."""
     kfac.discard()
+    kfac.second_order.under_way.clear()
     for layer in kfac.layers.values():
         kfac.forget(layer)
     kfac.lay_out()

@@ -413,7 +413,7 @@ class Preconditioner:
                 second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
             second_order.start(self.shelf)
             if renewing:
-                landed = second_order.land(self.shelf, outcome)
+                landed = second_order.land(self.shelf, self.steps, outcome)
                 renewed = self._settle(renewing, outcome)
                 second_order.enter(self.layout, landed)
                 second_order.tracking.send(self.shelf)

@@ -250,12 +250,19 @@ class SecondOrder:
             mine = [f for f in stack.factors if (f.layer, f.side) in keys]
             beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
             for some in chunks(mine, _numbers, _at_once(stack)):
-                self.under_way.start(some, beside)
+                try:
+                    self.under_way.start(some, beside)
+                except Exception as error:
+                    if self.ranks.world == 1:
+                        raise
+                    # The others will wait for this rank where results are due, and learn of it.
+                    self.under_way.fail(some, error)
 
-    def land(self, shelf: Shelf, outcome: Outcome) -> list[Landed]:
+    def land(self, shelf: Shelf, step: int, outcome: Outcome) -> list[Landed]:
         """Wait for what comes into use in this step; on no rank before all have theirs."""
         landed = []
         try:
+            self.under_way.ask_dropped(step)
             for stack in shelf.stacks.values():
                 mine = [f for f in stack.factors if (f.layer, f.side) in self.under_way.landing]
                 for some, (*results, good, rejected) in self.under_way.results(mine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import math
 import pickle
@@ -11,6 +12,8 @@ import random
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run
-from test_rank_checkpoints import learn, net, weights
+from test_rank_checkpoints import average, learn, net, weights
+from test_rank_checkpoints import rank as here
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -329,6 +333,102 @@ def test_ranks_go_on_alike_after_an_error_of_one():
     assert_same(first[1], second[1])
 
 
+def freeze(model: Any) -> None:
+    model[1].bias.requires_grad_(False)
+    model[1].bias.grad = None
+
+
+def step_without_bias(model: nn.Module, opt: Any) -> None:
+    opt.zero_grad()
+    model(torch.randint(9, (8,))).square().mean().backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = average(p.grad)
+    opt.step()
+
+
+def dropped() -> tuple[int, list[str]]:
+    """Errors of the steps after the only layer of which something fails was dropped, at its owner's
+    rank."""
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    decompose = second_order._decompose_beside
+
+    def failing(averages: Tensor, rejected: Tensor, **how: bool) -> tuple[Tensor, ...]:
+        if averages.shape[-1] == 6 and averages[0, -1, -1] == 1:  # the layer's A, with its bias
+            raise MemoryError("no room")
+        return decompose(averages, rejected, **how)
+
+    alone = mock.patch.object(second_order, "_AT_ONCE_ON_CPUS", 1)
+    with alone, mock.patch.object(second_order, "_decompose_beside", failing):
+        learn(model, opt, range(EVERY, EVERY + 1))
+        end_of_jobs(opt)
+    freeze(model)
+    kfac = opt.preconditioner
+    return kfac.owner(kfac.layers["1"], "a"), errors_of(
+        lambda step: step_without_bias(model, opt), range(LAG + 2)
+    )
+
+
+def errors_of(step: Callable[[int], object], steps: range) -> list[str]:
+    errors = []
+    for i in steps:
+        try:
+            step(i)
+            errors.append("")
+        except (MemoryError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_of_what_has_been_dropped_comes_in_its_step(world):
+    for rank, (owner, errors) in enumerate([dropped()] if world == 1 else run(world, dropped)):
+        assert [bool(error) for error in errors] == [False] * (LAG - 1) + [True, False, False]
+        assert "MemoryError: no room" in errors[LAG - 1]
+        assert (f"failed on rank {owner}" in errors[LAG - 1]) == (rank != owner)
+
+
+def unable(rank: int) -> list[str]:
+    """Errors of the steps in which one rank can't begin."""
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    starts = mock.patch.object(opt.preconditioner.second_order.under_way._background, "start", fail)
+    with starts if here() == rank else contextlib.nullcontext():
+        errors = errors_of(
+            lambda step: learn(model, opt, range(step, step + 1)),
+            range(EVERY, EVERY + LAG + 1),
+        )
+    learn(model, opt, range(EVERY + LAG, 3 * EVERY))
+    return errors
+
+
+def test_what_can_not_begin_on_one_rank_is_told_to_all():
+    for rank, errors in enumerate(run(2, unable, 1)):
+        assert errors[:LAG] == [""] * LAG
+        assert "MemoryError: no room" in errors[LAG] and ("on rank 1" in errors[LAG]) == (rank == 0)
+    assert unable(0)[0] == "MemoryError: no room"
+
+
+@pytest.mark.parametrize("ending", ["load", "end"])
+def test_an_error_that_nobody_waits_for_is_logged(ending, caplog):
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    with mock.patch.object(second_order, "_decompose_beside", fail):
+        state = copy.deepcopy(opt.state_dict())
+        learn(model, opt, range(EVERY, EVERY + 1))
+        count = end_of_jobs(opt)
+    assert count and not caplog.records
+    if ending == "load":
+        opt.load_state_dict(state)
+    else:
+        del opt
+        gc.collect()
+    told = [r for r in caplog.records if "nobody has asked for it" in r.getMessage()]
+    assert len(told) == count
+    assert all(r.exc_info and r.exc_info[0] is MemoryError for r in told)
+
+
 # ---- checkpoints ----
 
 
@@ -401,10 +501,12 @@ def batches(stop: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     return first, found
 
 
-def end_of_jobs(opt: Any) -> None:
-    for job, _ in opt.preconditioner.second_order.under_way._jobs.values():
-        with contextlib.suppress(MemoryError):
-            job.results()
+def end_of_jobs(opt: Any) -> int:
+    """How many there were."""
+    jobs = {job for job, _ in opt.preconditioner.second_order.under_way._jobs.values()}
+    ended, others = futures.wait([job._future for job in jobs], 60)
+    assert not others
+    return len(ended)
 
 
 @pytest.mark.parametrize("cap", [25.0, 1e-4])
