@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -58,7 +59,7 @@ def _tell(future: Future[Results]) -> None:
 
 
 class Background:
-    """One thread, which takes its work in turn; it begins with the first."""
+    """One thread, which takes its work in turn, from the first on until its owner ends."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -71,6 +72,8 @@ class Background:
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="kaisa_optim")
+            # What has not begun then never does.
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         stream = ready = None
         if device.type == "cuda":
             if device not in self._streams:

@@ -139,6 +139,52 @@ def test_steps_go_on_meanwhile(monkeypatch):
     assert not under_way(opt)
 
 
+def held_up(may_end: threading.Event) -> Any:
+    """Decompositions wait for an event."""
+    decompose = second_order._decompose_beside
+
+    def waiting(*tensors: Tensor, **how: bool) -> tuple[Tensor, ...]:
+        assert may_end.wait(60)
+        return decompose(*tensors, **how)
+
+    return mock.patch.object(second_order, "_decompose_beside", waiting)
+
+
+def test_each_optimizer_has_a_thread_of_its_own():
+    """One does not wait for another's."""
+    may_end = threading.Event()
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    with held_up(may_end):
+        learn(model, opt, range(EVERY, EVERY + 1))
+    plain, other = pair("all at once")
+    learn(plain, other, range(3 * EVERY))
+    may_end.set()
+    learn(model, opt, range(EVERY + 1, 3 * EVERY))
+    assert_same(weights(model), weights(plain))
+
+
+def test_a_thread_ends_with_its_optimizer():
+    """After what it is at; what has not begun is left."""
+    may_end = threading.Event()
+    threads = set(threading.enumerate())
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY))
+    with held_up(may_end):
+        learn(model, opt, range(EVERY, EVERY + 1))
+    (thread,) = set(threading.enumerate()) - threads
+    under_way = opt.preconditioner.second_order.under_way
+    work = {job._future for job, _ in under_way._jobs.values()}
+    while not any(future.running() for future in work):
+        time.sleep(0.01)
+    del opt, under_way
+    gc.collect()
+    may_end.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [future.cancelled() for future in work].count(False) == 1 < len(work)
+
+
 def test_what_begins_again_is_left_out_while_it_is_under_way():
     """An early refresh in between would only replace it."""
     model, opt = pair("all at once", early_refreshes=(5,))
