@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,18 +21,24 @@ logger = logging.getLogger("kaisa_optim")
 class Job:
     """One piece of work, and its results when they are wanted."""
 
-    def __init__(self, future: Future[Results], device: torch.device) -> None:
+    def __init__(
+        self, run: Callable[[], Results], future: Future[Results], device: torch.device
+    ) -> None:
+        self._run = run
         self._future = future
         self._device = device
+        self._process = os.getpid()
         self._asked = False
 
     def __del__(self) -> None:
-        if not self._asked:
+        if not self._asked and self._process == os.getpid():
             self._future.add_done_callback(_tell)
 
     def results(self) -> Results:
         """Waits until the work is done; what it raised is raised here."""
         self._asked = True
+        if self._process != os.getpid():
+            return self._run()  # a fork has none of its parent's threads
         found = self._future.result()
         if self._device.type == "cuda":
             # They are of the other stream's memory, which must not have it back too early.
@@ -63,6 +70,7 @@ class Background:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self._process = 0  # that the pool is of
         self._streams: dict[torch.device, Any] = {}
 
     def start(self, work: Callable[[], Results], device: torch.device) -> Job:
@@ -70,10 +78,10 @@ class Background:
 
         It must end with a look at its last result from the host: nobody else waits for the stream.
         """
-        if self._pool is None:
+        if self._pool is None or self._process != os.getpid():
+            self._process = os.getpid()
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="kaisa_optim")
-            # What has not begun then never does.
-            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+            weakref.finalize(self, _end, self._pool, self._process)
         stream = ready = None
         if device.type == "cuda":
             if device not in self._streams:
@@ -89,4 +97,10 @@ class Background:
             with torch.no_grad(), beside:  # both settings are a thread's own
                 return work()
 
-        return Job(self._pool.submit(run), device)
+        return Job(run, self._pool.submit(run), device)
+
+
+def _end(pool: ThreadPoolExecutor, process: int) -> None:
+    """What has not begun never does; a fork leaves its parent's alone."""
+    if process == os.getpid():
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -7,6 +7,8 @@ import copy
 import gc
 import io
 import math
+import multiprocessing
+import os
 import pickle
 import random
 import threading
@@ -183,6 +185,57 @@ def test_a_thread_ends_with_its_optimizer():
     thread.join(60)
     assert not thread.is_alive()
     assert [future.cancelled() for future in work].count(False) == 1 < len(work)
+
+
+def push(model: nn.Module, opt: Any, steps: range) -> list[Tensor]:
+    """Steps without a backward pass, which torch refuses in a fork."""
+    for i in steps:
+        generator = torch.Generator().manual_seed(i)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        opt.step()
+    return weights(model)
+
+
+def in_a_fork(work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What it returns there; a fork that does not come to an end is killed."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        file = io.BytesIO()
+        torch.save(work(), file)
+        sending.send_bytes(file.getvalue())
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    try:
+        assert receiving.poll(60)
+        found: list[Tensor] = torch.load(io.BytesIO(receiving.recv_bytes()))
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_fork_goes_on_without_the_thread(busy):
+    """Also where that was at work."""
+    may_end = threading.Event()
+    model, opt = pair("all at once", factor_update_steps=100)
+    learn(model, opt, range(EVERY))
+    with held_up(may_end) if busy else contextlib.nullcontext():
+        push(model, opt, range(EVERY, EVERY + 1))
+    if not busy:
+        end_of_jobs(opt)
+
+    def go_on() -> list[Tensor]:
+        may_end.set()
+        return push(model, opt, range(EVERY + 1, 3 * EVERY))
+
+    assert_same(in_a_fork(go_on), go_on())
 
 
 def test_what_begins_again_is_left_out_while_it_is_under_way():
