@@ -623,10 +623,10 @@ def test_what_goes_together_goes_together_after_a_load(cap):
 def test_a_state_holds_copies_while_they_are_needed():
     model, opt = pair("all at once")
     learn(model, opt, range(EVERY + 1))
-    keys = {k for entry in opt.state_dict()["state"].values() for k in entry if "begun" in k}
+    keys = {k for entry in opt.state_dict()["kfac_under_way"].values() for k in entry}
     assert keys == {f"kfac_{s}_begun_{name}" for s in "ag" for name in ("average", "rejected")}
     learn(model, opt, range(EVERY + 1, EVERY + 1 + LAG))
-    assert not {k for e in opt.state_dict()["state"].values() for k in e if "begun" in k}
+    assert opt.state_dict().keys() == {"state", "param_groups"}
 
 
 def test_without_a_lag_what_was_under_way_is_done_at_once():
@@ -641,26 +641,48 @@ def test_without_a_lag_what_was_under_way_is_done_at_once():
         assert_near(found, eigendecompose(kfac.factors(name)["ag".index(side)])[1])
 
 
-def test_a_distributed_checkpoint_begins_once_more(tmp_path):
-    """Its loads leave out what a new optimizer lacks: the factors as saved are decomposed."""
+@pytest.fixture
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, opt = pair("all at once")
-        learn(model, opt, range(EVERY + 2))
-        wanted = {name: opt.preconditioner.factors(name)[0].clone() for name in ("1", "3")}
-        dcp.save({"o": get_optimizer_state_dict(model, opt)}, checkpoint_id=tmp_path)
-        other, again = pair("all at once")
-        template = {"o": get_optimizer_state_dict(other, again)}
-        dcp.load(template, checkpoint_id=tmp_path)
-        set_optimizer_state_dict(other, again, template["o"])
-        assert set(under_way(again).values()) == {EVERY}
-        learn(other, again, range(EVERY + 2, EVERY + 3))
-        assert not under_way(again)
-        found = vectors(again)
-        for name, average in wanted.items():
-            assert_near(found[f"{name} a"], eigendecompose(average)[1])
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("into", [0, EVERY + 1, EVERY + 1 + LAG])
+def test_a_distributed_checkpoint_begins_once_more(into, tmp_path, group):
+    """It leaves out the copies: the factors as saved are decomposed. It loads at any moment."""
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 2))
+    wanted = {name: opt.preconditioner.factors(name)[0].clone() for name in ("1", "3")}
+    dcp.save({"o": get_optimizer_state_dict(model, opt)}, checkpoint_id=tmp_path)
+    other, again = pair("all at once")
+    learn(other, again, range(into))
+    assert bool(under_way(again)) == (into == EVERY + 1)
+    template = {"o": get_optimizer_state_dict(other, again)}
+    dcp.load(template, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, again, template["o"])
+    assert set(under_way(again).values()) == {EVERY}
+    learn(other, again, range(EVERY + 2, EVERY + 3))
+    assert not under_way(again)
+    found = vectors(again)
+    for name, factor in wanted.items():
+        assert_near(found[f"{name} a"], eigendecompose(factor)[1])
+
+
+@pytest.mark.parametrize("saving", [0, LAG])
+@pytest.mark.parametrize("moment", [EVERY, EVERY + 1])
+def test_a_distributed_checkpoint_loads_with_another_lag(saving, moment, tmp_path, group):
+    """In place, which leaves no room for other shapes or keys."""
+    model, opt = pair("all at once", refresh_lag=saving)
+    learn(model, opt, range(moment))
+    dcp.save({"o": get_optimizer_state_dict(model, opt)}, checkpoint_id=tmp_path)
+    other, again = pair("all at once", refresh_lag=LAG - saving)
+    learn(other, again, range(EVERY + 1))
+    template = {"o": get_optimizer_state_dict(other, again)}
+    dcp.load(template, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, again, template["o"])
+    assert again.preconditioner.steps == moment and not under_way(again)
+    learn(other, again, range(moment, 2 * EVERY))
 
 
 # ---- several ranks ----
