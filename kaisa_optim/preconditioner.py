@@ -514,6 +514,7 @@ class Preconditioner:
             common,
             common**2,
             own_terms,
+            self._lacks_halves(),
         ]
         notes = self.second_order.tracking.flags(self.shelf)
         numbers = [*head, *with_gradient, *notes]
@@ -521,9 +522,11 @@ class Preconditioner:
         word = self.ranks.add_up(
             torch.tensor(mine, dtype=torch.float64, device="cpu"), f"agreeing on step {self.steps}"
         ).tolist()
-        failed, captured, graded, drawn, trained, once, squared, terms, *flags = word[
+        failed, captured, graded, drawn, trained, once, squared, terms, lacking, *flags = word[
             : len(numbers)
         ]
+        # Anew in each exchange: the model may have been moved.
+        self.second_order.halves = not lacking
         present, notes = flags[: len(layers)], flags[len(layers) :]
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
@@ -641,12 +644,13 @@ class Preconditioner:
             return
         common = self._common(groups) | self.options.described()
         agreement.compare(self.ranks, common, "loaded states")
-        self._agree_on_halves()  # which a copy was not asked for
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
-        numbers = torch.tensor([*flags, *counts], dtype=torch.float64, device="cpu")
-        word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        mine = [self._lacks_halves(), *flags, *counts]
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        lacking, *word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        self.second_order.halves = not lacking
         fed, ready, failures = (word[i::1][: len(layers)] for i in range(0, len(word), len(layers)))
         for i, layer in enumerate(layers):
             if fed[i] < self.ranks.world:
@@ -1057,11 +1061,10 @@ class Preconditioner:
             }
             mine = {**self._identity, **described, **sizes}
             agreement.compare(self.ranks, mine, "models and options", error)
-            self._agree_on_halves()
         return found
 
-    def _agree_on_halves(self) -> None:
-        self.second_order.agree_on_halves({p.device for p in self.model.parameters()})
+    def _lacks_halves(self) -> bool:
+        return self.second_order.lacks_halves({device for device, _ in self._placement})
 
     def _find_shards(
         self, layers: Iterable[Layer]

@@ -113,7 +113,7 @@ class SecondOrder:
         self.stored_product = stored_product
         self.dtype = dtype
         self.max_failures = max_failures
-        self.halves = True  # unless some rank's device has no products in bfloat16
+        self.halves = False  # whether all ranks have products in bfloat16, as they last agreed
         self.ready: set[Layer] = set()
         self.failures: dict[Layer, int] = {}  # in a row
 
@@ -614,15 +614,18 @@ class SecondOrder:
                 g, a = g.bfloat16(), a.bfloat16()
         return algebra.out_of_basis(found, g, a)
 
-    def agree_on_halves(self, devices: Iterable[torch.device]) -> None:
-        """Products in bfloat16 only where all ranks have them, else their weights drift apart."""
-        if self.orthogonal or self.dtype == torch.bfloat16:
-            ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
-            mine = all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
-            self.halves = all(self.ranks.all_of(mine, "agreeing on products in bfloat16"))
+    def lacks_halves(self, devices: Iterable[torch.device]) -> bool:
+        """Whether some product in bfloat16 that is asked for would be none on these devices."""
+        if not (self.orthogonal or self.dtype == torch.bfloat16):
+            return False
+        ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
+        return not all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
     def _multiplies_in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
-        return self.halves and algebra.multiplies_in_half(dtype, like)
+        if self.ranks.world == 1:
+            return algebra.multiplies_in_half(dtype, like)
+        # As agreed, also where this rank's device has changed since: weights must not drift apart.
+        return self.halves and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
     def _picked(
         self, pair: Pair, slots: slice | Tensor, like: Tensor
