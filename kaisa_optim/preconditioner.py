@@ -276,8 +276,7 @@ class Preconditioner:
     def current_options(self) -> Options:
         """The options with what has been set since construction."""
         plain = [name for name in _SCHEDULED if name not in self._schedules]
-        values = {name: getattr(self, name) for name in (*plain, "grad_scaler")}
-        return dataclasses.replace(self.options, **values)
+        return self.options.having({name: getattr(self, name) for name in (*plain, "grad_scaler")})
 
     # ---- the true Fisher ----
 

@@ -620,6 +620,23 @@ def test_what_goes_together_goes_together_after_a_load(cap):
             assert_same(again, first)
 
 
+@pytest.mark.parametrize("interval", [1, LAG])
+def test_a_copy_of_an_interval_that_has_become_as_short_as_the_lag(interval):
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    opt.preconditioner.inv_update_steps = interval
+    learn(model, opt, range(EVERY + 1, EVERY + 2))
+    twin, copied = copy.deepcopy((model, opt))
+    again, unpickled = pickle.loads(pickle.dumps((model, opt)))
+    assert copied.preconditioner.inv_update_steps == interval
+    assert copied.preconditioner.options.refresh_lag == LAG
+    learn(model, opt, range(EVERY + 2, 12))
+    learn(twin, copied, range(EVERY + 2, 12))
+    learn(again, unpickled, range(EVERY + 2, 12))
+    assert_same(weights(twin), weights(model))
+    assert_same(weights(again), weights(model))
+
+
 def test_a_state_holds_copies_while_they_are_needed():
     model, opt = pair("all at once")
     learn(model, opt, range(EVERY + 1))
