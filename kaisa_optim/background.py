@@ -74,10 +74,7 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
 
     def start(self, work: Callable[[], Results], device: torch.device) -> Job:
-        """Begin what takes tensors of ``device`` as they are now.
-
-        It must end with a look at its last result from the host: nobody else waits for the stream.
-        """
+        """Begin what takes tensors of ``device`` as they are now."""
         if self._pool is None or self._process != os.getpid():
             self._process = os.getpid()
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="kaisa_optim")
@@ -94,8 +91,14 @@ class Background:
             if stream is not None:
                 stream.wait_event(ready)
                 beside = torch.cuda.stream(stream)
-            with torch.no_grad(), beside:  # both settings are a thread's own
-                return work()
+            try:
+                with torch.no_grad(), beside:  # both settings are a thread's own
+                    return work()
+            finally:
+                # The device's other streams go on. Nobody else waits for this one: what it reads
+                # may have other uses from here on, and its results are taken as they are.
+                if stream is not None:
+                    stream.synchronize()
 
         return Job(run, self._pool.submit(run), device)
 

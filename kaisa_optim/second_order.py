@@ -742,13 +742,9 @@ def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, .
 
 
 def _decompose_beside(averages: Tensor, rejected: Tensor, *, diagonal: bool) -> tuple[Tensor, ...]:
-    """Eigenvalues and eigenvectors; on the host, which are good, and of which sums were left out.
-
-    The latter are asked for first: what ends on the device last is then waited for.
-    """
-    left_out = (rejected > 0).cpu()
+    """Eigenvalues, eigenvectors; on the host, which are good, and of which sums were left out."""
     results, good = (_diagonals if diagonal else _robustly)(averages, None)
-    return *results, good, left_out
+    return *results, good, (rejected > 0).cpu()
 
 
 def _diagonals(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:

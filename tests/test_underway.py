@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from training import assert_near, assert_same
 
-from kaisa_optim import KFACSGD, KFACAdam, second_order
+from kaisa_optim import KFACSGD, KFACAdam, background, second_order
 from kaisa_optim.algebra import eigendecompose
 
 LAG, EVERY = 2, 4
@@ -164,6 +164,52 @@ def test_each_optimizer_has_a_thread_of_its_own():
     may_end.set()
     learn(model, opt, range(EVERY + 1, 3 * EVERY))
     assert_same(weights(model), weights(plain))
+
+
+class FakeStream:
+    """Of a GPU that there is not: it notes what is asked of it."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.asked: list[Any] = []
+
+    def record_event(self) -> str:
+        self.asked.append("record")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.asked.append(event)
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpus_host_waits_for_the_threads_own_stream_alone(fails, monkeypatch):
+    main, made = FakeStream(), []
+
+    def new(device: Any) -> FakeStream:
+        made.append(FakeStream())
+        return made[-1]
+
+    def current(device: Any) -> FakeStream:
+        return main
+
+    monkeypatch.setattr(torch.cuda, "Stream", new)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+    def work() -> tuple[Tensor, ...]:
+        made[0].asked.append("work")
+        return fail() if fails else (torch.ones(2),)
+
+    thread = background.Background()
+    for _ in range(2):
+        job = thread.start(work, torch.device("cuda", 0))
+        with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+            job.results()
+    assert [stream.asked for stream in made] == [2 * ["event", "work", "synchronize"]]
+    assert main.asked == ["record", "record"]
 
 
 def test_a_thread_ends_with_its_optimizer():
