@@ -228,7 +228,13 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
         else:
             base[index] = entry
     state_dict["state"] = base
-    for index, entry in state_dict.pop(UNDER_WAY, {}).items():
+    apart = state_dict.pop(UNDER_WAY, {})
+    if not isinstance(apart, dict) or not all(isinstance(x, dict) for x in apart.values()):
+        raise ValueError(
+            f"Invalid state_dict: its {UNDER_WAY} is {apart!r}; it must be a dict of tensors for "
+            "each parameter, or absent"
+        )
+    for index, entry in apart.items():
         if index in by_index:
             entries.setdefault(by_index[index], {}).update(entry)
     _check_shapes(kfac, entries)
@@ -244,13 +250,24 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         for key, value in entry.items()
         if not isinstance(value, Tensor) and not (key == STEP and is_real(value))
     ]
+    problems += [
+        f"{names.get(p, 'a parameter')}: {STEP} is {tuple(e[STEP].shape)}, it must be a number"
+        for p, e in entries.items()
+        if isinstance(e.get(STEP), Tensor) and e[STEP].numel() != 1
+    ]
     for layer in () if problems else kfac.active:
         entry = entries.get(_home(layer), {})
-        for name, view in _named(kfac, layer):
-            if name in entry and entry[name].shape != view.shape and _fits(kfac, layer, entry):
+        status = f"{PREFIX}{layer.tag}status"
+        if status in entry and entry[status].shape not in _STATUS_SHAPES:
+            problems.append(
+                f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be "
+                f"{_STATUS_SHAPES[0]}"
+            )
+            continue
+        for name, shape in _shapes(kfac, layer):
+            if name in entry and entry[name].shape != shape and _fits(kfac, layer, entry):
                 problems.append(
-                    f"{layer.name}: {name} is {tuple(entry[name].shape)}, "
-                    f"the model needs {tuple(view.shape)}"
+                    f"{layer.name}: {name} is {tuple(entry[name].shape)}, the model needs {shape}"
                 )
     homes = {_home(layer) for layer in kfac.active}
     for p, entry in entries.items():
@@ -264,6 +281,18 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
             "model with the same layers and options, or remove its kfac_ entries:\n  "
             + "\n  ".join(problems)
         )
+
+
+_STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
+
+
+def _shapes(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, view in _named(kfac, layer):
+        yield name, tuple(view.shape)
+    for side in "ag":
+        specs = kfac.second_order.under_way.specs(stack_key(layer, side), layer.blocks)
+        for name, (shape, _) in specs.items():
+            yield _begun_name(layer, side, name), shape
 
 
 def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:

@@ -468,7 +468,10 @@ class KFACMixin(Optimizer, Joinable):
             self._consolidated = entries if ranks.rank == to else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of its base class alone."""
+        """Load a state of this class, or of its base class alone.
+
+        On several ranks, what can't be loaded on one is raised on all, by the next step.
+        """
         fresh = False  # taken before any step, so that nothing is missing
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -493,6 +496,9 @@ class KFACMixin(Optimizer, Joinable):
         handle = self.register_load_state_dict_pre_hook(separate)
         try:
             super().load_state_dict(state_dict)
+        except Exception as error:
+            self.preconditioner.refuse(error)
+            return
         finally:
             handle.remove()
         missing = self.__dict__.pop("_missing")

@@ -118,6 +118,7 @@ class Preconditioner:
         self.shelf = Shelf()  # the factors that this rank keeps
         self.layout = Layout()  # the layers whose gradients this rank preconditions
         self._unsettled = False  # loaded, and the other ranks not yet asked
+        self._refused: Exception | None = None  # what kept this rank from loading
         self._unproven = self.ranks.world > 1  # weights not yet compared
         self._silent = 0  # steps since a layer saw a backward pass, of those that gather
         self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
@@ -642,7 +643,7 @@ class Preconditioner:
         if not self._unsettled:
             return
         common = self._common(groups) | self.options.described()
-        agreement.compare(self.ranks, common, "loaded states")
+        agreement.compare(self.ranks, common, "loaded states", self._refused, "loading a state")
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
@@ -1136,9 +1137,16 @@ class Preconditioner:
         yield from self.shelf.views(layer)
         yield from self.layout.views(layer)
 
+    def refuse(self, error: Exception) -> None:
+        """A state can't be loaded: all ranks raise that where they next meet, or this one alone."""
+        if self.ranks.world == 1:
+            raise error
+        self._unsettled, self._refused = True, error
+
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
         assert self._capture is not None
+        self._refused = None
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)

@@ -692,6 +692,39 @@ def test_a_state_holds_copies_while_they_are_needed():
     assert opt.state_dict().keys() == {"state", "param_groups"}
 
 
+COPY = "kfac_a_begun_average"
+MISREAD: dict[str, tuple[Any, str]] = {
+    "no dict": (lambda s: s.update(kfac_under_way=[3]), r"its kfac_under_way is \[3\]; it must be"),
+    "no dict of tensors": (lambda s: s["kfac_under_way"].update({1: 3}), "its kfac_under_way is "),
+    "no tensor": (lambda s: s["kfac_under_way"][1].update({COPY: "x"}), f"{COPY} is a str, no ten"),
+    "a copy of another size": (
+        lambda s: s["kfac_under_way"][1].update({COPY: torch.ones(1, 2, 2)}),
+        rf"1: {COPY} is \(1, 2, 2\), the model needs \(1, 6, 6\)",
+    ),
+    "a short status": (
+        lambda s: s["state"][1].update(kfac_status=torch.ones(3)),
+        r"1: kfac_status is \(3,\), it must be \(8,\)",
+    ),
+    "many steps": (
+        lambda s: s["state"][1].update(kfac_step=torch.ones(2)),
+        r"1\.weight: kfac_step is \(2,\), it must be a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISREAD)
+def test_what_is_misread_is_named(case):
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY + 1))
+    state = copy.deepcopy(opt.state_dict())
+    spoil, said = MISREAD[case]
+    spoil(state)
+    with pytest.raises(ValueError, match=f"(?s)Invalid state_dict: .*{said}"):
+        opt.load_state_dict(state)
+    learn(model, opt, range(EVERY + 1, 2 * EVERY))  # the refused load has changed nothing
+    assert opt.preconditioner.steps == 2 * EVERY
+
+
 def test_without_a_lag_what_was_under_way_is_done_at_once():
     model, opt = pair("all at once")
     learn(model, opt, range(EVERY + 1))
