@@ -1059,7 +1059,9 @@ class Preconditioner:
                 f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
                 for i, group in enumerate(groups)
             }
-            mine = {**self._identity, **described, **sizes}
+            # Else a step would be refused on those ranks alone, and the others wait for them.
+            on_meta = {"parameters on the meta device": sorted(self._on_meta)}
+            mine = {**self._identity, **described, **sizes, **on_meta}
             agreement.compare(self.ranks, mine, "models and options", error)
         return found
 
