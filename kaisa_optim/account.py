@@ -37,7 +37,7 @@ _STATE = (
 KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
-_STATUS_HEAD = 8  # numbers of a step's first exchange that belong to no layer
+_STATUS_HEAD = 9  # numbers of a step's first exchange that belong to no layer
 
 
 class Work(NamedTuple):

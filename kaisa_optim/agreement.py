@@ -30,15 +30,21 @@ def alike(world: int, total: float, squares: float) -> bool:
     return world * int(squares) == int(total) ** 2
 
 
-def compare(ranks: Ranks, mine: dict[str, Any], what: str, error: Exception | None = None) -> None:
-    """Raise on all ranks where one has an error, or something else than another."""
+def compare(
+    ranks: Ranks,
+    mine: dict[str, Any],
+    what: str,
+    error: Exception | None = None,
+    doing: str = "matching model and parameters",
+) -> None:
+    """Raise on all ranks where one has an error, from ``doing``, or something else than another."""
     code = checksum(mine)
     numbers = [float(error is not None), code, code**2]
     failed, once, squared = ranks.add_up(
         torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
     ).tolist()
     if failed:
-        raise_together(ranks, error, "matching model and parameters")
+        raise_together(ranks, error, doing)
     if not alike(ranks.world, once, squared):
         raise_difference(ranks, mine, what)
 

@@ -1,6 +1,9 @@
 """K-FAC state inside the optimizer's own: flat tensors under ``state[parameter]["kfac_…"]``.
 
-Other homes get lost: torch.distributed.checkpoint keeps only what is in a parameter's entry.
+Other homes get lost: torch.distributed.checkpoint keeps only what is in a parameter's entry. There,
+what there is must not depend on the moment, as it loads into a state in place: copies of factors
+under decomposition are apart, in ``state_dict["kfac_under_way"]``. Where they get lost, the factors
+as saved are decomposed in their place.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from .underway import COPIED
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
+UNDER_WAY = f"{PREFIX}under_way"
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
@@ -35,8 +39,15 @@ def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
-def _begun(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def under_way(kfac: Preconditioner) -> Entries:
     """What this rank has of decompositions that are under way."""
+    found: Entries = {}
+    for layer in kfac.active:
+        found.setdefault(_home(layer), {}).update(_begun(kfac, layer))
+    return {home: entry for home, entry in found.items() if entry}
+
+
+def _begun(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
     for side in "ag":
         copies = kfac.second_order.under_way.copies.get((layer, side), {})
         for name, tensor in copies.items():
@@ -45,6 +56,9 @@ def _begun(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 def _begun_name(layer: Layer, side: str, name: str) -> str:
     return f"{PREFIX}{layer.tag}{side}_begun_{name}"
+
+
+_APART = tuple(f"_begun_{name}" for name in COPIED)
 
 
 def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None = None) -> None:
@@ -70,16 +84,11 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
         if has_entry(home):
             entry, values = state[home], _status(kfac, layer, convention)
             status = f"{PREFIX}{layer.tag}status"
-            changed = status not in entry or kfac.published.get(layer) != values
             if status not in entry:
                 entry.update(_named(kfac, layer))
                 entry[status] = torch.tensor(values, device="cpu")
-            elif changed:
+            elif kfac.published.get(layer) != values:
                 entry[status].copy_(torch.tensor(values, device="cpu"))
-            if changed:  # perhaps what is under way
-                for key in (_begun_name(layer, s, name) for s in "ag" for name in COPIED):
-                    entry.pop(key, None)
-                entry.update(_begun(kfac, layer))
             kfac.published[layer] = values
 
 
@@ -119,13 +128,11 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 
 
 def _status(kfac: Preconditioner, layer: Layer, convention: int) -> list[int]:
-    """With a lag, in which steps what is under way of A and of G has begun; else -1."""
+    """The last two: in which steps what is under way of A and of G has begun; else -1."""
     second = kfac.second_order
     flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
-    values = [*map(int, flags), second.failures.get(layer, 0), convention]
-    if second.under_way.lag:
-        values += [second.under_way.begun.get((layer, side), -1) for side in "ag"]
-    return values
+    begun = [second.under_way.begun.get((layer, side), -1) for side in "ag"]
+    return [*map(int, flags), second.failures.get(layer, 0), convention, *begun]
 
 
 def _convention(kfac: Preconditioner) -> int:
@@ -159,6 +166,22 @@ def consolidate(kfac: Preconditioner, to: int) -> Entries:
     for (home, name), tensor in gathered.items():
         entries.setdefault(home, {})[name] = tensor
     return entries
+
+
+def complete(
+    kfac: Preconditioner, state_dict: dict[str, Any], parameters: list[Tensor], gathered: Entries
+) -> None:
+    """Add what is under way, and what came from other ranks; a state's own entries stay as is."""
+    begun = under_way(kfac)
+    for index, p in enumerate(parameters):
+        theirs = gathered.get(p, {})
+        apart = {k: v for k, v in theirs.items() if k.endswith(_APART)}
+        if len(theirs) > len(apart):
+            rest = {k: v for k, v in theirs.items() if k not in apart}
+            state_dict["state"][index] = {**state_dict["state"].get(index, {}), **rest}
+        apart |= begun.get(p, {})
+        if apart:
+            state_dict.setdefault(UNDER_WAY, {})[index] = apart
 
 
 def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
@@ -205,6 +228,15 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
         else:
             base[index] = entry
     state_dict["state"] = base
+    apart = state_dict.pop(UNDER_WAY, {})
+    if not isinstance(apart, dict) or not all(isinstance(x, dict) for x in apart.values()):
+        raise ValueError(
+            f"Invalid state_dict: its {UNDER_WAY} is {apart!r}; it must be a dict of tensors for "
+            "each parameter, or absent"
+        )
+    for index, entry in apart.items():
+        if index in by_index:
+            entries.setdefault(by_index[index], {}).update(entry)
     _check_shapes(kfac, entries)
     return entries
 
@@ -218,13 +250,24 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         for key, value in entry.items()
         if not isinstance(value, Tensor) and not (key == STEP and is_real(value))
     ]
+    problems += [
+        f"{names.get(p, 'a parameter')}: {STEP} is {tuple(e[STEP].shape)}, it must be a number"
+        for p, e in entries.items()
+        if isinstance(e.get(STEP), Tensor) and e[STEP].numel() != 1
+    ]
     for layer in () if problems else kfac.active:
         entry = entries.get(_home(layer), {})
-        for name, view in _named(kfac, layer):
-            if name in entry and entry[name].shape != view.shape and _fits(kfac, layer, entry):
+        status = f"{PREFIX}{layer.tag}status"
+        if status in entry and entry[status].shape not in _STATUS_SHAPES:
+            problems.append(
+                f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be "
+                f"{_STATUS_SHAPES[0]}"
+            )
+            continue
+        for name, shape in _shapes(kfac, layer):
+            if name in entry and entry[name].shape != shape and _fits(kfac, layer, entry):
                 problems.append(
-                    f"{layer.name}: {name} is {tuple(entry[name].shape)}, "
-                    f"the model needs {tuple(view.shape)}"
+                    f"{layer.name}: {name} is {tuple(entry[name].shape)}, the model needs {shape}"
                 )
     homes = {_home(layer) for layer in kfac.active}
     for p, entry in entries.items():
@@ -240,6 +283,18 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         )
 
 
+_STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
+
+
+def _shapes(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, view in _named(kfac, layer):
+        yield name, tuple(view.shape)
+    for side in "ag":
+        specs = kfac.second_order.under_way.specs(stack_key(layer, side), layer.blocks)
+        for name, (shape, _) in specs.items():
+            yield _begun_name(layer, side, name), shape
+
+
 def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     """Whether the saved factors are of the same parameters and the same convention."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
@@ -252,6 +307,7 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
 def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     """Continue from loaded tensors; the layers that have none and are estimated anew."""
     kfac.discard()
+    kfac.second_order.under_way.clear()
     for layer in kfac.layers.values():
         kfac.forget(layer)
     kfac.lay_out()

@@ -78,13 +78,13 @@ def cover(
                 reason = f"{type(module).__name__} whose weight is no parameter of its own"
                 reasons.update((p, reason) for p in own if p not in reasons)
                 continue
-            check_sizes(layer)
             if layer.bias in reasons:
                 layer.bias = None
             layer.wide = max_factor_size
             has_bias = layer.bias is not None and layer.bias in trained
             layer.trained = (layer.weight in trained, has_bias)
             if any(layer.trained):
+                check_sizes(layer)
                 layer.covers = layer.covers_now()
                 found.layers[layer.name] = layer
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}

@@ -315,7 +315,7 @@ def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
         return result
     norm = _global_norm(gradients)
     for group, params in zip(groups, graded, strict=True):
-        if _limit(group) < math.inf:
+        if params and _limit(group) < math.inf:
             for same in _buckets(params):
                 (some,) = same
                 to = norm.to(some[0].device, math_dtype(some[0].dtype)).reshape(1)

@@ -327,7 +327,9 @@ class KFACMixin(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
+        # A first group may be empty.
+        parameters = (p for group in self.param_groups for p in group["params"])
+        device: torch.device = next(parameters).device
         return device
 
     @property
@@ -431,9 +433,8 @@ class KFACMixin(Optimizer, Joinable):
         brought all of it here since the last step. ``torch.distributed.checkpoint`` saves the
         shares of all ranks and needs no consolidation.
         """
-        if self.preconditioner.ranks.world == 1:
-            return super().state_dict()
-        if self._consolidated is None and not self._warned_of_share:
+        alone = self.preconditioner.ranks.world == 1
+        if not alone and self._consolidated is None and not self._warned_of_share:
             absent = checkpoint.absent(self.preconditioner)
             if absent:
                 self._warned_of_share = True
@@ -445,7 +446,7 @@ class KFACMixin(Optimizer, Joinable):
                     stacklevel=2,
                 )
         # Before the user's own hooks, which see the state whole.
-        handle = self.register_state_dict_post_hook(_merge_consolidated, prepend=True)
+        handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -469,7 +470,10 @@ class KFACMixin(Optimizer, Joinable):
             self._consolidated = entries if ranks.rank == to else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of its base class alone."""
+        """Load a state of this class, or of its base class alone.
+
+        On several ranks, what can't be loaded on one is raised on all, by the next step.
+        """
         fresh = False  # taken before any step, so that nothing is missing
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -494,6 +498,9 @@ class KFACMixin(Optimizer, Joinable):
         handle = self.register_load_state_dict_pre_hook(separate)
         try:
             super().load_state_dict(state_dict)
+        except Exception as error:
+            self.preconditioner.refuse(error)
+            return
         finally:
             handle.remove()
         missing = self.__dict__.pop("_missing")
@@ -519,6 +526,7 @@ class KFACMixin(Optimizer, Joinable):
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in kept},
             "_kfac_options": self.preconditioner.current_options(),
+            "_under_way": checkpoint.under_way(self.preconditioner),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -539,6 +547,8 @@ class KFACMixin(Optimizer, Joinable):
                 del state["state"][p][key]
             if ours and not state["state"][p]:
                 del state["state"][p]
+        for p, begun in state.pop("_under_way").items():
+            entries.setdefault(p, {}).update(begun)
         super().__setstate__(state)
         self._kfac_process_group = None
         self._consolidated = None
@@ -557,15 +567,11 @@ class KFACMixin(Optimizer, Joinable):
         return missing
 
 
-def _merge_consolidated(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Add what came from other ranks; the optimizer's own entries stay as they are."""
+def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, p in enumerate(parameters):
-        gathered = (optimizer._consolidated or {}).get(p)
-        if gathered:
-            entry = state_dict["state"].get(index, {})
-            state_dict["state"][index] = {**entry, **gathered}
+    gathered = optimizer._consolidated or {}
+    checkpoint.complete(optimizer.preconditioner, state_dict, parameters, gathered)
 
 
 def _level_of_caller() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import math
@@ -435,6 +436,16 @@ class Options:
             )
         if self.grafting:
             refuse_clip_of_grafted(self.kl_clip)
+
+    def having(self, values: dict[str, Any]) -> Options:
+        """A copy with values that were checked where they were set.
+
+        Together they may be what can't be asked for at first, as an interval below the lag is.
+        """
+        other = copy.copy(self)
+        for name, value in values.items():
+            other._settle(name, value)
+        return other
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else

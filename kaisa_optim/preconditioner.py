@@ -118,6 +118,7 @@ class Preconditioner:
         self.shelf = Shelf()  # the factors that this rank keeps
         self.layout = Layout()  # the layers whose gradients this rank preconditions
         self._unsettled = False  # loaded, and the other ranks not yet asked
+        self._refused: Exception | None = None  # what kept this rank from loading
         self._unproven = self.ranks.world > 1  # weights not yet compared
         self._silent = 0  # steps since a layer saw a backward pass, of those that gather
         self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
@@ -276,8 +277,7 @@ class Preconditioner:
     def current_options(self) -> Options:
         """The options with what has been set since construction."""
         plain = [name for name in _SCHEDULED if name not in self._schedules]
-        values = {name: getattr(self, name) for name in (*plain, "grad_scaler")}
-        return dataclasses.replace(self.options, **values)
+        return self.options.having({name: getattr(self, name) for name in (*plain, "grad_scaler")})
 
     # ---- the true Fisher ----
 
@@ -401,21 +401,25 @@ class Preconditioner:
         A layer is refreshed as soon as its sums are there, while others are still on their way.
         """
         self.fed.update(tally.counts)
-        due, outcome = self._due(), Outcome()
-        renewing = self.second_order.begin(due, self._turn(), self._turns_begun(), self.steps)
-        bases = self.second_order.bases(self.layout, renewing)
-        self.second_order.take_examples(self.layout, self.statistics, tally, decay_of)
-        ready = [layer for layer in due if layer not in tally.counts]
-        self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
-            ready = [layer for layer in layers if layer in due]
-            self.second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-        self.second_order.tracking.send(self.shelf)
-        if renewing:
-            renewed = self._settle(renewing, outcome)
-            self.second_order.share(self.layout, renewed, self.owner)
-            self.second_order.multiply(self.layout, renewed, damping_of)
-            self.second_order.turn(self.layout, renewed, bases)
+        due, outcome, second_order = self._due(), Outcome(), self.second_order
+        turn, number = self._turn(), self._turns_begun()
+        with second_order.planned(due, turn, number, self.steps) as renewing:
+            bases = second_order.bases(self.layout, renewing)
+            second_order.take_examples(self.layout, self.statistics, tally, decay_of)
+            ready = [layer for layer in due if layer not in tally.counts]
+            second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+            for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
+                ready = [layer for layer in layers if layer in due]
+                second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+            second_order.start(self.shelf)
+            if renewing:
+                landed = second_order.land(self.shelf, self.steps, outcome)
+                renewed = self._settle(renewing, outcome)
+                second_order.enter(self.layout, landed)
+                second_order.tracking.send(self.shelf)
+                second_order.share(self.layout, renewed, self.owner)
+                second_order.multiply(self.layout, renewed, damping_of)
+                second_order.turn(self.layout, renewed, bases)
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""
@@ -510,6 +514,7 @@ class Preconditioner:
             common,
             common**2,
             own_terms,
+            self._lacks_halves(),
         ]
         notes = self.second_order.tracking.flags(self.shelf)
         numbers = [*head, *with_gradient, *notes]
@@ -517,9 +522,11 @@ class Preconditioner:
         word = self.ranks.add_up(
             torch.tensor(mine, dtype=torch.float64, device="cpu"), f"agreeing on step {self.steps}"
         ).tolist()
-        failed, captured, graded, drawn, trained, once, squared, terms, *flags = word[
+        failed, captured, graded, drawn, trained, once, squared, terms, lacking, *flags = word[
             : len(numbers)
         ]
+        # Anew in each exchange: the model may have been moved.
+        self.second_order.halves = not lacking
         present, notes = flags[: len(layers)], flags[len(layers) :]
         if failed:
             error, capture.error = capture.error, None  # the next step may go well
@@ -636,13 +643,14 @@ class Preconditioner:
         if not self._unsettled:
             return
         common = self._common(groups) | self.options.described()
-        agreement.compare(self.ranks, common, "loaded states")
-        self._agree_on_halves()  # which a copy was not asked for
+        agreement.compare(self.ranks, common, "loaded states", self._refused, "loading a state")
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
-        numbers = torch.tensor([*flags, *counts], dtype=torch.float64, device="cpu")
-        word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        mine = [self._lacks_halves(), *flags, *counts]
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        lacking, *word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        self.second_order.halves = not lacking
         fed, ready, failures = (word[i::1][: len(layers)] for i in range(0, len(word), len(layers)))
         for i, layer in enumerate(layers):
             if fed[i] < self.ranks.world:
@@ -1051,13 +1059,14 @@ class Preconditioner:
                 f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
                 for i, group in enumerate(groups)
             }
-            mine = {**self._identity, **described, **sizes}
+            # Else a step would be refused on those ranks alone, and the others wait for them.
+            on_meta = {"parameters on the meta device": sorted(self._on_meta)}
+            mine = {**self._identity, **described, **sizes, **on_meta}
             agreement.compare(self.ranks, mine, "models and options", error)
-            self._agree_on_halves()
         return found
 
-    def _agree_on_halves(self) -> None:
-        self.second_order.agree_on_halves({p.device for p in self.model.parameters()})
+    def _lacks_halves(self) -> bool:
+        return self.second_order.lacks_halves({device for device, _ in self._placement})
 
     def _find_shards(
         self, layers: Iterable[Layer]
@@ -1130,9 +1139,16 @@ class Preconditioner:
         yield from self.shelf.views(layer)
         yield from self.layout.views(layer)
 
+    def refuse(self, error: Exception) -> None:
+        """A state can't be loaded: all ranks raise that where they next meet, or this one alone."""
+        if self.ranks.world == 1:
+            raise error
+        self._unsettled, self._refused = True, error
+
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
         assert self._capture is not None
+        self._refused = None
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._capture.missing.difference_update(self.fed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +72,15 @@ class Outcome:
         return self.failed, self.empty, self.rejected
 
 
+class Landed(NamedTuple):
+    """What was found beside the training for factors of one stack."""
+
+    stack: Stack
+    factors: list[Factor]
+    results: list[Tensor]
+    good: Tensor  # on the host
+
+
 class SecondOrder:
     """Eigendecompositions or damped inverses of the factors of some layers."""
 
@@ -102,7 +113,7 @@ class SecondOrder:
         self.stored_product = stored_product
         self.dtype = dtype
         self.max_failures = max_failures
-        self.halves = True  # unless some rank's device has no products in bfloat16
+        self.halves = False  # whether all ranks have products in bfloat16, as they last agreed
         self.ready: set[Layer] = set()
         self.failures: dict[Layer, int] = {}  # in a row
 
@@ -134,18 +145,25 @@ class SecondOrder:
 
     # ---- refresh ----
 
-    def begin(
+    @contextlib.contextmanager
+    def planned(
         self, due: Sequence[Layer], turn: Collection[Layer], number: int, step: int
-    ) -> list[Layer]:
+    ) -> Iterator[list[Layer]]:
         """Settle how each layer in ``due`` is refreshed; those that get something new in this step.
 
         ``turn`` are those whose turn it is; ``number`` grows from each turn of a layer to its next.
+        Where the refresh raises, as it does on all ranks or on none, what it was to begin or to put
+        into use begins in the next step.
         """
         known = self.ready.difference(self.failures)
         self.tracking.begin(due, turn, known, number)
         plan = self.tracking.plan
         self.under_way.divide(plan, known, step)
-        return [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+        try:
+            yield [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+        except BaseException:
+            self.tracking.stale |= self.under_way.take_back()
+            raise
 
     def forget(self, layer: Layer) -> None:
         self.ready.discard(layer)
@@ -167,13 +185,18 @@ class SecondOrder:
                 "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
             }
 
+    def start(self, shelf: Shelf) -> None:
+        """Begin with what is decomposed beside the steps that follow, when all sums are in.
+
+        What goes together must not depend on how they came in: a load knows the steps alone.
+        """
+        self._start(shelf, self.under_way.starting)
+
     def take_up(self, shelf: Shelf) -> None:
         """Begin once more with what was under way when a state was saved, in the same batches."""
         begun = self.under_way.begun
-        for stack in shelf.stacks.values():
-            mine = [f for f in stack.factors if (f.layer, f.side) in begun]
-            for step in sorted({begun[f.layer, f.side] for f in mine}):
-                self._start(stack, [f for f in mine if begun[f.layer, f.side] == step])
+        for step in sorted(set(begun.values())):
+            self._start(shelf, {key for key in begun if begun[key] == step})
 
     def refresh(
         self,
@@ -192,10 +215,7 @@ class SecondOrder:
             try:
                 self._decompose(shelf, layout, due, shifts, outcome)
             except Exception as error:
-                if self.ranks.world == 1:
-                    raise
-                # The others wait for this rank at the next exchange: they learn of it there.
-                outcome.error = outcome.error or error
+                self._keep(error, outcome)
 
     def _decompose(
         self,
@@ -205,35 +225,64 @@ class SecondOrder:
         shifts: dict[Key, Tensor],
         outcome: Outcome,
     ) -> None:
-        plan, under_way = self.tracking.plan, self.under_way
-        now = {key for key, anew in plan.items() if anew and key not in under_way.landing}
+        plan, landing = self.tracking.plan, self.under_way.landing
+        now = {key for key, anew in plan.items() if anew and key not in landing}
         rejections = _rejections(shelf, {x for x in due if (x, "a") in now or (x, "g") in now})
         outcome.rejected.update(rejections)
         outcome.empty.update(layer for layer, nothing in rejections.items() if nothing)
         wanted = set(due) - outcome.empty
         for stack in shelf.stacks.values():
             mine = {(f.layer, f.side): f for f in stack.factors if f.layer in wanted}
-            self._start(stack, [f for key, f in mine.items() if key in under_way.starting])
             anew = [f for key, f in mine.items() if key in now]
             for some in chunks(anew, _numbers, _at_once(stack)):
                 outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
             followed = [f for key, f in mine.items() if not plan.get(key, True)]
             for some in chunks(followed, _numbers, _at_once(stack)):
                 self._follow(stack, some, layout)
-            landing = [f for key, f in mine.items() if key in under_way.landing]
-            for some, (*results, good, rejected) in under_way.results(landing):
-                outcome.failed |= self._enter(stack, some, layout, results, good)
-                outcome.rejected |= _flagged(some, rejected)
 
-    def _start(self, stack: Stack, factors: list[Factor]) -> None:
+    def _start(self, shelf: Shelf, keys: Collection[Key]) -> None:
         """Decompose beside the steps that follow.
 
         Float32 is full precision there as it is: TF32 is for products and convolutions, and a
         setting of it would be the whole process's.
         """
-        beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
-        for some in chunks(factors, _numbers, _at_once(stack)):
-            self.under_way.start(some, beside)
+        for stack in shelf.stacks.values() if keys else ():
+            mine = [f for f in stack.factors if (f.layer, f.side) in keys]
+            beside = functools.partial(_decompose_beside, diagonal=stack.key.diagonal)
+            for some in chunks(mine, _numbers, _at_once(stack)):
+                try:
+                    self.under_way.start(some, beside)
+                except Exception as error:
+                    if self.ranks.world == 1:
+                        raise
+                    # The others will wait for this rank where results are due, and learn of it.
+                    self.under_way.fail(some, error)
+
+    def land(self, shelf: Shelf, step: int, outcome: Outcome) -> list[Landed]:
+        """Wait for what comes into use in this step; on no rank before all have theirs."""
+        landed = []
+        try:
+            self.under_way.ask_dropped(step)
+            for stack in shelf.stacks.values():
+                mine = [f for f in stack.factors if (f.layer, f.side) in self.under_way.landing]
+                for some, (*results, good, rejected) in self.under_way.results(mine):
+                    landed.append(Landed(stack, some, results, good))
+                    outcome.failed |= _flagged(some, ~good)
+                    outcome.rejected |= _flagged(some, rejected)
+        except Exception as error:
+            self._keep(error, outcome)
+        return landed
+
+    def enter(self, layout: Layout, landed: Sequence[Landed]) -> None:
+        """Put into use what has landed."""
+        for one in landed:
+            self._enter(one.stack, one.factors, layout, one.results, one.good)
+
+    def _keep(self, error: Exception, outcome: Outcome) -> None:
+        """Other ranks wait for this one at the next exchange: they learn of it there."""
+        if self.ranks.world == 1:
+            raise error
+        outcome.error = outcome.error or error
 
     def settle(self, due: Sequence[Layer], outcome: Outcome) -> list[Layer]:
         """Count what has been decomposed and what has failed on any rank; the layers to apply."""
@@ -565,15 +614,18 @@ class SecondOrder:
                 g, a = g.bfloat16(), a.bfloat16()
         return algebra.out_of_basis(found, g, a)
 
-    def agree_on_halves(self, devices: Iterable[torch.device]) -> None:
-        """Products in bfloat16 only where all ranks have them, else their weights drift apart."""
-        if self.orthogonal or self.dtype == torch.bfloat16:
-            ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
-            mine = all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
-            self.halves = all(self.ranks.all_of(mine, "agreeing on products in bfloat16"))
+    def lacks_halves(self, devices: Iterable[torch.device]) -> bool:
+        """Whether some product in bfloat16 that is asked for would be none on these devices."""
+        if not (self.orthogonal or self.dtype == torch.bfloat16):
+            return False
+        ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
+        return not all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
     def _multiplies_in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
-        return self.halves and algebra.multiplies_in_half(dtype, like)
+        if self.ranks.world == 1:
+            return algebra.multiplies_in_half(dtype, like)
+        # As agreed, also where this rank's device has changed since: weights must not drift apart.
+        return self.halves and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
     def _picked(
         self, pair: Pair, slots: slice | Tensor, like: Tensor
@@ -690,13 +742,9 @@ def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, .
 
 
 def _decompose_beside(averages: Tensor, rejected: Tensor, *, diagonal: bool) -> tuple[Tensor, ...]:
-    """Eigenvalues and eigenvectors; on the host, which are good, and of which sums were left out.
-
-    The latter are asked for first: what ends on the device last is then waited for.
-    """
-    left_out = (rejected > 0).cpu()
+    """Eigenvalues, eigenvectors; on the host, which are good, and of which sums were left out."""
     results, good = (_diagonals if diagonal else _robustly)(averages, None)
-    return *results, good, left_out
+    return *results, good, (rejected > 0).cpu()
 
 
 def _diagonals(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:

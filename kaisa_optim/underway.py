@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .background import Background, Job, Results
+from .background import Background, Failure, Job, Results
 from .layers import Layer
 from .stacks import Factor, Specs, StackKey, joined, slots_of
 
@@ -30,7 +30,9 @@ class UnderWay:
         self.starting: set[Key] = set()  # in this step
         self.landing: set[Key] = set()
         self._background = Background()
-        self._jobs: dict[Key, tuple[Job, slice]] = {}  # with the blocks among its results
+        # With the blocks among a job's results.
+        self._jobs: dict[Key, tuple[Job | Failure, slice]] = {}
+        self._dropped: dict[Job | Failure, int] = {}  # nobody wants their results, but their errors
 
     # ---- what all ranks know alike ----
 
@@ -62,15 +64,33 @@ class UnderWay:
             plan[key] = True
             del self.begun[key]
 
+    def take_back(self) -> set[Key]:
+        """Drop what this step was to begin or to put into use: it has failed, on all ranks."""
+        keys, self.starting, self.landing = self.starting | self.landing, set(), set()
+        for key in keys:
+            self._drop(key)
+        return keys
+
     def specs(self, key: StackKey, count: int) -> Specs:
         """What an owner keeps meanwhile of ``count`` factors."""
         return {"average": (key.shape(count), key.dtype), "rejected": ((count,), torch.int32)}
 
     def forget(self, layer: Layer) -> None:
         for key in ((layer, "a"), (layer, "g")):
-            self.begun.pop(key, None)
-            self.copies.pop(key, None)
-            self._jobs.pop(key, None)
+            if key in self._jobs:
+                self._dropped[self._jobs[key][0]] = self.begun[key]
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Leave all of it, as another state takes the place of this one."""
+        for of_key in (self.begun, self.copies, self._jobs, self._dropped):
+            of_key.clear()
+        self.starting, self.landing = set(), set()
+
+    def _drop(self, key: Key) -> None:
+        self.begun.pop(key, None)
+        self.copies.pop(key, None)
+        self._jobs.pop(key, None)
 
     # ---- on owners ----
 
@@ -98,13 +118,26 @@ class UnderWay:
             self.copies[key] = {n: x[own] for n, x in zip(COPIED, batch, strict=True)}
             at = own.stop
 
+    def fail(self, factors: Sequence[Factor], error: Exception) -> None:
+        """Note what kept these from beginning: it is raised where their results are due."""
+        failure = Failure(error)
+        for factor in factors:
+            self._jobs[factor.layer, factor.side] = failure, slice(0)
+
+    def ask_dropped(self, step: int) -> None:
+        """Raise the errors of what has been dropped and would have landed by this step."""
+        for job, begun in list(self._dropped.items()):
+            if begun + self.lag <= step:
+                del self._dropped[job]
+                job.results()
+
     def results(self, factors: Sequence[Factor]) -> Iterator[tuple[list[Factor], Results]]:
         """What was found for factors of one stack, those of one job together."""
-        by_job: dict[Job, list[tuple[Factor, slice]]] = {}
+        by_job: dict[Job | Failure, list[tuple[Factor, slice]]] = {}
         for factor in factors:
             key = factor.layer, factor.side
             job, slots = self._jobs.pop(key)
-            del self.copies[key]
+            self.copies.pop(key, None)  # none of what could not begin
             by_job.setdefault(job, []).append((factor, slots))
         for job, members in by_job.items():
             found = job.results()

@@ -884,6 +884,22 @@ def test_a_layer_kind_of_another_size(kinds, sizes, said):
         KFACSGD(nn.Sequential(Own()), lr=0.1)
 
 
+def test_a_layer_that_is_not_trained_may_be_of_any_size(kinds):
+    """A kind may not know it, as of one whose weight was packed; nobody asks."""
+
+    class Kind(OwnLayer):
+        def __init__(self, name, module):
+            super().__init__(name, module)
+            self.outputs = 5
+
+    register_layer(Own)(Kind)
+    model = nn.Sequential(Own(), nn.Linear(2, 2))
+    opt = KFACSGD(model[1].parameters(), lr=0.1, model=model)
+    model(torch.ones(4, 3)).square().mean().backward()
+    opt.step()
+    assert list(opt.preconditioner.layers) == ["1"]
+
+
 @pytest.mark.parametrize("method", ["input_rows", "output_rows"])
 @pytest.mark.parametrize(
     ("change", "shape"),

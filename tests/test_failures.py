@@ -878,6 +878,20 @@ def test_betas_that_are_none_on_one_rank() -> None:
     assert waiting is not None and "too many values" in waiting and "rank 1" in waiting
 
 
+def head_on_meta(rank: int) -> str | None:
+    model = net()
+    if dist.get_rank() == rank:
+        model[-1].to(device="meta")
+    return attempt(nn.Identity(), lambda: optimizer(model)).error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_on_the_meta_device_of_one_rank(rank: int) -> None:
+    for error in run(2, head_on_meta, rank):
+        assert error is not None and "Invalid parameters on the meta device: " in error
+        assert "need the same model" in error
+
+
 def other_share() -> str | None:
     """Each rank loads its own share, of another step."""
     model = net()

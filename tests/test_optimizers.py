@@ -229,6 +229,21 @@ def test_groups_have_their_own_damping_and_decay():
             assert_near(change, expected)
 
 
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [(KFACSGD, {}), (KFACAdam, {}), (KFACLAMB, {}), (KFACLAMB, {"moments": "parameters"})],
+)
+def test_a_first_group_may_be_empty(cls, own):
+    """As torch's own optimizers have it."""
+    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 2, "refresh_lag": 1, **own}
+    plain, model = network(), network()
+    train(plain, cls(plain, **options), range(4))
+    opt = cls([{"params": []}, {"params": model.parameters()}], model=model, **options)
+    train(model, opt, range(4))
+    assert_same(model, plain)
+    assert opt.join_device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("damping", [(0.1, 0.2), (0.2, 0.1)])
 def test_weight_and_bias_with_different_damping_are_refused(damping):
     model = network()

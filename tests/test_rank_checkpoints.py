@@ -409,6 +409,37 @@ def test_a_plain_checkpoint_on_ranks(world, spread):
         assert_same(moved, ranks[0][1][2])
 
 
+def misreads(rank_of_it: int, spread: dict[str, Any]) -> list[str]:
+    """One rank's copy of a state is spoilt; its errors, and a good state afterwards."""
+    model, opt = pair(Plan(options=spread))
+    learn(model, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    whole = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(whole, 0)
+    spoilt = copy.deepcopy(whole[0])
+    if rank() == rank_of_it:
+        spoilt["state"][1]["kfac_status"] = torch.ones(3)
+    errors = []
+    quietly_load(opt, spoilt)
+    for act in (lambda: learn(model, opt, range(3, 4)), lambda: opt.consolidate_state_dict(to=0)):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            act()
+        errors.append(str(caught.value))
+    quietly_load(opt, whole[0])
+    learn(model, opt, range(3, 6))
+    assert opt.preconditioner.steps == 6
+    return errors
+
+
+@every_spread
+def test_what_one_rank_misreads_is_raised_by_all(world, spread):
+    """Until a state is loaded that all can read."""
+    for i, errors in enumerate(run(world, misreads, 1, spread)):
+        for error in errors:
+            assert "Invalid state_dict: " in error and "kfac_status is (3,)" in error
+            assert ("loading a state failed on rank 1: ValueError" in error) == (i != 1)
+
+
 # ---- torch.distributed.checkpoint ----
 
 

@@ -227,6 +227,32 @@ def test_ranks_multiply_in_bfloat16_only_together(options, able):
     assert run(2, drifted, options, able) == [0.0, 0.0]
 
 
+def drifted_after_a_move(before: int, after: int) -> float:
+    """The same, where so many of the ranks can at first, and so many after the model was moved."""
+    model = network(dtype=torch.float32)
+    options = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+    opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
+    for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
+        has = mock.patch.object(
+            algebra, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
+        )
+        with has:
+            train(model, opt, steps)
+        # Between two exchanges it stays as it was.
+        agreed = before if steps.stop <= 4 else after
+        assert opt.preconditioner.second_order.halves == (agreed == dist.get_world_size())
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return float((mine - first).norm())
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 0)])
+def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
+    """Without an exchange of its own: in the one of the next step that has one."""
+    assert run(2, drifted_after_a_move, before, after) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "make",
