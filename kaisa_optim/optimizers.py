@@ -472,7 +472,7 @@ class KFACMixin(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone.
 
-        On several ranks, what can't be loaded on one is raised on all, by the next step.
+        On several ranks, what can't be loaded on one is raised on all others by the next step.
         """
         fresh = False  # taken before any step, so that nothing is missing
 
@@ -500,7 +500,7 @@ class KFACMixin(Optimizer, Joinable):
             super().load_state_dict(state_dict)
         except Exception as error:
             self.preconditioner.refuse(error)
-            return
+            raise
         finally:
             handle.remove()
         missing = self.__dict__.pop("_missing")

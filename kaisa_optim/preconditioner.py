@@ -643,7 +643,10 @@ class Preconditioner:
         if not self._unsettled:
             return
         common = self._common(groups) | self.options.described()
-        agreement.compare(self.ranks, common, "loaded states", self._refused, "loading a state")
+        agreement.compare(
+            self.ranks, common, "loaded states", self._refused, "loading a state", told=True
+        )
+        self._refused = None
         layers = list(self.layers.values())
         flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
@@ -1140,10 +1143,9 @@ class Preconditioner:
         yield from self.layout.views(layer)
 
     def refuse(self, error: Exception) -> None:
-        """A state can't be loaded: all ranks raise that where they next meet, or this one alone."""
-        if self.ranks.world == 1:
-            raise error
-        self._unsettled, self._refused = True, error
+        """A state can't be loaded: where only some ranks can't, all raise when they next meet."""
+        if self.ranks.world > 1:
+            self._unsettled, self._refused = True, error
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
