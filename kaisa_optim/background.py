@@ -34,6 +34,10 @@ class Job:
         if not self._asked and self._process == os.getpid():
             self._future.add_done_callback(_tell)
 
+    def give_up(self) -> None:
+        """Nobody will ask, and nobody needs to know what it raises."""
+        self._asked = True
+
     def results(self) -> Results:
         """Waits until the work is done; what it raised is raised here."""
         self._asked = True
@@ -53,6 +57,9 @@ class Failure:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def give_up(self) -> None:
+        pass
 
     def results(self) -> Results:
         raise self._error

@@ -9,7 +9,7 @@ as saved are decomposed in their place.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -304,8 +304,15 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     return (bool(weight), bool(bias)) == layer.covers and convention == _convention(kfac)
 
 
-def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
-    """Continue from loaded tensors; the layers that have none and are estimated anew."""
+class Restored(NamedTuple):
+    """Names of layers that do not go on as they were."""
+
+    anew: list[str]  # there are no tensors of them
+    begun_anew: list[str]  # what was being decomposed is lost, and begins with what was saved
+
+
+def restore(kfac: Preconditioner, entries: Entries) -> Restored:
+    """Continue from loaded tensors."""
     kfac.discard()
     kfac.second_order.under_way.clear()
     for layer in kfac.layers.values():
@@ -313,16 +320,18 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     kfac.lay_out()
     kfac.second_order.failures.clear()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
-    missing = []
+    restored = Restored([], [])
     for layer in kfac.active:
         entry = entries.get(_home(layer), {})
-        if not _restore_layer(kfac, layer, entry):
-            missing.append(layer.name)
+        if not _restore_layer(kfac, layer, entry, restored):
+            restored.anew.append(layer.name)
     kfac.resume(max(steps, default=0))
-    return missing
+    return restored
 
 
-def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
+def _restore_layer(
+    kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor], restored: Restored
+) -> bool:
     """Take over one layer's tensors; False where its factors are not among them."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
     views = dict(_named(kfac, layer))
@@ -350,5 +359,6 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
             if step >= 0:
                 names = {name: _begun_name(layer, side, name) for name in COPIED}
                 copies = {n: entry[key] for n, key in names.items() if key in entry}
-                kfac.second_order.go_on(kfac.shelf, (layer, side), step, copies)
+                if not kfac.second_order.go_on(kfac.shelf, (layer, side), step, copies):
+                    restored.begun_anew.append(f"{layer.name!r} ({side.upper()})")
     return True

@@ -472,7 +472,8 @@ class KFACMixin(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone.
 
-        On several ranks, what can't be loaded on one is raised on all others by the next step.
+        On several ranks all must load one. Where one refuses what it was given, and goes on beside
+        others that have loaded theirs, all raise that in the next step.
         """
         fresh = False  # taken before any step, so that nothing is missing
 
@@ -499,11 +500,19 @@ class KFACMixin(Optimizer, Joinable):
         try:
             super().load_state_dict(state_dict)
         except Exception as error:
+            self.__dict__.pop("_loaded", None)
             self.preconditioner.refuse(error)
             raise
         finally:
             handle.remove()
-        missing = self.__dict__.pop("_missing")
+        missing, begun_anew = self.__dict__.pop("_restored")
+        if begun_anew:
+            warnings.warn(
+                f"what was being decomposed of {', '.join(begun_anew)} is not in this state: it "
+                "begins again, with the factors as saved, so that the run does not go on bit for "
+                'bit (torch.distributed.checkpoint leaves state_dict()["kfac_under_way"] out)',
+                stacklevel=2,
+            )
         if missing and not fresh:
             ranks = self.preconditioner.ranks
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
@@ -533,7 +542,7 @@ class KFACMixin(Optimizer, Joinable):
         if "_kfac_model" not in state:  # from load_state_dict
             super().__setstate__(state)
             if "preconditioner" in self.__dict__:
-                self._missing = self._resume(self.__dict__.pop("_loaded", {}))
+                self._restored = self._resume(self.__dict__.pop("_loaded", {}))
             return
         state = dict(state)
         entries = {
@@ -557,14 +566,14 @@ class KFACMixin(Optimizer, Joinable):
         self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries)
 
-    def _resume(self, entries: checkpoint.Entries) -> list[str]:
-        """Continue from loaded tensors; the names of layers that have none."""
+    def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
+        """Continue from loaded tensors."""
         self._consolidated = None
         self._was_loaded = True
-        missing = checkpoint.restore(self.preconditioner, entries)
+        restored = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
-        return missing
+        return restored
 
 
 def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -403,8 +403,10 @@ class Preconditioner:
         self.fed.update(tally.counts)
         due, outcome, second_order = self._due(), Outcome(), self.second_order
         turn, number = self._turn(), self._turns_begun()
-        with second_order.planned(due, turn, number, self.steps) as renewing:
-            bases = second_order.bases(self.layout, renewing)
+        with second_order.planned(self.shelf, self.layout, due, turn, number, self.steps) as (
+            renewing,
+            bases,
+        ):
             second_order.take_examples(self.layout, self.statistics, tally, decay_of)
             ready = [layer for layer in due if layer not in tally.counts]
             second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)

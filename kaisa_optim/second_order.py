@@ -147,22 +147,38 @@ class SecondOrder:
 
     @contextlib.contextmanager
     def planned(
-        self, due: Sequence[Layer], turn: Collection[Layer], number: int, step: int
-    ) -> Iterator[list[Layer]]:
-        """Settle how each layer in ``due`` is refreshed; those that get something new in this step.
+        self,
+        shelf: Shelf,
+        layout: Layout,
+        due: Sequence[Layer],
+        turn: Collection[Layer],
+        number: int,
+        step: int,
+    ) -> Iterator[tuple[list[Layer], dict[Layer, Basis]]]:
+        """Settle how each layer in ``due`` is refreshed.
 
         ``turn`` are those whose turn it is; ``number`` grows from each turn of a layer to its next.
-        Where the refresh raises, as it does on all ranks or on none, what it was to begin or to put
-        into use begins in the next step.
+        Yields those that get something new in this step, and copies of the bases that moments are
+        in. Where the refresh raises, as it does on all ranks or on none, those bases are back, and
+        all that was to begin or to be renewed is decomposed from the next step on.
         """
         known = self.ready.difference(self.failures)
         self.tracking.begin(due, turn, known, number)
         plan = self.tracking.plan
         self.under_way.divide(plan, known, step)
+        renewing = [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+        bases = self._bases(layout, renewing)
+        begun = self.under_way.starting | plan.keys()
         try:
-            yield [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
+            yield renewing, bases
         except BaseException:
-            self.tracking.stale |= self.under_way.take_back()
+            # What an owner has renewed by then, no other rank has, and no moments have turned.
+            for layer, older in bases.items():
+                for now, before in zip(self._turning(layout, layer), older, strict=True):
+                    if now is not None and before is not None:
+                        now.copy_(before)
+            self.under_way.take_back(shelf)
+            self.tracking.stale |= begun
             raise
 
     def forget(self, layer: Layer) -> None:
@@ -170,20 +186,27 @@ class SecondOrder:
         self.tracking.forget(layer)
         self.under_way.forget(layer)
 
-    def go_on(self, shelf: Shelf, key: Key, step: int, copies: dict[str, Tensor]) -> None:
-        """Note what was under way since ``step`` when a state was saved."""
+    def go_on(self, shelf: Shelf, key: Key, step: int, copies: dict[str, Tensor]) -> bool:
+        """Note what was under way since ``step`` when a state was saved.
+
+        Without its copies, as torch.distributed.checkpoint loads a state, it begins with the factor
+        as saved: False.
+        """
         if not self.under_way.lag:
             self.tracking.stale.add(key)  # it is decomposed at once
-            return
+            return True
         self.under_way.begun[key] = step
         factor = shelf.factors.get(key)
-        # Without copies, as torch.distributed.checkpoint loads a state, from the factor as saved.
-        if factor is not None and copies.keys() == set(COPIED):
-            place = factor.stack.key
-            self.under_way.copies[key] = {
-                "average": copies["average"].to(place.device, place.dtype, copy=True),
-                "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
-            }
+        if factor is None:
+            return True
+        if copies.keys() != set(COPIED):
+            return False
+        place = factor.stack.key
+        self.under_way.copies[key] = {
+            "average": copies["average"].to(place.device, place.dtype, copy=True),
+            "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
+        }
+        return True
 
     def start(self, shelf: Shelf) -> None:
         """Begin with what is decomposed beside the steps that follow, when all sums are in.
@@ -277,6 +300,7 @@ class SecondOrder:
         """Put into use what has landed."""
         for one in landed:
             self._enter(one.stack, one.factors, layout, one.results, one.good)
+        self.under_way.landed()
 
     def _keep(self, error: Exception, outcome: Outcome) -> None:
         """Other ranks wait for this one at the next exchange: they learn of it there."""
@@ -388,7 +412,7 @@ class SecondOrder:
                 scale = pair.tensors["scale"]
                 scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
-    def bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
+    def _bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None where none moves."""
         if not (self.moments or self.correction):
             return {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .background import Background, Failure, Job, Results
 from .layers import Layer
-from .stacks import Factor, Specs, StackKey, joined, slots_of
+from .stacks import Factor, Shelf, Specs, StackKey, joined, slots_of
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 COPIED = "average", "rejected"
@@ -64,12 +64,20 @@ class UnderWay:
             plan[key] = True
             del self.begun[key]
 
-    def take_back(self) -> set[Key]:
+    def take_back(self, shelf: Shelf) -> None:
         """Drop what this step was to begin or to put into use: it has failed, on all ranks."""
-        keys, self.starting, self.landing = self.starting | self.landing, set(), set()
-        for key in keys:
+        for key in self.starting | self.landing:
+            if key in self._jobs:
+                self._jobs[key][0].give_up()
+            if key in self.copies:  # what was counted there is yet to be said
+                shelf.factors[key]["rejected"].add_(self.copies[key]["rejected"])
             self._drop(key)
-        return keys
+        self.starting, self.landing = set(), set()
+
+    def landed(self) -> None:
+        """What was to come into use in this step is."""
+        for key in self.landing:
+            self._drop(key)
 
     def specs(self, key: StackKey, count: int) -> Specs:
         """What an owner keeps meanwhile of ``count`` factors."""
@@ -77,7 +85,7 @@ class UnderWay:
 
     def forget(self, layer: Layer) -> None:
         for key in ((layer, "a"), (layer, "g")):
-            if key in self._jobs:
+            if key in self._jobs and key in self.begun:  # it has not been asked yet
                 self._dropped[self._jobs[key][0]] = self.begun[key]
             self._drop(key)
 
@@ -102,21 +110,26 @@ class UnderWay:
         ``decompose`` takes their averages and counts of rejected sums.
         """
         stack = factors[0].stack
-        keys = [(factor.layer, factor.side) for factor in factors]
-        if all(key in self.copies for key in keys):
-            batch = [torch.cat([self.copies[key][name] for key in keys]) for name in COPIED]
-        else:
-            slots = slots_of(factors, stack)
-            average, rejected = (stack.tensors[name][slots] for name in COPIED)
-            batch = [average.to(stack.key.dtype, copy=True), rejected.clone()]
-            stack.tensors["rejected"][slots] = 0  # they go with the copy
+        new = [factor for factor in factors if (factor.layer, factor.side) not in self.copies]
+        batch = self._copy(new) if new else []
+        if len(new) < len(factors):
+            copies = [self.copies[factor.layer, factor.side] for factor in factors]
+            batch = [torch.cat([copy[name] for copy in copies]) for name in COPIED]
         job = self._background.start(lambda: decompose(*batch), stack.key.device)
-        at = 0
-        for key, factor in zip(keys, factors, strict=True):
-            own = slice(at, at + factor.layer.blocks)
-            self._jobs[key] = job, own
-            self.copies[key] = {n: x[own] for n, x in zip(COPIED, batch, strict=True)}
-            at = own.stop
+        for factor, own in _parts(factors):
+            self._jobs[factor.layer, factor.side] = job, own
+
+    def _copy(self, factors: Sequence[Factor]) -> list[Tensor]:
+        """Of factors of one stack, as they are now; what has been counted goes with the copy."""
+        stack = factors[0].stack
+        slots = slots_of(factors, stack)
+        average, rejected = (stack.tensors[name][slots] for name in COPIED)
+        batch = [average.to(stack.key.dtype, copy=True), rejected.clone()]
+        stack.tensors["rejected"][slots] = 0
+        for factor, own in _parts(factors):
+            copy = {name: tensor[own] for name, tensor in zip(COPIED, batch, strict=True)}
+            self.copies[factor.layer, factor.side] = copy
+        return batch
 
     def fail(self, factors: Sequence[Factor], error: Exception) -> None:
         """Note what kept these from beginning: it is raised where their results are due."""
@@ -135,9 +148,7 @@ class UnderWay:
         """What was found for factors of one stack, those of one job together."""
         by_job: dict[Job | Failure, list[tuple[Factor, slice]]] = {}
         for factor in factors:
-            key = factor.layer, factor.side
-            job, slots = self._jobs.pop(key)
-            self.copies.pop(key, None)  # none of what could not begin
+            job, slots = self._jobs[factor.layer, factor.side]
             by_job.setdefault(job, []).append((factor, slots))
         for job, members in by_job.items():
             found = job.results()
@@ -149,3 +160,11 @@ class UnderWay:
         """What the copies take."""
         tensors = [tensor for copy in self.copies.values() for tensor in copy.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _parts(factors: Sequence[Factor]) -> Iterator[tuple[Factor, slice]]:
+    """Each factor's blocks where these lie one after the other."""
+    at = 0
+    for factor in factors:
+        yield factor, slice(at, at + factor.layer.blocks)
+        at += factor.layer.blocks

@@ -471,6 +471,68 @@ def going_on(rank: int) -> tuple[list[str], list[Tensor]]:
     return counts, [*weights(model), *vectors(opt).values()]
 
 
+def following_on(rank: int) -> list[Tensor]:
+    model, opt = pair("followed", assignment="opt")
+    learn(model, opt, range(3 * EVERY))
+    broken = mock.patch.object(second_order, "_decompose_beside", fail)
+    raised = 0
+    for step in range(3 * EVERY, 6 * EVERY):
+        on = dist.get_rank() == rank and step < 4 * EVERY
+        with broken if on else contextlib.nullcontext():
+            try:
+                learn(model, opt, range(step, step + 1))
+            except (MemoryError, RuntimeError):
+                raised += 1
+            end_of_jobs(opt)
+    assert raised
+    return weights(model)
+
+
+def test_ranks_follow_alike_after_an_error_of_one():
+    """What its owner had renewed when the step was broken off, no other rank has."""
+    first, second = run(2, following_on, 1)
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_was_left_out_is_said_even_if_its_decomposition_raises(raises):
+    model, opt = pair("all at once")
+    learn(model, opt, range(EVERY - 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.zero_grad()
+        model(torch.randint(9, (8,))).mul(math.nan).mean().backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        opt.step()
+        with (
+            mock.patch.object(second_order, "_decompose_beside", fail)
+            if raises
+            else (contextlib.nullcontext())
+        ):
+            learn(model, opt, range(EVERY, EVERY + LAG))
+            end_of_jobs(opt)
+        if raises:
+            with pytest.raises(MemoryError):
+                learn(model, opt, range(EVERY + LAG, EVERY + LAG + 1))
+        learn(model, opt, range(EVERY + LAG + 1, 2 * EVERY + LAG + 1))
+    said = [str(w.message) for w in caught if "left out for" in str(w.message)]
+    assert len(said) == 1 and "not finite" in said[0]
+
+
+def test_a_step_that_raises_leaves_bases_as_moments_are_in_them():
+    model, opt = pair("followed")
+    learn(model, opt, range(3 * EVERY))
+    kfac = opt.preconditioner
+    before = vectors(opt)
+    with mock.patch.object(kfac, "_settle", fail), pytest.raises(MemoryError):
+        learn(model, opt, range(3 * EVERY, 4 * EVERY))
+    assert_same(vectors(opt), before)
+    learn(model, opt, range(4 * EVERY, 4 * EVERY + 1 + LAG))
+    after = vectors(opt)
+    assert any(after[name].ne(vector).any() for name, vector in before.items())
+
+
 def test_ranks_go_on_alike_after_an_error_of_one():
     """What had landed on others is not in use on them alone."""
     first, second = run(2, going_on, 1)
@@ -756,7 +818,8 @@ def test_a_distributed_checkpoint_begins_once_more(into, tmp_path, group):
     assert bool(under_way(again)) == (into == EVERY + 1)
     template = {"o": get_optimizer_state_dict(other, again)}
     dcp.load(template, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, again, template["o"])
+    with pytest.warns(UserWarning, match=r"being decomposed of '0' \(A\), '0' \(G\), '1'.* begins"):
+        set_optimizer_state_dict(other, again, template["o"])
     assert set(under_way(again).values()) == {EVERY}
     learn(other, again, range(EVERY + 2, EVERY + 3))
     assert not under_way(again)
