@@ -1,8 +1,14 @@
-"""The end of a test session."""
+"""What holds for every test, and the end of a test session."""
 
 from __future__ import annotations
 
 import sys
+
+from hypothesis import settings
+
+# The same cases in every run, however slow the machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def pytest_sessionfinish() -> None:

@@ -226,7 +226,7 @@ def test_attention(name, sharing):
 
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 10_000)
-often = settings(deadline=None, max_examples=25, derandomize=True)
+often = settings(max_examples=25)
 
 
 def orthogonal(blocks: int, n: int, seed: int) -> Tensor:

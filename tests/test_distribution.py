@@ -58,7 +58,7 @@ INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 
 def property_test(examples: int) -> Any:
-    return settings(deadline=None, max_examples=examples, derandomize=True)
+    return settings(max_examples=examples)
 
 
 def divisors(world: int) -> list[int]:

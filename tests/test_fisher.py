@@ -31,7 +31,7 @@ from kaisa_optim.layers.linear import LinearLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
-property_test = settings(deadline=None, max_examples=12, derandomize=True)
+property_test = settings(max_examples=12)
 EVERY_STEP: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

@@ -271,7 +271,7 @@ def problems(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[list[Any]
     return groups, [list(step) for step in zip(*grads, strict=True)]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_any_groups_follow_the_equations(problem: Any) -> None:
     groups, steps = problem
