@@ -1282,6 +1282,8 @@ class Preconditioner:
         how = self.options.compute_method
         if self.second_order.moments:
             how += ", moments in the eigenbasis"
+        if self.second_order.nesterov:
+            how += ", Nesterov's momentum"
         if self.second_order.orthogonal:
             how += ", orthogonal directions"
         lines = [f"Preconditioner({how}, {self.steps} steps taken)"]

@@ -166,7 +166,8 @@ def test_moments_live_in_the_eigenbasis_unless_told_otherwise(cls, given, meant)
         learn(trained, optimizer, range(INTERVAL + 2))
     assert_same(values(model), values(other))
     assert moments(opt).keys() == set(LAYERS)
-    how = "orthogonal directions, " if meant["orthogonal"] else ""
+    how = "Nesterov's momentum, " if meant["nesterov"] else ""
+    how += "orthogonal directions, " if meant["orthogonal"] else ""
     assert f"Preconditioner(eigen, moments in the eigenbasis, {how}" in repr(opt.preconditioner)
 
 
