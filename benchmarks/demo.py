@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import socket
 import statistics
@@ -488,6 +489,8 @@ def run(options: argparse.Namespace) -> None:
         plot(results, options.out)
         print(f"\nplot: {options.out.resolve()}")
     if place.world > 1:
+        # torch's gloo may abort at exit where DistributedDataParallel outlives its process group.
+        gc.collect()
         dist.destroy_process_group()
 
 
