@@ -51,8 +51,8 @@ def expected(
     first, leading = turned[:, :few], followed[:, :few]
     torch.testing.assert_close(leading @ leading.T, first @ first.T, rtol=1e-9, atol=1e-10)
     before, after = (outside(x.T @ factor @ x) for x in (first, leading))
-    # Mostly a hundredth; of values that nearly agree a quarter was seen once in 6,000 factors.
-    assert after <= 0.3 * before + 1e-12 * factor.norm()
+    # One in 2,000 factors, of values that nearly agree, stays farther: none of those drawn here.
+    assert after <= 0.02 * before + 1e-12 * factor.norm()
     turned[:, :few] = leading
     inside = turned.T @ factor @ turned
     found, columns = inside.diagonal(), (inside - inside.diagonal().diag()).square().sum(0)
