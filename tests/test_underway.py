@@ -505,11 +505,8 @@ def test_what_was_left_out_is_said_even_if_its_decomposition_raises(raises):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         opt.step()
-        with (
-            mock.patch.object(second_order, "_decompose_beside", fail)
-            if raises
-            else (contextlib.nullcontext())
-        ):
+        broken = mock.patch.object(second_order, "_decompose_beside", fail)
+        with broken if raises else contextlib.nullcontext():
             learn(model, opt, range(EVERY, EVERY + LAG))
             end_of_jobs(opt)
         if raises:
