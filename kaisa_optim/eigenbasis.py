@@ -18,7 +18,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from .algebra import out_of_basis
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
-from .sharding import is_sharded
 from .stacks import Specs
 
 Group = dict[str, Any]
@@ -196,7 +195,7 @@ def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
     """Parameters that one foreach call can take."""
     places: dict[Any, list[Tensor]] = {}
     for p in params:
-        places.setdefault((p.device, p.dtype, is_sharded(p)), []).append(p)
+        places.setdefault((p.device, p.dtype, type(p)), []).append(p)
     return list(places.values())
 
 
@@ -213,10 +212,10 @@ def _move(
         return
     if isinstance(lr, Tensor):
         lr = lr.to(params[0].device, params[0].dtype).reshape(())
+        torch._foreach_mul_(directions, lr)
     if decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * decay)
-    torch._foreach_mul_(directions, lr)
-    torch._foreach_sub_(params, directions)
+    torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
 
 
 def _decoupled(optimizer: Optimizer, group: Group) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layers import Layer
 from .routes import cargo_bytes
@@ -15,6 +15,9 @@ from .sharding import is_sharded, local
 from .stacks import stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]
+
+
+_PLAIN = Tensor, nn.Parameter  # and no subclass that would take views in ways of its own
 
 
 class _View(NamedTuple):
@@ -39,6 +42,10 @@ class _View(NamedTuple):
 
     def moved(self, by: int) -> _View:
         return self._replace(offset=self.offset + by)
+
+    def of_each(self, count: int, apart: int) -> _View:
+        """Of so many, which lie so far apart: with a dimension for them."""
+        return _View(torch.Size((count, *self.size)), (apart, *self.stride), self.offset)
 
 
 class Places(NamedTuple):
@@ -78,13 +85,42 @@ class Members:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
+        # A view for all takes no longer than one for each of them does.
+        first, count, apart = places[layers[0]], len(layers), layers[0].blocks * g.size * a.size
+        self._are_alike = all(places[layer] == first for layer in layers)
+        self._matrix_of_each = [view.of_each(count, apart) for view in first.matrix]
+        sizes = [p.numel() for p in layers[0].parameters]
+        self._own_of_each = [
+            view.of_each(count, size) for view, size in zip(first.own, sizes, strict=True)
+        ]
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
         """Views of the tensor of all, one for each parameter."""
+        if self._are_alike:
+            parts = [view.of(stacked).unbind() for view in self._matrix_of_each]
+            return [part for of_layer in zip(*parts, strict=True) for part in of_layer]
         return [view.of(stacked) for view in self._matrix]
+
+    def apart(self, stacked: Tensor, like: list[Tensor]) -> list[Tensor] | None:
+        """Copies of what each parameter has of the tensor of all, or None where one copy of each
+        kind can't do it. They are shaped like the parameters, of which there are none in parts."""
+        dtype = like[0].dtype
+        plain = all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in like)
+        if not (self._are_alike and plain and all(p.is_contiguous() for p in self.parameters)):
+            return None
+        result = list(like)
+        kinds = len(self._own_of_each)
+        for i, (there, here) in enumerate(
+            zip(self._matrix_of_each, self._own_of_each, strict=True)
+        ):
+            shape = len(self.layers), *like[i].shape
+            copies = torch.empty(shape, dtype=dtype, device=like[i].device)
+            here.of(copies).copy_(there.of(stacked))
+            result[i::kinds] = copies.unbind()
+        return result
 
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Views of tensors like the parameters, shaped like their parts of the tensor of all."""
@@ -218,7 +254,7 @@ def own_gradient(parameter: Tensor) -> Tensor | None:
 
 def unstack(
     stacks: list[Preconditioned],
-    in_parts: Container[Tensor] = (),
+    in_parts: Collection[Tensor] = (),
     gradient_of: GradientOf = own_gradient,
 ) -> dict[Tensor, Tensor]:
     """New gradients, shaped like their parameters, for those that have a gradient.
@@ -227,19 +263,27 @@ def unstack(
     among the stacks keeps its raw gradient.
     """
     new: dict[Tensor, Tensor] = {}
-    targets, sources = [], []
+    targets, sources, absent = [], [], []
     for one in stacks:
-        parameters = one.members.parameters
-        for p in parameters:
+        parameters, stacked = one.members.parameters, one.new.contiguous()
+        raw = [gradient_of(p) for p in parameters]
+        absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
+        like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
+        whole = not in_parts or not any(p in in_parts for p in parameters)
+        copies = one.members.apart(stacked, like) if whole else None
+        if copies is not None:
+            new.update(zip(parameters, copies, strict=True))
+            continue
+        for p, gradient in zip(parameters, like, strict=True):
             if p not in new:
-                old = gradient_of(p)
-                gradient = p if old is None else old
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
         targets += one.members.parameter_parts([new[p] for p in parameters])
-        sources += one.members.matrix_parts(one.new.contiguous())
+        sources += one.members.matrix_parts(stacked)
     if targets:
         torch._foreach_copy_(targets, sources)
-    return {p: gradient for p, gradient in new.items() if gradient_of(p) is not None}
+    for p in set(absent):
+        del new[p]
+    return new
 
 
 def _room(parameter: Tensor, gradient: Tensor) -> Tensor:

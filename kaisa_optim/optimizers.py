@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,6 +178,7 @@ class KFACMixin(Optimizer, Joinable):
         self._damping_owners = weakref.WeakSet()
         self._has_joined = False
         self._was_loaded = False
+        self._room: tuple[list[bool], list[int]] | None = None  # by what entries were made room
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -222,8 +223,7 @@ class KFACMixin(Optimizer, Joinable):
             else:
                 new = self.preconditioner.step(self.param_groups)
                 if self._was_loaded:  # perhaps from the eigenbasis
-                    checkpoint.make_room(self.state, ())
-                    self._was_loaded = False
+                    self._make_room(())
                 with _gradients(new):
                     self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
@@ -236,10 +236,18 @@ class KFACMixin(Optimizer, Joinable):
         with _gradients(eigenbasis.limited(self)):
             with _gradients(eigenbasis.taken_in(self)):
                 directions = self.preconditioner.step(self.param_groups)
-            checkpoint.make_room(self.state, directions)
+            self._make_room(directions)
             with _gradients(dict.fromkeys(directions)), eigenbasis.without_limit(self):
                 self._base_step()
         eigenbasis.move(self, directions)
+
+    def _make_room(self, stepped: Collection[Tensor]) -> None:
+        """For the base's step, where that is not as the last one was."""
+        graded = [p.grad is not None for group in self.param_groups for p in group["params"]]
+        room = graded, list(map(id, stepped))
+        if self._was_loaded or room != self._room:
+            checkpoint.make_room(self.state, stepped)
+        self._was_loaded, self._room = False, room
 
     def _notice_settings(self) -> None:
         """Say once what is set without the effect that one would expect."""
@@ -600,13 +608,13 @@ def _abridged(names: list[str], limit: int = 10) -> str:
 @contextmanager
 def _gradients(new: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
     """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
-    old = {p: p.grad for p in new}
+    old = [(p, p.grad) for p in new]
     try:
         for p, gradient in new.items():
             p.grad = gradient
         yield
     finally:
-        for p, own in old.items():
+        for p, own in old:
             p.grad = own
 
 

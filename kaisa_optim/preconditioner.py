@@ -115,6 +115,7 @@ class Preconditioner:
         )
         self.fed: set[Layer] = set()  # have a running average
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
+        self.published_by: Any = None  # from what entries there followed
         self.shelf = Shelf()  # the factors that this rank keeps
         self.layout = Layout()  # the layers whose gradients this rank preconditions
         self._unsettled = False  # loaded, and the other ranks not yet asked
@@ -434,7 +435,7 @@ class Preconditioner:
         """Without parameters of which a part is no direction, but still a raw gradient."""
         done = {layer for one in stacks for layer in one.members.layers}
         raw = {p for layer in self.active if layer not in done for p in layer.parameters}
-        return {p: direction for p, direction in whole.items() if p not in raw}
+        return {p: direction for p, direction in whole.items() if p not in raw} if raw else whole
 
     def _refuse_meta(self) -> None:
         for name, p in self._on_meta.items():
@@ -732,7 +733,10 @@ class Preconditioner:
             )
         # Of all layers, so that all ranks refuse what does not fit one of them.
         of_group = [eigenbasis.settings(group) for group in groups]
-        settings_of = {layer: self._settings(groups, of_group, layer) for layer in self.active}
+        if all(one == of_group[0] for one in of_group):
+            settings_of = dict.fromkeys(self.active, of_group[0])
+        else:
+            settings_of = {layer: self._settings(groups, of_group, layer) for layer in self.active}
 
         def direction(pair: Pair, raw: Tensor, members: list[Layer]) -> Tensor:
             present = [any(p.grad is not None for p in layer.parameters) for layer in members]
@@ -1138,6 +1142,7 @@ class Preconditioner:
         # One count for all layers' entries in the optimizer's state; views of the new stacks.
         self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
+        self.published_by = None
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """All that this rank keeps of a layer, as views with stable names."""

@@ -233,6 +233,8 @@ class SecondOrder:
 
         All ranks call it for the same layers, also those that keep none.
         """
+        if not due:
+            return
         with algebra.full_precision():
             shifts = self._split_damping(shelf, due, damping_of)
             try:
@@ -631,7 +633,7 @@ class SecondOrder:
         # Not tables, nor what is too wide for a factor; and a vector is as it should be.
         if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
             # Before it is turned back, which comes to the same.
-            in_half = self._multiplies_in_half(torch.bfloat16, found)
+            in_half = self._multiplies_in_half(torch.bfloat16, found) and not algebra.narrow(found)
             with algebra.full_precision(found.device.type):
                 found = algebra.orthogonalized(found, in_half=in_half)
             if in_half:  # as it was already

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    _SHARDED: tuple[type, ...] = (DTensor,)
+else:
+    _SHARDED = ()
+
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    return torch.distributed.is_available() and isinstance(tensor, DTensor)
+    return isinstance(tensor, _SHARDED)
 
 
 class Shards(NamedTuple):

@@ -398,14 +398,15 @@ class Reference:
 
 
 def evened(matrix: Tensor) -> Tensor:
-    """With singular values that Muon's polynomial makes alike, and a root mean square of 0.2.
+    """With singular values that three polynomials make alike, and a root mean square of 0.2.
 
     In proportion less where that of the matrix is below a thousandth.
     """
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     even = s / s.norm()
-    for _ in range(5):
-        even = 3.4445 * even - 4.7750 * even**3 + 2.0315 * even**5
+    even = 7.7110 * even - 22.1138 * even**3 + 16.2488 * even**5
+    even = 3.2153 * even - 2.4112 * even**3 + 0.5013 * even**5
+    even = 2.2183 * even - 1.5940 * even**3 + 0.4107 * even**5
     root = math.sqrt(matrix.numel())
     size = 0.2 * root * min(1.0, float(s.norm()) / root / 1e-3)
     return u @ (even * size / even.norm()).diag() @ v
@@ -735,14 +736,14 @@ def test_what_is_too_wide_for_a_factor_is_not_made_orthogonal(widest):
 @IN_HALF
 @pytest.mark.parametrize(("g", "a"), [(64, 64), (300, 64), (64, 300), (1, 5)])
 def test_orthogonalized_in_float32(g, a, half):
-    """Nearly equal singular values where they differ by a hundred; nothing stays nothing."""
+    """Nearly equal singular values where they differ by ten; nothing stays nothing."""
     torch.manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
-    matrix = u * torch.logspace(0, -2, min(g, a)) @ v.T
+    matrix = u * torch.logspace(0, -1, min(g, a)) @ v.T
     rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
     found = algebra.orthogonalized(rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
-    assert s.max() <= 1.9 * s.min()
+    assert s.max() <= (1.25 if half else 1.21) * s.min()
     wanted = evened(matrix.double()).float()
     assert (found[0] - wanted).norm() < (0.05 if half else 1e-3) * wanted.norm()
     torch.testing.assert_close(found[0].square().mean().sqrt(), torch.tensor(0.2))
@@ -752,8 +753,12 @@ def test_orthogonalized_in_float32(g, a, half):
     assert (again - found[:2]).norm() < (0.02 if half else 1e-5) * wanted.norm()
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_directions_are_orthogonal_and_turned_back_in_what_the_device_multiplies(has, monkeypatch):
+@pytest.mark.parametrize(
+    "has, outputs, half", [(True, 65, True), (True, 64, False), (False, 65, False)]
+)
+def test_directions_are_orthogonal_and_turned_back_in_what_multiplies_faster(
+    has, outputs, half, monkeypatch
+):
     monkeypatch.setattr(algebra, "_multiplies_brain_floats", lambda device: has)
     found: list[Any] = []
     real, back = algebra.orthogonalized, algebra.out_of_basis
@@ -765,11 +770,11 @@ def test_directions_are_orthogonal_and_turned_back_in_what_the_device_multiplies
     monkeypatch.setattr(
         algebra, "out_of_basis", lambda x, g, a: found.append((g.dtype, a.dtype)) or back(x, g, a)
     )
-    model = nn.Sequential(nn.Linear(6, 8))
+    model = nn.Sequential(nn.Linear(80, outputs))
     opt = KFACAdam(model, lr=0.01, orthogonal=True)
-    model(torch.randn(16, 6)).square().mean().backward()
+    model(torch.randn(16, 80)).square().mean().backward()
     opt.step()
-    assert found == [has, (torch.bfloat16,) * 2 if has else (torch.float32,) * 2]
+    assert found == [half, (torch.bfloat16,) * 2 if half else (torch.float32,) * 2]
 
 
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())

@@ -172,4 +172,4 @@ class MetricMuon(Muon32):
 def _far_from_square(gram: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     """What :func:`polar` multiplies X by, on its smaller side, from X Xᵀ."""
     square = gram.trace().clamp(min=1e-14)
-    return orthogonalizer(gram[None] / square, coefficients, steps)[0] / square.sqrt()
+    return orthogonalizer(gram[None] / square, [coefficients] * steps)[0] / square.sqrt()
