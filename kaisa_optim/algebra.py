@@ -34,6 +34,9 @@ _TOWARDS_ONE = (
     (3.2153, -2.4112, 0.5013),
     (2.2183, -1.5940, 0.4107),
 )
+# Part of 1 that the largest singular value begins at or below: beyond 1, where bfloat16's rounding
+# would take that of a matrix of rank one, the polynomials soon leave all bounds.
+_BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in float32
 _SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's own directions
@@ -483,7 +486,7 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     largest = _or_one(torch.linalg.vector_norm(wide, torch.inf, (1, 2), keepdim=True))
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide /= _or_one(norm)
+    wide *= _BELOW_ONE / _or_one(norm)
     found = _towards_one(wide, in_half)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
@@ -498,7 +501,7 @@ def _or_one(norms: Tensor) -> Tensor:
 
 
 def _towards_one(wide: Tensor, in_half: bool) -> Tensor:
-    """``wide`` matrices of norm 1, with singular values nearly equal.
+    """``wide`` matrices of a norm just below 1, with singular values nearly equal.
 
     A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X: so it is done in bfloat16, where that is
     fast, as Muon does (Jordan et al., 2024). Else by powers of the first X Xᵀ, which commute, so

@@ -1291,7 +1291,11 @@ class Preconditioner:
             how += ", Nesterov's momentum"
         if self.second_order.orthogonal:
             how += ", orthogonal directions"
-        lines = [f"Preconditioner({how}, {self.steps} steps taken)"]
+        intervals = f"statistics every {self.factor_update_steps}"
+        intervals += f", refreshes every {self.inv_update_steps} steps"
+        if self.options.refresh_lag:
+            intervals += f", in use {self.options.refresh_lag} steps later"
+        lines = [f"Preconditioner({how}, {self.steps} steps taken)", f"  {intervals}"]
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),
             ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),

@@ -548,3 +548,22 @@ def test_a_first_step_at_lr_zero_is_still_a_step():
     assert_same(values(model), before)
     assert opt.preconditioner.steps == 1
     assert opt.preconditioner.factors("0")[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("how", ["one entry", "all", "another dict"])
+def test_entries_that_a_user_emptied_have_the_same_tensors_after_the_next_step(cls, how):
+    """Steps do not go through entries of which nothing has changed."""
+    model, opt = pair(cls, lr=0.01)
+    train(model, opt, range(3))
+    before = {p: {k for k in entry if str(k).startswith("kfac")} for p, entry in opt.state.items()}
+    assert any(len(keys) > 2 for keys in before.values())
+    if how == "one entry":
+        opt.state[next(model.parameters())].clear()
+    elif how == "all":
+        opt.state.clear()
+    else:
+        opt.state = type(opt.state)(dict)
+    train(model, opt, range(3, 4))
+    after = {p: {k for k in entry if str(k).startswith("kfac")} for p, entry in opt.state.items()}
+    assert after == before
