@@ -27,13 +27,21 @@ _LEADING = 8  # one of so many eigenvectors leads
 _TURNS = 8  # until each of the others has been looked at
 _ROUNDS = 2  # of rotations among those that lead
 # Polynomials in a singular value s, a s + b s³ + c s⁵, that one after the other take all from 0.02
-# to 1 to within 0.1 of 1: each is the nearest to 1 on where the last one leaves them, as in Polar
-# Express (Amsel et al., 2025). Muon's five, all alike, come to within 0.3.
+# to 1 to about 1 (0.9 to 1.1): each is the nearest to 1 on where the last one leaves them, as in
+# Polar Express (Amsel et al., 2025). Muon's five, all alike, come to 0.7 to 1.14.
 _TOWARDS_ONE = (
     (7.7110, -22.1138, 16.2488),
     (3.2153, -2.4112, 0.5013),
     (2.2183, -1.5940, 0.4107),
 )
+# The same from 0.005 on, for sides above 256: of n singular values the mean square is 1/n.
+_FROM_FURTHER = (
+    (8.2987, -24.4305, 18.0903),
+    (3.9152, -2.9211, 0.5592),
+    (3.1746, -2.3804, 0.4978),
+    (2.1895, -1.5672, 0.4079),
+)
+_FAR = 256
 # Part of 1 that the largest singular value begins at or below: beyond 1, where bfloat16's rounding
 # would take that of a matrix of rank one, the polynomials soon leave all bounds.
 _BELOW_ONE = 0.98
@@ -468,10 +476,10 @@ def narrow(matrices: Tensor) -> bool:
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, of one size; ``in_half``: by bfloat16 products.
 
-    Singular values are made nearly equal, but for those below 0.02 of M's norm, by products alone
-    (:func:`_towards_one`). The root mean square is then 0.2, as in Moonlight (Liu et al., 2025), so
-    that learning rates are of Adam's order for any shape; less, in proportion, where that of M is
-    below 0.001.
+    Singular values are made nearly equal, but for those below 0.02 of M's norm (0.005 where the
+    smaller side is above 256), by products alone (:func:`_towards_one`). The root mean square is
+    then 0.2, as in Moonlight (Liu et al., 2025), so that learning rates are of Adam's order for any
+    shape; less, in proportion, where that of M is below 0.001.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
@@ -508,10 +516,11 @@ def _towards_one(wide: Tensor, in_half: bool) -> Tensor:
     that the long side is multiplied but twice; this needs full precision, as what is rounded in
     X Xᵀ grows.
     """
+    polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     if not in_half:
-        return product(orthogonalizer(product(wide, wide.mT), _TOWARDS_ONE), wide)
+        return product(orthogonalizer(product(wide, wide.mT), polynomials), wide)
     x = wide.bfloat16()
-    for a, b, c in _TOWARDS_ONE:
+    for a, b, c in polynomials:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

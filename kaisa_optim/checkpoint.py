@@ -67,10 +67,8 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     A layer waits for the base to have made its entry: some bases take a first step by its absence.
     After a load, those in ``only`` had one where the state comes from.
     """
-    facts = _facts(kfac, state)
-    if only is None and facts == kfac.published_by and _all_have(state, kfac.step_count):
+    if only is None and kfac.published_by == _facts(kfac, state):
         return  # as in most steps: what entries have are views, which go with the tensors
-    kfac.published_by = facts
     known = _take_back(kfac, state)
 
     def has_entry(p: Tensor) -> bool:
@@ -94,13 +92,14 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             elif kfac.published.get(layer) != values:
                 entry[status].copy_(torch.tensor(values, device="cpu"))
             kfac.published[layer] = values
+    kfac.published_by = _facts(kfac, state) if only is None else None
 
 
 def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
-    """All that entries follow from."""
+    """All that entries follow from; with which of them are there, as a user may empty some."""
     second = kfac.second_order
     return (
-        len(state),
+        [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
         [p.grad is not None for p in kfac.parameters],
         [layer.covers for layer in kfac.layers.values()],
         set(kfac.fed),
@@ -108,11 +107,6 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
         dict(second.failures),
         dict(second.under_way.begun),
     )
-
-
-def _all_have(state: State, count: Tensor) -> bool:
-    """Whether no entry has been emptied or replaced, or is of another layout."""
-    return all(isinstance(e, dict) and e.get(STEP) is count for e in state.values())
 
 
 def make_room(state: State, stepped: Container[Tensor]) -> None:

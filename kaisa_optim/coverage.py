@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -87,12 +88,29 @@ def cover(
                 check_sizes(layer)
                 layer.covers = layer.covers_now()
                 found.layers[layer.name] = layer
+    _leave_out_biases_in_part(found, reasons)
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
     for parameter in trained:
         if parameter not in covered and reasons.get(parameter) != "":
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
     return found
+
+
+def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
+    """A bias of which some rows belong to no layer would get a step of which they are no part."""
+    rows: Counter[Tensor] = Counter()
+    for layer in found.layers.values():
+        if layer.bias is not None:
+            rows[layer.bias] += layer.bias_rows
+    for name, layer in list(found.layers.items()):
+        if layer.bias is not None and rows[layer.bias] < layer.bias.numel():
+            reasons[layer.bias] = "a bias that projections share, one of which is not covered"
+            layer.bias = None
+            layer.trained = (layer.trained[0], False)
+            layer.covers = layer.covers_now()
+            if not any(layer.trained):
+                del found.layers[name]
 
 
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'

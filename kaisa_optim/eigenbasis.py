@@ -185,7 +185,7 @@ def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def move(optimizer: Optimizer, directions: dict[Tensor, Tensor]) -> None:
-    """Step along Adam's directions, which are overwritten."""
+    """Step along Adam's directions, which may be overwritten."""
     for group in optimizer.param_groups:
         for params in _alike(p for p in group["params"] if p in directions):
             _move(optimizer, group, params, [directions[p] for p in params])

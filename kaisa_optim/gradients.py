@@ -87,7 +87,10 @@ class Members:
         self._own = [view for layer in layers for view in places[layer].own]
         # A view for all takes no longer than one for each of them does.
         first, count, apart = places[layers[0]], len(layers), layers[0].blocks * g.size * a.size
-        self._are_alike = all(places[layer] == first for layer in layers)
+        shapes = [p.shape for p in layers[0].parameters]  # norms may differ in these alone
+        self._are_alike = all(
+            places[x] == first and [p.shape for p in x.parameters] == shapes for x in layers
+        )
         self._matrix_of_each = [view.of_each(count, apart) for view in first.matrix]
         sizes = [p.numel() for p in layers[0].parameters]
         self._own_of_each = [

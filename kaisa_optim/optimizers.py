@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,9 @@ _REFUSED = {
     "LBFGS": "it evaluates the closure several times a step and approximates the curvature itself",
     "SparseAdam": "it takes sparse gradients only",
 }
+
+
+Room = tuple[list[bool], list[Tensor]]  # which parameters have gradients; which the base passes by
 
 
 class KFACMixin(Optimizer, Joinable):
@@ -177,8 +180,8 @@ class KFACMixin(Optimizer, Joinable):
         Joinable.__init__(self)
         self._damping_owners = weakref.WeakSet()
         self._has_joined = False
-        self._was_loaded = False
-        self._room: tuple[list[bool], list[int]] | None = None  # by what entries were made room
+        # For what step entries were made room; None after a load, perhaps from the eigenbasis.
+        self._room: Room | None = None
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -222,8 +225,7 @@ class KFACMixin(Optimizer, Joinable):
                 self._step_in_eigenbasis()
             else:
                 new = self.preconditioner.step(self.param_groups)
-                if self._was_loaded:  # perhaps from the eigenbasis
-                    self._make_room(())
+                self._make_room({})
                 with _gradients(new):
                     self._base_step()
         checkpoint.publish(self.preconditioner, self.state)
@@ -241,13 +243,13 @@ class KFACMixin(Optimizer, Joinable):
                 self._base_step()
         eigenbasis.move(self, directions)
 
-    def _make_room(self, stepped: Collection[Tensor]) -> None:
+    def _make_room(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """For the base's step, where that is not as the last one was."""
         graded = [p.grad is not None for group in self.param_groups for p in group["params"]]
-        room = graded, list(map(id, stepped))
-        if self._was_loaded or room != self._room:
+        now = graded, list(stepped)
+        if self._room is None or not _same(now, self._room):
             checkpoint.make_room(self.state, stepped)
-        self._was_loaded, self._room = False, room
+        self._room = now
 
     def _notice_settings(self) -> None:
         """Say once what is set without the effect that one would expect."""
@@ -577,7 +579,7 @@ class KFACMixin(Optimizer, Joinable):
     def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
         """Continue from loaded tensors."""
         self._consolidated = None
-        self._was_loaded = True
+        self._room = None
         restored = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
@@ -589,6 +591,12 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gathered = optimizer._consolidated or {}
     checkpoint.complete(optimizer.preconditioner, state_dict, parameters, gathered)
+
+
+def _same(now: Room, before: Room) -> bool:
+    """Tensors are compared by what they are."""
+    alike = now[0] == before[0] and len(now[1]) == len(before[1])
+    return alike and all(a is b for a, b in zip(now[1], before[1], strict=True))
 
 
 def _level_of_caller() -> int:

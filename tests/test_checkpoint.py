@@ -552,18 +552,70 @@ def test_a_first_step_at_lr_zero_is_still_a_step():
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 @pytest.mark.parametrize("how", ["one entry", "all", "another dict"])
-def test_entries_that_a_user_emptied_have_the_same_tensors_after_the_next_step(cls, how):
+@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("times", [1, 2])
+def test_entries_that_a_user_emptied_have_the_same_tensors_after_the_next_step(
+    cls, how, taken, times
+):
     """Steps do not go through entries of which nothing has changed."""
     model, opt = pair(cls, lr=0.01)
-    train(model, opt, range(3))
-    before = {p: {k for k in entry if str(k).startswith("kfac")} for p, entry in opt.state.items()}
+    train(model, opt, range(taken))
+    before = ours_in(opt)
     assert any(len(keys) > 2 for keys in before.values())
-    if how == "one entry":
-        opt.state[next(model.parameters())].clear()
-    elif how == "all":
-        opt.state.clear()
-    else:
-        opt.state = type(opt.state)(dict)
-    train(model, opt, range(3, 4))
-    after = {p: {k for k in entry if str(k).startswith("kfac")} for p, entry in opt.state.items()}
-    assert after == before
+    for step in range(taken, taken + times):
+        if how == "one entry":
+            opt.state[next(model.parameters())].clear()
+        elif how == "all":
+            opt.state.clear()
+        else:
+            opt.state = type(opt.state)(dict)
+        train(model, opt, [step])
+    train(model, opt, [9])
+    assert ours_in(opt) == before
+
+
+def ours_in(opt: Any) -> dict[Any, set[str]]:
+    """K-FAC's keys in each entry of a state."""
+    entries = opt.state.items()
+    return {p: {key for key in entry if str(key).startswith("kfac")} for p, entry in entries}
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
+    model, opt = pair(cls, lr=0.01)
+    backward(model, 0)
+    opt.load_state_dict(opt.state_dict())
+    for step in range(3):
+        with opt.preconditioner.paused():
+            loss = model(batch(step)[0]).square().mean()
+        loss.backward()
+        opt.step()
+    counts = [entry["kfac_step"].item() for entry in opt.state.values()]
+    assert counts == [3] * len(list(model.parameters()))
+
+
+def test_a_parameter_without_a_gradient_in_the_first_step_after_the_eigenbasis():
+    """The base begins its own entry for it when it has one."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
+
+    def step(opt: Any, whole: bool) -> None:
+        opt.zero_grad()
+        x = torch.randn(8, 5)
+        loss = model.first(x).square().mean()
+        (loss + model.second(x).square().mean() if whole else loss).backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    model = Halves()
+    former = KFACAdam(model, lr=0.01)
+    step(former, True)
+    opt = KFACAdam(model, lr=0.01, moments="parameters")
+    opt.load_state_dict(former.state_dict())
+    step(opt, False)
+    assert "exp_avg" not in opt.state[model.second.weight]
+    step(opt, True)
+    assert opt.state[model.second.weight]["step"] == 1

@@ -502,3 +502,19 @@ def test_memory_usage_counts_bytes(method, dtype):
     pending = opt.preconditioner.memory_usage()
     assert pending["pending"] == entries * 4
     assert pending["total"] == usage["total"]
+
+
+def test_a_bias_of_projections_of_which_one_is_not_covered():
+    """No number of it may be stepped with that no layer has given."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(6, 2, batch_first=True, kdim=4, vdim=4)
+    attention.v_proj_weight = attention.k_proj_weight
+    model = nn.ModuleList([attention, nn.Linear(6, 6)])
+    with pytest.warns(UserWarning, match="in_proj_bias: a bias that projections share"):
+        opt = KFACSGD(model, lr=0.1, kl_clip=None)
+    assert opt.preconditioner.layers["0.q_proj"].covers == (True, False)
+    x = torch.randn(8, 3, 6)
+    model[1](attention(x, x[..., :4], x[..., :4])[0]).square().mean().backward()
+    gradient, before = attention.in_proj_bias.grad.clone(), attention.in_proj_bias.detach().clone()
+    opt.step()
+    torch.testing.assert_close(attention.in_proj_bias, before - 0.1 * gradient)

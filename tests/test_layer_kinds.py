@@ -12,7 +12,7 @@ import reference as ref
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
@@ -841,3 +841,29 @@ def test_a_sum_has_one_term():
     loss_of(net(x)).backward()
     opt.step()
     ref.assert_close(opt.preconditioner.factors("layer")[1], ref.factors(g, g, 1.0)[1])
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, KFACLAMB])
+def test_norms_of_as_many_features_in_other_shapes(cls):
+    """They share one stack, and are the same function of the same numbers."""
+    torch.manual_seed(0)
+    shaped = nn.Sequential(
+        nn.Linear(5, 32), nn.LayerNorm(32), nn.Unflatten(1, (4, 8)), nn.LayerNorm((4, 8)),
+        nn.Flatten(), nn.Tanh(), nn.Unflatten(1, (8, 4)), nn.LayerNorm((8, 4)), nn.Flatten(),
+    ).double()  # fmt: skip
+    flat = nn.Sequential(
+        nn.Linear(5, 32), nn.LayerNorm(32), nn.LayerNorm(32), nn.Tanh(), nn.LayerNorm(32)
+    ).double()
+    pairs = list(zip(shaped.parameters(), flat.parameters(), strict=True))
+    with torch.no_grad():
+        for one, other in pairs:
+            other.copy_(one.view_as(other))
+    x = torch.randn(16, 5, dtype=torch.float64)
+    for model in (shaped, flat):
+        opt = cls(model, lr=0.01)
+        for _ in range(3):
+            opt.zero_grad()
+            model(x).pow(3).mean().backward()
+            opt.step()
+    for one, other in pairs:
+        torch.testing.assert_close(one.view_as(other), other, rtol=1e-9, atol=1e-12)

@@ -53,9 +53,12 @@ class ProjectionLayer(Layer):
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         return (1, 0)
 
+    @property
+    def bias_rows(self) -> int:
+        return self.blocks * self.outputs
+
     def bias_view(self, tensor: Tensor) -> Tensor:
-        rows = self.blocks * self.outputs
-        return tensor[self.at : self.at + rows].unflatten(0, (self.blocks, self.outputs))
+        return tensor[self.at : self.at + self.bias_rows].unflatten(0, (self.blocks, self.outputs))
 
 
 @register_layer(nn.MultiheadAttention)

@@ -381,6 +381,11 @@ class Layer:
         """A view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
 
+    @property
+    def bias_rows(self) -> int:
+        """How many numbers of its bias are this layer's: some kinds share one."""
+        return 0 if self.bias is None else self.bias.numel()
+
     def bias_view(self, tensor: Tensor) -> Tensor:
         """A view of a bias-shaped tensor as ``[blocks, outputs]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
