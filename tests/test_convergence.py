@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -321,10 +322,10 @@ def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
 def test_who_takes_part_and_why_not():
     gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
     with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):
-        present, lines = contest.picked(["SGD", "Muon", "SOAP"], TASKS["resnet8-256"])
+        present, lines = contest.picked(["SGD", "Muon, K-FAC metric", "SOAP"], TASKS["resnet8-256"])
     assert [one.name for one in present] == ["SGD"]
     assert lines == [
-        "Muon: not for this task",
+        "Muon, K-FAC metric: not for this task",
         "SOAP: absent, as a_package_that_nobody_has is not installed",
     ]
     present, lines = contest.picked(["LAMB", "SGD"], TASKS["masked"])
@@ -418,6 +419,37 @@ def test_muon_in_float32_takes_the_steps_of_torchs():
     ours, theirs = muon_step(Muon32, model, x), muon_step(torch.optim.Muon, model, x)
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)  # theirs are in bfloat16
     assert not torch.equal(ours, theirs)
+
+
+@with_muon
+def test_muon_takes_kernels_as_matrices_and_leaves_the_ends_to_adamw():
+    torch.manual_seed(0)
+    model = TASKS["resnet8-256"].network()
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    config = {"lr": 0.1, "momentum": 0.9, "lr_rest": 0.01}
+    muon, adamw = CONTESTANTS["Muon"].build(model, config, {})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    apart = copy.deepcopy(model)
+    for trained in (model, apart):
+        torch.nn.functional.cross_entropy(trained(x), y).backward()
+    for optimizer in (muon, adamw):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())  # nothing adds up from step to step
+    kernels = 0
+    for name, p in apart.named_parameters():
+        # A first step of AdamW is of length lr wherever there is a gradient.
+        moved, like = before[name] - model.get_parameter(name), 0.01 * p.grad.sign()
+        if p.dim() == 4:
+            matrix = nn.Linear(p[0].numel(), len(p), bias=False)
+            matrix.weight.data.copy_(p.flatten(1))
+            matrix.weight.grad = p.grad.flatten(1)
+            Muon32([matrix.weight], lr=0.1, momentum=0.9, weight_decay=0.0).step()
+            like = before[name] - matrix.weight.detach().view_as(p)
+            kernels += 1
+        large = p.grad.abs() > 1e-5
+        torch.testing.assert_close(moved[large], like[large], rtol=1e-3, atol=1e-5)
+    assert kernels == 7
 
 
 @with_muon

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.algebra import multiplies_in_half
 
-from .muon import MetricMuon, Muon32
+from .muon import MetricMuon, Muon32, as_matrices
 
 FEW = 1 << 18  # numbers of all matrices, up to which Muon is faster in float32 on CPUs
 
@@ -106,9 +106,9 @@ def _betas(config: Config) -> tuple[float, float]:
 
 
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-    """For matrices inside of the network; AdamW for the rest, as its users do."""
+    """For matrices and kernels inside of the network; AdamW for the rest, as its users do."""
     hidden, rest = _hidden(model)
-    muon = _fastest_muon(hidden)(hidden, **_muons(config))
+    muon = as_matrices(_fastest_muon(hidden), hidden, **_muons(config))
     return [muon, *_companion(rest, config)]
 
 
@@ -128,11 +128,11 @@ def _metric_muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list
 
 
 def _hidden(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Matrices inside of the network, and the rest."""
+    """Matrices and kernels inside of the network, and the rest."""
     hidden: list[Tensor] = []
     rest: list[Tensor] = []
     for name, p in model.named_parameters():
-        outer = name.startswith(("words", "places", "head")) or p.dim() != 2
+        outer = name.startswith(("words", "places", "head")) or p.dim() < 2
         (rest if outer else hidden).append(p)
     return hidden, rest
 
@@ -153,9 +153,17 @@ def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimi
 
 
 def _shampoo(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
+    """With lengths and a momentum of Adam's kind, as Distributed Shampoo is trained with."""
     from pytorch_optimizer import ScalableShampoo
+    from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
-    return [ScalableShampoo(_params(model, config), lr=config["lr"], betas=_betas(config))]
+    options = {
+        "graft_type": LayerWiseGrafting.RMSPROP,
+        "moving_average_for_momentum": True,
+        "preconditioning_compute_steps": config["frequency"],
+    }
+    params = _params(model, config)
+    return [ScalableShampoo(params, lr=config["lr"], betas=_betas(config), **options)]
 
 
 def _ours(cls: type[Any], **fixed: Any) -> Any:
@@ -199,6 +207,7 @@ _EIGENBASIS = {
     "often": one_of(5, 10),
     "statistics_fraction": one_of(0.25, 1.0),
 }
+_OFTEN = {"frequency": one_of(5, 10, 20)}  # steps between bases or roots
 _PLAIN = {
     "damping": between(3e-3, 1e-1),
     "kl_clip": between(1e-5, 1e-2),
@@ -226,10 +235,10 @@ CONTESTANTS = {
         Contestant(
             "SOAP",
             _soap,
-            {**_ADAM, "lr": between(1e-3, 1e-1), "frequency": one_of(5, 10, 20)},
+            {**_ADAM, "lr": between(1e-3, 1e-1), **_OFTEN},
             "pytorch_optimizer",
         ),
-        Contestant("Shampoo", _shampoo, {**_ADAM, "lr": between(1e-3, 1)}, "pytorch_optimizer"),
+        Contestant("Shampoo", _shampoo, {**_ADAM, **_OFTEN}, "pytorch_optimizer"),
         Contestant(
             "KFACSGD",
             _ours(KFACSGD),

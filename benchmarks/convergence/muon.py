@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kaisa_optim.algebra import eigendecompose, full_precision, orthogonalizer
 from kaisa_optim.capture import Capture
@@ -21,7 +22,7 @@ from kaisa_optim.stacks import Shelf, alike
 from kaisa_optim.statistics import Statistics, Tally
 
 Coefficients = tuple[float, float, float]
-_Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # of torch 2.9 and newer
+_Muon: Any = getattr(torch.optim, "Muon", Optimizer)  # of torch 2.9 and newer
 
 
 class Muon32(_Muon):
@@ -57,6 +58,22 @@ class Muon32(_Muon):
         self, p: Tensor, ahead: Tensor, coefficients: Coefficients, steps: int
     ) -> Tensor:
         return polar(ahead, coefficients, steps)
+
+
+def as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -> Optimizer:
+    """Of that kind, for matrices and for kernels, which have a row for each output channel."""
+    if all(w.dim() == 2 for w in weights):
+        return kind(weights, **options)
+    matrices = [nn.Parameter(w.detach().flatten(1)) for w in weights]  # views of the weights
+    optimizer = kind(matrices, **options)
+
+    def lend(*_: Any) -> None:
+        for matrix, weight in zip(matrices, weights, strict=True):
+            if weight.grad is not None:
+                matrix.grad, weight.grad = weight.grad.flatten(1), None
+
+    optimizer.register_step_pre_hook(lend)
+    return optimizer
 
 
 def polar(matrix: Tensor, coefficients: Coefficients, steps: int) -> Tensor:

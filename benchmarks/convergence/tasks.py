@@ -31,7 +31,7 @@ class Score:
     of: Callable[[Tensor, Tensor], Tensor]
 
 
-MUONS = ("Muon", "Muon, K-FAC metric")
+METRIC = ("Muon, K-FAC metric",)  # for matrices only
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def resnet8(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {},
         score=Score("test accuracy", right),
-        without=MUONS,  # they take matrices only
+        without=METRIC,
     )
 
 
@@ -311,7 +311,7 @@ def unet(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {"loss_terms": "positions"},
         score=Score("Dice", _dice),
-        without=MUONS,
+        without=METRIC,
         pace=4,
     )
 
