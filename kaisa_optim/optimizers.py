@@ -157,10 +157,13 @@ class KFACMixin(Optimizer, Joinable):
             groups = [group for group in params if isinstance(group, dict)]
         given = {**asked, "damping": damping, "moments": moments}
         why = _why_not_in_the_eigenbasis(self._base, kwargs, given, groups)
+        opts_out = ""
         if moments is None:
             moments = "parameters" if why else "eigenbasis"
             if not why:  # by name it is Adam itself, in another basis
                 asked = {**dict.fromkeys(_OF_MOMENTS, True), **asked}
+            elif self._base in eigenbasis.BASES:
+                opts_out = _against_the_eigenbasis(kwargs, given, groups)
         self._kfac_options = Options(**asked, moments=moments)
         for name in _OF_MOMENTS:
             if asked.get(name) and moments != "eigenbasis":
@@ -175,6 +178,13 @@ class KFACMixin(Optimizer, Joinable):
         super().__init__(params, *args, **kwargs)
         self._start()
         self._notice_misspelt(self.param_groups)
+        if opts_out:  # one value of a search may do so where the others do not
+            text = (
+                f'{opts_out} leads to moments="parameters" in place of "eigenbasis", the default, '
+                'where it has no meaning; name moments="parameters" if that is meant, or leave '
+                "it out"
+            )
+            agreement.warn(self.preconditioner.ranks, text, _level_of_caller())
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
@@ -527,10 +537,11 @@ class KFACMixin(Optimizer, Joinable):
             ranks = self.preconditioner.ranks
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
+            moments = ", and their moments begin at zero" if self._in_eigenbasis else ""
             warnings.warn(
                 "the checkpoint holds no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; they are estimated anew, from the "
-                "next backward pass on",
+                f"next backward pass on{moments}",
                 stacklevel=2,
             )
 
@@ -747,10 +758,14 @@ def _why_not_in_the_eigenbasis(
         return f"moments={ours['moments']!r} rules out; leave out one of the two"
     if base not in eigenbasis.BASES:  # it may have a step of its own, which would not be called
         return f"must be named over {base.__name__}, a subclass; name it, or leave this out"
-    defaults = {name: p.default for name, p in _own_parameters().items()}
-    against = eigenbasis.argument_against(theirs)
-    against = against or option_against_eigenbasis(ours, defaults, groups)
+    against = _against_the_eigenbasis(theirs, ours, groups)
     return f"{against} rules out; leave out one of the two" if against else ""
+
+
+def _against_the_eigenbasis(theirs: dict[str, Any], ours: dict[str, Any], groups: list[Any]) -> str:
+    """What is set that has no meaning there, if anything."""
+    defaults = {name: p.default for name, p in _own_parameters().items()}
+    return eigenbasis.argument_against(theirs) or option_against_eigenbasis(ours, defaults, groups)
 
 
 def _signature(base: type[Optimizer]) -> inspect.Signature:

@@ -21,6 +21,7 @@ from kaisa_optim import (
     with_kfac,
 )
 from kaisa_optim.layers import base
+from kaisa_optim.options import DAMPING
 
 
 def net() -> nn.Sequential:
@@ -766,6 +767,37 @@ def test_what_rules_out_the_eigenbasis_is_named(name, arguments, culprit):
         f'Invalid {name}: True belongs to moments="eigenbasis", which {culprit} rules out; leave '
         "out one of the two"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ({"damping": 0.5}, "damping=0.5"),
+        ({"kl_clip": None}, "kl_clip=None"),
+        ({"amsgrad": True}, "amsgrad=True"),
+        ({"group": {"damping": 0.5}}, "damping=0.5 in a parameter group"),
+        ({"damping": 0.5, "moments": "parameters"}, None),
+        ({"damping": DAMPING}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_an_option_that_leaves_the_eigenbasis_says_so_unless_that_is_named(arguments, culprit):
+    model, arguments = net(), dict(arguments)
+    params = [{"params": model.parameters(), **arguments.pop("group", {})}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = KFACAdam(params, model=model, **arguments)
+    if culprit is None:
+        assert caught == []
+        return
+    (warning,) = caught
+    assert str(warning.message) == (
+        f'{culprit} leads to moments="parameters" in place of "eigenbasis", the default, where it '
+        'has no meaning; name moments="parameters" if that is meant, or leave it out'
+    )
+    assert warning.filename == __file__
+    assert optimizer.preconditioner.options.moments == "parameters"
 
 
 @pytest.mark.parametrize("name", ["nesterov", "orthogonal"])

@@ -222,6 +222,35 @@ def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
         assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
 
 
+@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB", "KFACLAMB, eigenbasis"])
+@pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
+def test_steps_of_lambs_kind_are_as_long_as_the_weights_tell(name, task):
+    torch.manual_seed(0)
+    model, config = task.network(), {"lr": 0.02, "beta1": 0.9, "beta2": 0.99}
+    if task.ends:
+        config["lr_rest"] = 0.01
+    optimizers = CONTESTANTS[name].build(model, config, task.kfac)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)  # no vector's length is 0
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if task.ends:
+        tokens = torch.randint(65, (4, 64))
+        pairs = [(tokens, tokens)]
+    else:
+        pairs = [(torch.rand(32, 64),) * 2]
+    search.backward(task, model, optimizers, pairs)
+    for optimizer in optimizers:
+        optimizer.step()
+    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    lengths = {
+        (key, p.dim() > 1): ((p - before[key]).norm() / before[key].norm() / rates[p]).item()
+        for key, p in model.named_parameters()
+    }
+    assert all(abs(length - 1) < 0.01 for (_, wide), length in lengths.items() if wide)
+    assert any(abs(length - 1) > 0.1 for (_, wide), length in lengths.items() if not wide)
+
+
 def test_a_task_may_speed_up_those_of_adams_kind():
     for one in CONTESTANTS.values():
         (plain,), (fast,) = one.draw("a", 1), one.draw("a", 1, pace=4)

@@ -1206,6 +1206,7 @@ def loaded(
     # It must warn where K-FAC's state is not in it, and nowhere else.
     texts = [str(w.message) for w in record]
     assert [text[:40] for text in texts] == ["the checkpoint holds no K-FAC factors of"] * warns
+    assert all(text.endswith(", and their moments begin at zero") for text in texts)
     return other, fresh
 
 
@@ -1340,6 +1341,17 @@ def test_a_state_of_the_plain_base_loads(cls):
     assert_same(slopes, plain.state[model.slopes.weight]["exp_avg"])
     check_goes_on(other, fresh, values(model))
     assert set(counts(fresh).values()) == {6}
+
+
+@every_base
+def test_a_k_that_is_off_in_all_steps_alike_changes_nothing(cls):
+    model, opt = pair(cls)
+    other, told = pair(cls, loss_terms=1000)
+    for own, optimizer in ((model, opt), (other, told)):
+        learn(own, optimizer, range(6))
+    assert opt.preconditioner.loss_terms != 1000
+    # Eigenvectors of G are those of any multiple of it, but for rounding.
+    assert_near(values(other), values(model), 1e-4)
 
 
 # ---- a layer that loses its state ----

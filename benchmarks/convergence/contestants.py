@@ -1,4 +1,7 @@
-"""Who trains: each optimizer with the settings among which it is tuned; none decays weights."""
+"""Who trains: each optimizer with the settings among which it is tuned.
+
+None decays weights but LAMB and KFACLAMB, whose trust ratios belong to weight decay.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,18 @@ def _adamw(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optim
 
 def _lamb(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     options: Config = {"lr": config["lr"], "betas": _betas(config), "weight_decay": 0.0}
-    return [LAMB(_params(model, config), **options)]
+    return [LAMB(_with_trust_ratios(_params(model, config)), **options)]
+
+
+def _with_trust_ratios(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of matrices and kernels, by LAMB's own weight decay: what is not decayed has no such ratio,
+    as biases and norms of those who train BERT."""
+    found = []
+    for group in groups:
+        vectors = [p for p in group["params"] if p.dim() < 2]
+        wide = [p for p in group["params"] if p.dim() >= 2]
+        found += [{**group, "params": wide, "weight_decay": 0.01}, {**group, "params": vectors}]
+    return [group for group in found if group["params"]]
 
 
 def _betas(config: Config) -> tuple[float, float]:
@@ -177,7 +191,10 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
             options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
         if often is not None:  # what bases that are followed can afford
             options |= {"factor_update_steps": often, "inv_update_steps": often}
-        return [cls(_params(model, config), model=model, weight_decay=0.0, **options, **kfac)]
+        groups = _params(model, config)
+        if cls is KFACLAMB:
+            groups = _with_trust_ratios(groups)
+        return [cls(groups, model=model, weight_decay=0.0, **options, **kfac)]
 
     return build
 
@@ -195,6 +212,7 @@ _ADAM = {
     "beta1": one_of(0.9, 0.95),
     "beta2": one_of(0.95, 0.99, 0.999),
 }
+_FAR = {"lr": between(1e-3, 1e-1)}  # for those whose best rates are above Adam's
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
 _MUON = {
     "lr": between(1e-3, 1e-1),
@@ -203,7 +221,7 @@ _MUON = {
 }
 _EIGENBASIS = {
     **_ADAM,
-    "lr": between(1e-3, 1e-1),
+    **_FAR,
     "often": one_of(5, 10),
     "statistics_fraction": one_of(0.25, 1.0),
 }
@@ -224,7 +242,7 @@ CONTESTANTS = {
             adams=False,
         ),
         Contestant("AdamW", _adamw, _ADAM),
-        Contestant("LAMB", _lamb, _ADAM),
+        Contestant("LAMB", _lamb, {**_ADAM, **_FAR}),
         Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),
         Contestant(
             "Muon, K-FAC metric",
@@ -235,7 +253,7 @@ CONTESTANTS = {
         Contestant(
             "SOAP",
             _soap,
-            {**_ADAM, "lr": between(1e-3, 1e-1), **_OFTEN},
+            {**_ADAM, **_FAR, **_OFTEN},
             "pytorch_optimizer",
         ),
         Contestant("Shampoo", _shampoo, {**_ADAM, **_OFTEN}, "pytorch_optimizer"),
@@ -260,16 +278,16 @@ CONTESTANTS = {
         Contestant(
             "KFACLAMB, parameters",
             _ours(KFACLAMB, moments="parameters"),
-            {**_ADAM, **_PLAIN},
+            {**_ADAM, **_FAR, **_PLAIN},
         ),
         Contestant("KFACLAMB", _ours(KFACLAMB), _EIGENBASIS),
         Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
-        _defaults("KFACAdam", KFACAdam, _EIGENBASIS["lr"]),
+        _defaults("KFACAdam", KFACAdam, _FAR["lr"]),
         _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
-        _defaults("KFACAdam, eigenbasis", KFACAdam, _EIGENBASIS["lr"], moments="eigenbasis"),
-        _defaults("KFACLAMB", KFACLAMB, _EIGENBASIS["lr"]),
-        _defaults("KFACLAMB, parameters", KFACLAMB, _ADAM["lr"], moments="parameters"),
-        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _EIGENBASIS["lr"], moments="eigenbasis"),
+        _defaults("KFACAdam, eigenbasis", KFACAdam, _FAR["lr"], moments="eigenbasis"),
+        _defaults("KFACLAMB", KFACLAMB, _FAR["lr"]),
+        _defaults("KFACLAMB, parameters", KFACLAMB, _FAR["lr"], moments="parameters"),
+        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _FAR["lr"], moments="eigenbasis"),
     )
 }
