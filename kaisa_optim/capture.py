@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from .algebra import full_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
@@ -31,6 +33,8 @@ from .sharding import gathered_in, is_sharded, waiting_gradients
 
 # The number that autograd gives the next node that this thread makes.
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+_NOTHING = contextlib.nullcontext()
 
 _Covers = tuple[bool, bool]
 # The last: whether the moments are of gradients that were drawn.
@@ -116,6 +120,7 @@ class _Tap(torch.autograd.Function):
         return output
 
     @staticmethod
+    @torch.compiler.disable  # where a function is compiled that runs the backward pass
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         if ctx.record is not None:
@@ -248,6 +253,7 @@ class Capture:
 
     def reset(self) -> None:
         """A step has consumed what was gathered."""
+        self.break_off()
         self.shared.clear()
         self.backwards = self.draws = 0
         self.tapped = False
@@ -261,25 +267,47 @@ class Capture:
     # ---- the model's forward passes ----
 
     def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and not _transformed():
+        calls = self._calls()
+        run = calls[-1] if calls else None
+        if run is None and torch.is_grad_enabled() and not _transformed():
             value = args[0] if args else next(iter(kwargs.values()), None)
             if not isinstance(value, PackedSequence) and _first_tensor(value) is None:
                 value = (*args, *kwargs.values())
             self._close_loose()
-            self._local.run = self._remember(Run(value, paused=self.paused > 0))
+            run = self._remember(Run(value, paused=self.paused > 0))
+        calls.append(run)
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        run: Run | None = getattr(self._local, "run", None)
-        if run is not None:
+        calls = self._calls()
+        run = calls.pop() if calls else None
+        if run is not None and run not in calls:
             run.end = _sequence_nr()
-        self._local.run = None
+
+    def _calls(self) -> list[Run | None]:
+        """The model's calls that this thread is in: of one that calls itself, several.
+
+        All are one pass, that of the outermost which trains.
+        """
+        if not hasattr(self._local, "calls"):
+            self._local.calls = []
+        return self._local.calls
+
+    def break_off(self) -> None:
+        """No forward pass is under way: what is left was broken off, by Ctrl-C for one, after which
+        torch runs no hook."""
+        self._calls().clear()
+        while modes := self._modes():
+            mode = modes.pop()
+            if mode is not None and mode is _get_current_function_mode():
+                mode.__exit__(None, None, None)
 
     def _remember(self, run: Run) -> Run:
         self._recent.append(run)
         return run
 
     def _current_run(self, layer: Layer, x: Tensor) -> Run:
-        run: Run | None = getattr(self._local, "run", None) or self._run_again()
+        calls = self._calls()
+        run = (calls[-1] if calls else None) or self._run_again()
         if run is None:
             run = self._loose_run(layer, x)
         if run.examples is None:
@@ -387,8 +415,9 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         covers = layer.covers_now()
-        if not any(covers) or not output.requires_grad or _transformed():
+        if not any(covers) or not output.requires_grad or _transformed() or _has_tangent(output):
             return output
+        _check_layout(layer, x)
         gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._run_again()
         paused = self.paused if again is None else again.paused
@@ -411,7 +440,10 @@ class Capture:
         held = _as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if wanted and gathers else None
         self.tapped |= probe is not None
-        return _Tap.apply(output, held, record, probe, layer.unseen_output)
+        # Marked in place, it would pass for changed where a selective checkpoint keeps it.
+        untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
+        with untouched:
+            return _Tap.apply(output, held, record, probe, layer.unseen_output)
 
     # ---- the backward pass ----
 
@@ -536,6 +568,23 @@ def _anchor(layer: Layer, covers: _Covers) -> Tensor:
 def _transformed() -> bool:
     """Under a torch.func transform, or traced for TorchScript."""
     return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()
+
+
+def _has_tangent(output: Tensor) -> bool:
+    """Under forward-mode differentiation, which knows no rule for a tap."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(output).tangent is not None
+
+
+def _check_layout(layer: Layer, x: Tensor) -> None:
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+        raise TypeError(
+            f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does not read; "
+            "give it a padded or dense one, or build the optimizer with "
+            f"skip_layers=[{layer.name!r}]"
+        )
 
 
 def _graph_task() -> int | None:

@@ -204,25 +204,30 @@ def complete(
 def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
     """A layer's tensors on all ranks, with the rank that sends each."""
     here = {**dict(_named(kfac, layer)), **dict(_begun(kfac, layer))}
-    keys = {side: stack_key(layer, side) for side in "ag"}
-    specs: list[tuple[str, int, Specs]] = []
-    for side, key in keys.items():
-        owner = kfac.owner(layer, side)
-        kept = kfac.statistics.specs(key, layer.blocks)
-        kept |= kfac.second_order.tracking.specs(layer.blocks)
-        kept |= kfac.second_order.specs(key, layer.blocks)
-        specs.append((f"{side}_", owner, kept))
-    g, a = keys["g"], keys["a"]
-    products = kfac.second_order.pair_specs(layer.blocks, g.size, a.size, g.dtype)
-    specs.append(("", kfac.owner(layer, "g"), products))
-    for side, key in keys.items():
+    specs = _kept(kfac, layer)
+    for side in "ag":
         if (layer, side) in kfac.second_order.under_way.begun:
-            copied = kfac.second_order.under_way.specs(key, layer.blocks)
+            copied = kfac.second_order.under_way.specs(stack_key(layer, side), layer.blocks)
             specs.append((f"{side}_begun_", kfac.owner(layer, side), copied))
+    device = stack_key(layer, "g").device
     for prefix, source, tensors in specs:
         for kind, (shape, dtype) in tensors.items():
             name = f"{PREFIX}{layer.tag}{prefix}{kind}"
-            yield Thing((_home(layer), name), source, shape, dtype, g.device, here.get(name))
+            yield Thing((_home(layer), name), source, shape, dtype, device, here.get(name))
+
+
+def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
+    """What ranks keep of a layer: how names begin, the rank that sends these, and their shapes."""
+    keys = {side: stack_key(layer, side) for side in "ag"}
+    specs: list[tuple[str, int, Specs]] = []
+    for side, key in keys.items():
+        kept = kfac.statistics.specs(key, layer.blocks)
+        kept |= kfac.second_order.tracking.specs(layer.blocks)
+        kept |= kfac.second_order.specs(key, layer.blocks)
+        specs.append((f"{side}_", kfac.owner(layer, side), kept))
+    g, a = keys["g"], keys["a"]
+    products = kfac.second_order.pair_specs(layer.blocks, g.size, a.size, g.dtype)
+    return [*specs, ("", kfac.owner(layer, "g"), products)]
 
 
 def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]) -> Entries:
@@ -272,21 +277,26 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         for p, e in entries.items()
         if isinstance(e.get(STEP), Tensor) and e[STEP].numel() != 1
     ]
-    for layer in () if problems else kfac.active:
-        entry = entries.get(_home(layer), {})
+    for layer in () if problems else kfac.layers.values():
         status = f"{PREFIX}{layer.tag}status"
-        if status in entry and entry[status].shape not in _STATUS_SHAPES:
-            problems.append(
-                f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be "
-                f"{_STATUS_SHAPES[0]}"
-            )
+        wrong = [
+            f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be "
+            f"{_STATUS_SHAPES[0]}"
+            for entry in _entries_of(layer, entries)
+            if status in entry and entry[status].shape not in _STATUS_SHAPES
+        ]
+        problems += wrong
+        if wrong:
             continue
-        for name, shape in _shapes(kfac, layer):
-            if name in entry and entry[name].shape != shape and _fits(kfac, layer, entry):
+        before, layer.covers = layer.covers, _covers_after(layer, entries)
+        entry = entries.get(_home(layer), {}) if any(layer.covers) else {}
+        for name, shape in _shapes(kfac, layer) if entry and _fits(kfac, layer, entry) else ():
+            if name in entry and entry[name].shape != shape:
                 problems.append(
                     f"{layer.name}: {name} is {tuple(entry[name].shape)}, the model needs {shape}"
                 )
-    homes = {_home(layer) for layer in kfac.active}
+        layer.covers = before
+    homes = {p for layer in kfac.layers.values() for p in (layer.weight, layer.bias)}
     for p, entry in entries.items():
         if entry.keys() - {STEP} and p not in homes:
             problems.append(
@@ -304,12 +314,36 @@ _STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
 
 
 def _shapes(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, view in _named(kfac, layer):
-        yield name, tuple(view.shape)
+    """Of all that a checkpoint may have of a layer, by what the layer covers."""
+    for prefix, _, tensors in _kept(kfac, layer):
+        for kind, (shape, _) in tensors.items():
+            yield f"{PREFIX}{layer.tag}{prefix}{kind}", tuple(shape)
     for side in "ag":
         specs = kfac.second_order.under_way.specs(stack_key(layer, side), layer.blocks)
         for name, (shape, _) in specs.items():
             yield _begun_name(layer, side, name), shape
+
+
+def _entries_of(layer: Layer, entries: Entries) -> list[dict[str, Tensor]]:
+    """Where a layer's tensors may be: with its weight, or with its bias where that was frozen."""
+    own = (p for p in (layer.weight, layer.bias) if p is not None)
+    return [entries[p] for p in own if p in entries]
+
+
+def _covers_after(layer: Layer, entries: Entries) -> tuple[bool, bool]:
+    """What a layer covers once it has these: the same as where they were saved, if it can.
+
+    A layer that is wholly frozen keeps what it has until it is not, as in the run that was saved.
+    """
+    now = layer.covers_now()
+    for entry in _entries_of(layer, entries):
+        status = entry.get(f"{PREFIX}{layer.tag}status")
+        if status is not None:
+            saved = bool(status[2]), bool(status[3])
+            known = layer.trained[0] >= saved[0] and layer.trained[1] >= saved[1]
+            if any(saved) and known and now in (saved, (False, False)):
+                return saved
+    return layer.covers
 
 
 def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
@@ -333,6 +367,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> Restored:
     kfac.discard()
     kfac.second_order.under_way.clear()
     for layer in kfac.layers.values():
+        layer.covers = _covers_after(layer, entries)
         kfac.forget(layer)
     kfac.lay_out()
     kfac.second_order.failures.clear()

@@ -23,6 +23,7 @@ class Coverage:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel and torch.compile."""
+    _refuse_flattened(model)
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner: object = model.module
@@ -95,6 +96,15 @@ def cover(
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
     return found
+
+
+def _refuse_flattened(model: nn.Module) -> None:
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "Invalid model: FullyShardedDataParallel flattens parameters, so that no layer has a "
+            "weight matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+            "DistributedDataParallel"
+        )
 
 
 def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:

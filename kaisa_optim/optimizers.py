@@ -216,6 +216,7 @@ class KFACMixin(Optimizer, Joinable):
 
     # ---- stepping ----
 
+    @torch.compiler.disable  # it decides in Python, from step to step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Precondition the gradients and let the base class step with them.
@@ -390,6 +391,7 @@ class KFACMixin(Optimizer, Joinable):
         kfac.ranks.from_one(root, list(new.values()), "gradients")
         return new if self._has_joined else {}
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics gathered since the last step."""
         super().zero_grad(set_to_none)

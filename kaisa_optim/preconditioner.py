@@ -1169,6 +1169,7 @@ class Preconditioner:
     def discard(self) -> None:
         """Forget the statistics gathered since the last step, as their gradients are dropped."""
         if self._capture is not None:
+            self._capture.break_off()
             self._capture.shared.clear()
             if self.statistics.gathered:  # else what was drawn still waits for its backward pass
                 self._capture.draws = 0

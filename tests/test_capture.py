@@ -7,15 +7,21 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from watch import (
     Watch,
     assert_close,
@@ -669,6 +675,34 @@ def test_checkpointing_attention(reentrant):
     names = list(runs[0][1].preconditioner.layers)
     assert "block.self_attn.in_proj" in names and "block.linear1" in names
     assert_same(*runs, names)
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "convolution", "sequences"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
+def test_selective_checkpointing(kind, keeps):
+    """Its policy keeps some outputs, and refuses those that were changed in place since."""
+    layer, x = {
+        "linear": (lambda: nn.Linear(4, 5), normal(6, 4)),
+        "no bias": (lambda: nn.Linear(4, 5, bias=False), normal(6, 4)),
+        "convolution": (lambda: nn.Conv2d(2, 3, 2), normal(6, 2, 3, 3)),
+        "sequences": (lambda: nn.Linear(4, 5), normal(6, 2, 4)),
+    }[kind]
+    policy = CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    runs = []
+    for selective in (True, False):
+        net = seeded(lambda: nn.Sequential(layer(), nn.Tanh()))
+        opt = exact(net)
+        for _ in range(2):
+            opt.zero_grad()
+            options = {"use_reentrant": False, "context_fn": contexts}
+            loss_of(checkpoint(net, x, **options) if selective else net(x)).backward()
+            opt.step()
+        runs.append((net, opt))
+    assert_same(*runs, ["0"])
 
 
 # ---------------------------------------------------------------- memory of the forward pass
@@ -1452,3 +1486,115 @@ def test_groups_added_later_are_captured_once():
     fit(x)(net)
     opt.step()
     assert_same((net, opt), clean_run(x))
+
+
+# ---------------------------------------------------------------- a model that calls itself
+
+
+class Within(nn.Module):
+    """Runs itself on the way: with gradients on its own output, or without on its input."""
+
+    def __init__(self, depth: int, guess: bool) -> None:
+        super().__init__()
+        self.first, self.then = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.depth, self.guess = depth, guess
+
+    def forward(self, x: Tensor, depth: int | None = None) -> Tensor:
+        depth = self.depth if depth is None else depth
+        if self.guess and depth:
+            with torch.no_grad():
+                x = x + self(x[:2], 0).mean()
+            depth = 0
+        out = torch.tanh(self(x, depth - 1) if depth else self.first(x))
+        return self.then(torch.tanh(self.then(out)))
+
+
+@pytest.mark.parametrize(("depth", "guess"), [(0, False), (2, False), (1, True)])
+def test_calls_of_a_model_within_its_own_are_one_pass(depth, guess):
+    net = seeded(lambda: Within(depth, guess))
+    opt = exact(net, factor_update_steps=1)
+    for rows in (8, 5):
+        fit(normal(rows, 3))(net)
+        assert opt.preconditioner.statistics.terms() == rows
+        opt.step()
+        opt.zero_grad()
+
+
+class Interrupted(nn.Module):
+    """Ctrl-C comes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.comes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.comes:
+            self.comes = False
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("where", ["model", "attention"])
+def test_a_forward_pass_that_was_interrupted_leaves_nothing(where, monkeypatch):
+    def interrupt(*_: Any, **__: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    net, other = (seeded(Interrupted) for _ in range(2))
+    opt, clean = exact(net), exact(other)
+    modes = torch._C._len_torch_function_stack()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if where == "model":
+            net.comes = True
+        else:
+            patch.setattr(nn.functional, "scaled_dot_product_attention", interrupt)
+        net(normal(9, 5, 4))
+    for run, optimizer in ((net, opt), (other, clean)):
+        optimizer.zero_grad()
+        fit(normal(3, 5, 4))(run)
+        assert optimizer.preconditioner.statistics.terms() == 3
+        optimizer.step()
+    assert torch._C._len_torch_function_stack() == modes
+    names = list(opt.preconditioner.layers)
+    assert_same((net, opt), (other, clean), names)
+
+
+# ---------------------------------------------------------------- what taps do not take part in
+
+
+def test_forward_mode_differentiation_leaves_its_passes_out():
+    net, other = mlp(), mlp()
+    opt, clean = exact(net), exact(other)
+    x, direction = normal(6, 4), normal(6, 4, seed=1)
+    with forward_ad.dual_level():
+        slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, direction))).tangent
+        fit(x)(net)  # which has no tangents
+    plain = torch.func.jvp(other, (x,), (direction,))[1]
+    fit(x)(other)
+    assert_close(slope, plain)
+    opt.step()
+    clean.step()
+    assert_same((net, opt), (other, clean), ["0", "2"])
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
+    net = mlp()
+    opt = exact(net)
+    x = normal(6, 4)
+    if kind == "sparse":
+        x = x.to_sparse()
+        what = "it is of layout torch.sparse_coo"
+    else:
+        x = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+        what = "it is a nested tensor"
+    with pytest.raises(
+        TypeError, match=rf"Invalid input of layer '0': {what}, .*skip_layers=\['0'"
+    ):
+        net(x)
+    del opt
+    if kind == "sparse":
+        opt = exact(net, skip_layers=["0"])
+        fit(x)(net)
+        opt.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -408,6 +409,88 @@ def test_a_layer_frozen_between_save_and_load():
     train(model, opt, range(4, 6))
     train(other, fresh, range(4, 6))
     assert_same(other, model)
+
+
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 1}  # and Adam's moments in the eigenbasis
+FREEZING = {"layer": ("weight", "bias"), "weight": ("weight",), "bias": ("bias",)}
+
+
+def freeze(model: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        model[0].get_parameter(name).requires_grad_(False)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("names", FREEZING.values(), ids=FREEZING)
+@pytest.mark.parametrize("first", ["froze", "built"])
+def test_a_run_that_froze_a_layer_goes_on(cls, names, first):
+    """However the resuming script orders freezing and building; unfrozen later, it goes on, too."""
+    model, opt = pair(cls, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    freeze(model, names)
+    train(model, opt, range(2, 4))
+    other = network(5)
+    if first == "froze":
+        freeze(other, names)
+    fresh = cls(other, lr=0.05, **OFTEN)
+    if first == "built":
+        freeze(other, names)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, copy.deepcopy(opt.state_dict()))
+    for steps in (range(4, 6), range(6, 8)):
+        train(model, opt, steps)
+        train(other, fresh, steps)
+        assert_same(other, model)
+        for net in (model, other):
+            net[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_made_while_a_layer_was_frozen_goes_on(cls, copied):
+    model, opt = pair(cls, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    freeze(model, FREEZING["layer"])
+    train(model, opt, range(2, 4))
+    other, fresh = copied((model, opt))
+    for net, optimizer in ((model, opt), (other, fresh)):
+        net[0].requires_grad_(True)
+        train(net, optimizer, range(4, 6))
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), ("weight",)), (("weight",), ()), (("bias",), ("weight",)), (("weight",), ("bias",))],
+)
+def test_a_layer_frozen_otherwise_where_it_is_loaded_is_estimated_anew(cls, before, after):
+    model = network()
+    freeze(model, before)
+    opt = cls(model, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    other = network()
+    freeze(other, after)
+    target = cls(other, lr=0.05, **OFTEN)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'; they are estim"):
+        target.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(other, target, range(2, 4))
+    assert target.preconditioner.layers["0"].covers == tuple(
+        name not in after for name in ("weight", "bias")
+    )
+
+
+def test_factors_of_a_frozen_layer_must_fit_it():
+    model, opt = pair(KFACSGD, lr=0.05, **EVERY_STEP)
+    train(model, opt, range(2))
+    state = copy.deepcopy(opt.state_dict())
+    entry = next(e for e in state["state"].values() if "kfac_a_average" in e)
+    entry["kfac_a_average"] = torch.zeros(1, 2, 2)
+    other = network()
+    other[0].requires_grad_(False)
+    target = KFACSGD(other, lr=0.05, **EVERY_STEP)
+    with pytest.raises(ValueError, match=r"0: kfac_a_average is \(1, 2, 2\), the model needs"):
+        target.load_state_dict(state)
 
 
 def test_a_layer_frozen_only_where_it_is_loaded_is_estimated_anew():

@@ -505,3 +505,23 @@ def test_a_full_state_of_a_consolidated_optimizer():
     for resumed, texts, straight in run(2, consolidates, Plan((2,), each)):
         assert not texts
         assert_same(resumed, straight)
+
+
+# ---- its predecessor ----
+
+
+def flattened(original: bool) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+    with pytest.raises(ValueError) as refused:
+        KFACSGD(model, lr=0.1)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_fully_sharded_data_parallel_is_refused_by_name(original):
+    for text in run(2, flattened, original):
+        assert re.match("Invalid model: FullyShardedDataParallel flattens .*fully_shard", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -954,6 +955,39 @@ def test_torch_compile_after_construction(fresh_dynamo):
     for name in ("0", "2"):
         assert_factors(opt, name, clean.preconditioner.factors(name))
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert_close(p, q)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("what", ["training", "step", "both"])
+def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
+    x = normal(6, 4)
+    runs = []
+    for compiled in (True, False):
+        net = mlp()
+        opt = cls(net, lr=0.05, factor_update_steps=2, inv_update_steps=2)
+
+        def train(net: nn.Module = net, opt: Any = opt) -> None:
+            opt.zero_grad()
+            fit(x)(net)
+
+        step = opt.step
+
+        def both(train: Any = train, step: Any = step) -> None:
+            train()
+            step()
+
+        if compiled and what == "step":
+            step = torch.compile(step, backend="aot_eager")
+        if compiled and what == "training":
+            train = torch.compile(train, backend="aot_eager")
+        if what == "both":
+            train, step = torch.compile(both, backend="aot_eager") if compiled else both, int
+        for _ in range(12):  # more than Dynamo compiles one function anew
+            train()
+            step()
+        runs.append(net)
+    for p, q in zip(*(net.parameters() for net in runs), strict=True):
         assert_close(p, q)
 
 
