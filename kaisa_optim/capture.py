@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +164,28 @@ class _Call:
     drawn: _Drawn = dataclasses.field(default_factory=_Drawn)
 
 
+class _Entered(NamedTuple):
+    """What a call of a module began, and torch's frame of that call, which lives as long."""
+
+    what: Any
+    frame: FrameType
+
+
+def _frame_of_call() -> FrameType:
+    """For a module's hook: the frame of torch's function that called it."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType) -> bool:
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is frame
+
+
 class _Hook:
     """A module hook that ends with its capture and turns inert in a copy of the model."""
 
@@ -267,23 +291,24 @@ class Capture:
     # ---- the model's forward passes ----
 
     def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.break_off()
         calls = self._calls()
-        run = calls[-1] if calls else None
+        run = calls[-1].what if calls else None
         if run is None and torch.is_grad_enabled() and not _transformed():
             value = args[0] if args else next(iter(kwargs.values()), None)
             if not isinstance(value, PackedSequence) and _first_tensor(value) is None:
                 value = (*args, *kwargs.values())
             self._close_loose()
             run = self._remember(Run(value, paused=self.paused > 0))
-        calls.append(run)
+        calls.append(_Entered(run, _frame_of_call()))
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
-        run = calls.pop() if calls else None
-        if run is not None and run not in calls:
+        run = calls.pop().what if calls else None
+        if run is not None and all(call.what is not run for call in calls):
             run.end = _sequence_nr()
 
-    def _calls(self) -> list[Run | None]:
+    def _calls(self) -> list[_Entered]:
         """The model's calls that this thread is in: of one that calls itself, several.
 
         All are one pass, that of the outermost which trains.
@@ -293,13 +318,17 @@ class Capture:
         return self._local.calls
 
     def break_off(self) -> None:
-        """No forward pass is under way: what is left was broken off, by Ctrl-C for one, after which
-        torch runs no hook."""
-        self._calls().clear()
-        while modes := self._modes():
-            mode = modes.pop()
-            if mode is not None and mode is _get_current_function_mode():
+        """Leave calls that were interrupted, by Ctrl-C for one, after which torch runs no hook."""
+        calls, modes = self._calls(), self._modes()
+        while calls and not _is_running(calls[-1].frame):
+            calls.pop()
+        while modes and not _is_running(modes[-1].frame):
+            mode = modes[-1].what
+            if mode is not None:
+                if mode is not _get_current_function_mode():
+                    break  # under another one, which has to end first
                 mode.__exit__(None, None, None)
+            modes.pop()
 
     def _remember(self, run: Run) -> Run:
         self._recent.append(run)
@@ -307,7 +336,7 @@ class Capture:
 
     def _current_run(self, layer: Layer, x: Tensor) -> Run:
         calls = self._calls()
-        run = (calls[-1] if calls else None) or self._run_again()
+        run = (calls[-1].what if calls else None) or self._run_again()
         if run is None:
             run = self._loose_run(layer, x)
         if run.examples is None:
@@ -400,15 +429,15 @@ class Capture:
             mode = layers[0].interceptor(layers, self._tap)
             assert mode is not None
             mode.__enter__()
-        self._modes().append(mode)
+        self._modes().append(_Entered(mode, _frame_of_call()))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         modes = self._modes()
-        mode = modes.pop() if modes else None
+        mode = modes.pop().what if modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
-    def _modes(self) -> list[TorchFunctionMode | None]:
+    def _modes(self) -> list[_Entered]:
         if not hasattr(self._local, "modes"):
             self._local.modes = []
         return self._local.modes
@@ -417,7 +446,6 @@ class Capture:
         covers = layer.covers_now()
         if not any(covers) or not output.requires_grad or _transformed() or _has_tangent(output):
             return output
-        _check_layout(layer, x)
         gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._run_again()
         paused = self.paused if again is None else again.paused
@@ -437,6 +465,8 @@ class Capture:
             call = _Call(layer, run, anchor, covers, blocks, mode, part, gathers, outer)
             record = functools.partial(self._backward, call)
         kept = layer.needs_input(covers) and (gathers or checkpointed)
+        if kept and wanted and gathers and layer.reads_dense_only:
+            _check_layout(layer, x)
         held = _as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if wanted and gathers else None
         self.tapped |= probe is not None

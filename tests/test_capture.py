@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -37,7 +38,7 @@ from watch import (
     taken,
 )
 
-from kaisa_optim import KFACSGD, saving
+from kaisa_optim import KFACSGD, Layer, register_layer, saving
 
 
 def mlp() -> nn.Sequential:
@@ -1537,7 +1538,9 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["model", "attention"])
-def test_a_forward_pass_that_was_interrupted_leaves_nothing(where, monkeypatch):
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("within", [False, True], ids=["", "under another mode"])
+def test_a_forward_pass_that_was_interrupted_leaves_nothing(where, cleared, within, monkeypatch):
     def interrupt(*_: Any, **__: Any) -> Tensor:
         raise KeyboardInterrupt
 
@@ -1551,13 +1554,32 @@ def test_a_forward_pass_that_was_interrupted_leaves_nothing(where, monkeypatch):
             patch.setattr(nn.functional, "scaled_dot_product_attention", interrupt)
         net(normal(9, 5, 4))
     for run, optimizer in ((net, opt), (other, clean)):
-        optimizer.zero_grad()
-        fit(normal(3, 5, 4))(run)
-        assert optimizer.preconditioner.statistics.terms() == 3
+        if cleared:
+            with torch.device("cpu") if within else contextlib.nullcontext():
+                optimizer.zero_grad()
+        for _ in range(2):
+            fit(normal(3, 5, 4))(run)
+        assert optimizer.preconditioner.statistics.terms() == 6
         optimizer.step()
     assert torch._C._len_torch_function_stack() == modes
     names = list(opt.preconditioner.layers)
     assert_same((net, opt), (other, clean), names)
+
+
+def test_gradients_that_the_model_clears_in_its_own_forward():
+    class Clears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            opt.zero_grad()
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    net = seeded(Clears)
+    opt = exact(net)
+    fit(normal(6, 3, 4))(net)
+    assert opt.preconditioner.statistics.terms() == 6
 
 
 # ---------------------------------------------------------------- what taps do not take part in
@@ -1593,8 +1615,38 @@ def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
         TypeError, match=rf"Invalid input of layer '0': {what}, .*skip_layers=\['0'"
     ):
         net(x)
-    del opt
-    if kind == "sparse":
-        opt = exact(net, skip_layers=["0"])
-        fit(x)(net)
-        opt.step()
+    if kind == "nested":
+        return
+    # Where nothing is to be read of them, they pass.
+    with opt.preconditioner.paused():
+        net(x)
+    net[0].weight.requires_grad_(False)
+    fit(x)(net)
+    opt.step()
+
+
+def test_a_kind_of_ones_own_may_read_sparse_inputs():
+    class Sparse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    @register_layer(Sparse)
+    class SparseLayer(Layer):
+        def __init__(self, name: str, module: nn.Module) -> None:
+            super().__init__(name, module)
+            self.in_shape, self.outputs = (4,), 3
+
+        def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+            return x.to_dense()[None, :, None]
+
+        def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+            return grad[None, :, None]
+
+    x = normal(6, 4)
+    net, other = seeded(lambda: Sparse(4, 3)), seeded(lambda: Sparse(4, 3))
+    opt, clean = exact(net), exact(other)
+    fit(x.to_sparse())(net)
+    fit(x)(other)
+    opt.step()
+    clean.step()
+    assert_same((net, opt), (other, clean), [""])

@@ -255,7 +255,8 @@ def test_a_task_may_speed_up_those_of_adams_kind():
     for one in CONTESTANTS.values():
         (plain,), (fast,) = one.draw("a", 1), one.draw("a", 1, pace=4)
         times = 1 if "SGD" in one.name else 4
-        assert fast.pop("lr") == pytest.approx(times * plain.pop("lr"), rel=0.05)
+        for rate in plain.keys() & {"lr", "lr_rest"}:
+            assert fast.pop(rate) == pytest.approx(times * plain.pop(rate), rel=0.05)
         assert fast == plain
 
 

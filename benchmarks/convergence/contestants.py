@@ -41,14 +41,15 @@ class Contestant:
 
         What two contestants have falls on the same places of its ranges: otherwise the luckier
         draws would win. With ``ends``, all have the same range of rates for what Muon does not
-        take. ``pace`` multiplies "lr" of Adam's kind.
+        take. ``pace`` multiplies rates of Adam's kind.
         """
         space = {**self.space, **_ENDS} if ends else self.space
         places = {name: _spread(f"{seed} {name}", trials) for name in space}
         configs = [{name: of(places[name][i]) for name, of in space.items()} for i in range(trials)]
         if pace != 1 and self.adams:
             for config in configs:
-                config["lr"] = float(f"{pace * config['lr']:.2g}")
+                for rate in config.keys() & {"lr", "lr_rest"}:
+                    config[rate] = float(f"{pace * config[rate]:.2g}")
         return configs
 
     @property

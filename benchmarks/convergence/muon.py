@@ -61,10 +61,10 @@ class Muon32(_Muon):
 
 
 def as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -> Optimizer:
-    """Of that kind, for matrices and for kernels, which have a row for each output channel."""
+    """Of that kind, for matrices and kernels; these have a row for each index of their first side."""
     if all(w.dim() == 2 for w in weights):
         return kind(weights, **options)
-    matrices = [nn.Parameter(w.detach().flatten(1)) for w in weights]  # views of the weights
+    matrices = [nn.Parameter(w.detach().view(len(w), -1)) for w in weights]
     optimizer = kind(matrices, **options)
 
     def lend(*_: Any) -> None:

@@ -90,6 +90,7 @@ class Layer:
     divided_by_positions = False  # papers' normalization: rows over the number of positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
+    reads_dense_only = False  # nested and sparse inputs are refused
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
 
     name: str

@@ -24,6 +24,7 @@ class _Spatial(Layer):
 
     divided_by_positions = True
     cast_by_autocast = True
+    reads_dense_only = True
 
     def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
         super().__init__(name, module)
