@@ -61,7 +61,7 @@ class Muon32(_Muon):
 
 
 def as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -> Optimizer:
-    """Of that kind, for matrices and kernels; these have a row for each index of their first side."""
+    """Of that kind, for matrices and for kernels, whose first side counts their rows."""
     if all(w.dim() == 2 for w in weights):
         return kind(weights, **options)
     matrices = [nn.Parameter(w.detach().view(len(w), -1)) for w in weights]
