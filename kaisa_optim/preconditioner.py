@@ -645,6 +645,7 @@ class Preconditioner:
         """After a load: ranks compare, and what some rank lacks is estimated anew by all."""
         if not self._unsettled:
             return
+        self._settle_covers()
         common = self._common(groups) | self.options.described()
         agreement.compare(
             self.ranks, common, "loaded states", self._refused, "loading a state", told=True
@@ -666,6 +667,18 @@ class Preconditioner:
             if failures[i]:
                 self.second_order.failures[layer] = round(failures[i] / self.ranks.world)
         self._unsettled = False
+
+    def _settle_covers(self) -> None:
+        """Where states differ in what a layer covers, it starts anew, with what is not frozen."""
+        layers = list(self.layers.values())
+        mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
+        sums = self.ranks.add_up(mine.flatten(), "agreeing on what a loaded state covers")
+        apart = ((sums != 0) & (sums != self.ranks.world)).view(-1, 2).any(1).tolist()
+        for layer in itertools.compress(layers, apart):
+            layer.covers = layer.covers_now()
+            self.forget(layer)
+        if any(apart):
+            self.lay_out()
 
     # ---- parts of the step ----
 

@@ -534,3 +534,68 @@ def test_a_full_state_of_a_consolidated_optimizer(world, spread, broadcast):
     for resumed, straight in results:
         assert_same(resumed, straight)
         assert_same(resumed, results[0][0])
+
+
+# ---- frozen layers ----
+
+FROZEN = 3  # one of two linear layers of one shape
+
+
+def frozen_of_one_rank(
+    names: tuple[str, ...], first: bool, lacks: bool
+) -> tuple[list[Tensor], Any]:
+    model, opt = pair(Plan())
+    part_of_it = model[FROZEN]
+
+    def freeze(module: nn.Module) -> None:
+        for name in names:
+            module.get_parameter(name).requires_grad_(False)
+
+    def learn_alike(net: nn.Module, optimizer: Any, steps: range) -> None:
+        for i in steps:  # the whole batch on each rank, so that no gradient is missing
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(i)
+            x = torch.randint(9, (ROWS,), generator=generator)
+            F.mse_loss(net(x), torch.zeros(ROWS, 6, dtype=torch.float64)).backward()
+            optimizer.step()
+
+    learn_alike(model, opt, range(2))
+    freeze(part_of_it)
+    learn_alike(model, opt, range(2, 4))
+    opt.consolidate_state_dict()
+    box = [opt.state_dict() if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    state = copy.deepcopy(box[0])
+    if lacks and rank() == 1:
+        places = enumerate(model.parameters())
+        at = [i for i, p in places if any(p is own for own in part_of_it.parameters())]
+        for entry in (state["state"].get(i, {}) for i in at):
+            for key in [k for k in entry if k.startswith("kfac_") and k != "kfac_step"]:
+                del entry[key]
+    other = net(5)
+    if first:
+        freeze(other[FROZEN])
+    fresh = KFACSGD(other, **FAMILY["sgd"][1], **OPTIONS)
+    if not first:
+        freeze(other[FROZEN])
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fresh.load_state_dict(state)
+    for steps in (range(4, 6), range(6, 8)):
+        learn_alike(model, opt, steps)
+        learn_alike(other, fresh, steps)
+        for one in (model, other):
+            one[FROZEN].requires_grad_(True)
+    return weights(other), weights(model)
+
+
+@pytest.mark.parametrize("names", [("weight", "bias"), ("bias",)], ids=["layer", "bias"])
+@pytest.mark.parametrize("first", [True, False], ids=["frozen, built", "built, frozen"])
+@pytest.mark.parametrize("lacks", [False, True], ids=["", "of one rank"])
+def test_frozen_layers_go_on_alike_on_all_ranks(names, first, lacks):
+    """Also where the states that ranks load differ in what is known of them."""
+    (one, saved), (two, _) = run(2, frozen_of_one_rank, names, first, lacks)
+    assert_same(one, two)
+    if not lacks:
+        assert_same(one, saved)
