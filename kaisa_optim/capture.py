@@ -171,6 +171,16 @@ class _Entered(NamedTuple):
     frame: FrameType
 
 
+class _OfThread(threading.local):
+    """What a thread is in: DataParallel runs its replicas in several."""
+
+    def __init__(self) -> None:
+        # Calls of the model, several of one that calls itself: all are one pass, that of the
+        # outermost which trains.
+        self.calls: list[_Entered] = []
+        self.modes: list[_Entered] = []  # of attention
+
+
 def _frame_of_call() -> FrameType:
     """For a module's hook: the frame of torch's function that called it."""
     frame = sys._getframe(1)
@@ -244,8 +254,8 @@ class Capture:
         # An input of every tap that gathers: differentiating by it runs them, and no parameter.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
-        self._local = threading.local()  # DataParallel runs its replicas in threads
-        self._lock = threading.Lock()  # whose backward passes then run in several, too
+        self._local = _OfThread()
+        self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
         self._recent: deque[Run] = deque(maxlen=1024)
         self._loose: Run | None = None
         self._recomputed: tuple[int, Run] | None = None
@@ -292,7 +302,7 @@ class Capture:
 
     def _run_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.break_off()
-        calls = self._calls()
+        calls = self._local.calls
         run = calls[-1].what if calls else None
         if run is None and torch.is_grad_enabled() and not _transformed():
             value = args[0] if args else next(iter(kwargs.values()), None)
@@ -303,23 +313,14 @@ class Capture:
         calls.append(_Entered(run, _frame_of_call()))
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        calls = self._calls()
+        calls = self._local.calls
         run = calls.pop().what if calls else None
         if run is not None and all(call.what is not run for call in calls):
             run.end = _sequence_nr()
 
-    def _calls(self) -> list[_Entered]:
-        """The model's calls that this thread is in: of one that calls itself, several.
-
-        All are one pass, that of the outermost which trains.
-        """
-        if not hasattr(self._local, "calls"):
-            self._local.calls = []
-        return self._local.calls
-
     def break_off(self) -> None:
         """Leave calls that were interrupted, by Ctrl-C for one, after which torch runs no hook."""
-        calls, modes = self._calls(), self._modes()
+        calls, modes = self._local.calls, self._local.modes
         while calls and not _is_running(calls[-1].frame):
             calls.pop()
         while modes and not _is_running(modes[-1].frame):
@@ -335,7 +336,7 @@ class Capture:
         return run
 
     def _current_run(self, layer: Layer, x: Tensor) -> Run:
-        calls = self._calls()
+        calls = self._local.calls
         run = (calls[-1].what if calls else None) or self._run_again()
         if run is None:
             run = self._loose_run(layer, x)
@@ -429,18 +430,13 @@ class Capture:
             mode = layers[0].interceptor(layers, self._tap)
             assert mode is not None
             mode.__enter__()
-        self._modes().append(_Entered(mode, _frame_of_call()))
+        self._local.modes.append(_Entered(mode, _frame_of_call()))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        modes = self._modes()
+        modes = self._local.modes
         mode = modes.pop().what if modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
-
-    def _modes(self) -> list[_Entered]:
-        if not hasattr(self._local, "modes"):
-            self._local.modes = []
-        return self._local.modes
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         covers = layer.covers_now()

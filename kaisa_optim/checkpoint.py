@@ -337,13 +337,17 @@ def _covers_after(layer: Layer, entries: Entries) -> tuple[bool, bool]:
     """
     now = layer.covers_now()
     for entry in _entries_of(layer, entries):
-        status = entry.get(f"{PREFIX}{layer.tag}status")
-        if status is not None:
-            saved = bool(status[2]), bool(status[3])
-            known = layer.trained[0] >= saved[0] and layer.trained[1] >= saved[1]
-            if any(saved) and known and now in (saved, (False, False)):
-                return saved
+        saved = _saved_covers(layer, entry)
+        known = all(own >= theirs for own, theirs in zip(layer.trained, saved, strict=True))
+        if any(saved) and known and now in (saved, (False, False)):
+            return saved
     return layer.covers
+
+
+def _saved_covers(layer: Layer, entry: dict[str, Tensor]) -> tuple[bool, bool]:
+    """Of which weight and bias an entry has factors; neither where it has none."""
+    status = entry.get(f"{PREFIX}{layer.tag}status")
+    return (False, False) if status is None else (bool(status[2]), bool(status[3]))
 
 
 def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
@@ -351,8 +355,7 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     status = entry.get(f"{PREFIX}{layer.tag}status")
     if status is None:
         return True
-    _, _, weight, bias, _, convention, *_ = status.tolist()
-    return (bool(weight), bool(bias)) == layer.covers and convention == _convention(kfac)
+    return _saved_covers(layer, entry) == layer.covers and int(status[5]) == _convention(kfac)
 
 
 class Restored(NamedTuple):

@@ -23,7 +23,6 @@ class Coverage:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel and torch.compile."""
-    _refuse_flattened(model)
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner: object = model.module
@@ -98,7 +97,8 @@ def cover(
     return found
 
 
-def _refuse_flattened(model: nn.Module) -> None:
+def refuse_flattened(model: nn.Module) -> None:
+    """Of the model as it is wrapped."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "Invalid model: FullyShardedDataParallel flattens parameters, so that no layer has a "

@@ -156,14 +156,13 @@ class KFACMixin(Optimizer, Joinable):
             params = list(params)
             groups = [group for group in params if isinstance(group, dict)]
         given = {**asked, "damping": damping, "moments": moments}
-        why = _why_not_in_the_eigenbasis(self._base, kwargs, given, groups)
-        opts_out = ""
+        against = _against_the_eigenbasis(kwargs, given, groups)
+        why = _why_not_in_the_eigenbasis(self._base, moments, against)
+        opts_out = against if moments is None and self._base in eigenbasis.BASES else ""
         if moments is None:
             moments = "parameters" if why else "eigenbasis"
             if not why:  # by name it is Adam itself, in another basis
                 asked = {**dict.fromkeys(_OF_MOMENTS, True), **asked}
-            elif self._base in eigenbasis.BASES:
-                opts_out = _against_the_eigenbasis(kwargs, given, groups)
         self._kfac_options = Options(**asked, moments=moments)
         for name in _OF_MOMENTS:
             if asked.get(name) and moments != "eigenbasis":
@@ -750,17 +749,14 @@ def _is_the_bases(name: str, base: type[Optimizer]) -> bool:
     return name in theirs or (takes_any and not issubclass(base, eigenbasis.BASES))
 
 
-def _why_not_in_the_eigenbasis(
-    base: type[Optimizer], theirs: dict[str, Any], ours: dict[str, Any], groups: list[Any]
-) -> str:
+def _why_not_in_the_eigenbasis(base: type[Optimizer], moments: Any, against: str) -> str:
     """What keeps the moments out of it, as the end of a sentence, or nothing."""
     if not issubclass(base, eigenbasis.BASES):
         return "needs Adam, AdamW or LAMB as its base; leave it out"
-    if ours["moments"] is not None:
-        return f"moments={ours['moments']!r} rules out; leave out one of the two"
+    if moments is not None:
+        return f"moments={moments!r} rules out; leave out one of the two"
     if base not in eigenbasis.BASES:  # it may have a step of its own, which would not be called
         return f"must be named over {base.__name__}, a subclass; name it, or leave this out"
-    against = _against_the_eigenbasis(theirs, ours, groups)
     return f"{against} rules out; leave out one of the two" if against else ""
 
 

@@ -24,7 +24,7 @@ from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
-from .coverage import Coverage, cover, unwrapped
+from .coverage import Coverage, cover, refuse_flattened, unwrapped
 from .gradients import Members, Places, Preconditioned
 from .layers import Basis, Layer
 from .options import Options
@@ -1045,6 +1045,7 @@ class Preconditioner:
         error: Exception | None = None
         found = Coverage()
         try:
+            refuse_flattened(self.model)
             of_group = [eigenbasis.settings(g) for g in groups] if self.second_order.moments else []
             found = cover(
                 unwrapped(self.model),

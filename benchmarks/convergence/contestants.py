@@ -216,7 +216,7 @@ _ADAM = {
 _FAR = {"lr": between(1e-3, 1e-1)}  # for those whose best rates are above Adam's
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
 _MUON = {
-    "lr": between(1e-3, 1e-1),
+    **_FAR,
     "momentum": one_of(0.9, 0.95),
     "lr_rest": between(3e-4, 3e-2),
 }
@@ -251,12 +251,7 @@ CONTESTANTS = {
             {**_MUON, "damping": one_of(0.03, 0.1, 0.3)},
             "torch.optim.Muon",
         ),
-        Contestant(
-            "SOAP",
-            _soap,
-            {**_ADAM, **_FAR, **_OFTEN},
-            "pytorch_optimizer",
-        ),
+        Contestant("SOAP", _soap, {**_ADAM, **_FAR, **_OFTEN}, "pytorch_optimizer"),
         Contestant("Shampoo", _shampoo, {**_ADAM, **_OFTEN}, "pytorch_optimizer"),
         Contestant(
             "KFACSGD",
