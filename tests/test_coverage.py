@@ -227,7 +227,7 @@ def test_repr_always_lists_what_is_not_covered():
         .split("|")
     )
     assert "eigen" in before and "0 steps taken" in before
-    assert "statistics every 10, refreshes every 100 steps\n" in before
+    assert "statistics every 10, refreshes every 50 steps\n" in before
     assert "layer: A 4, G 3" in covered and "out" not in covered
     assert all(f"{name}: " in raw for name in UNCOVERED)
     assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped

@@ -66,7 +66,7 @@ def test_readme_lists_every_kfac_option_with_its_default():
     settled = {
         "kl_clip_lr": "initial",
         "staggered": True,
-        "inv_update_steps": 100,
+        "inv_update_steps": 50,
         "basis_tolerance": 0.0,
         "nesterov": True,
         "orthogonal": True,

@@ -210,7 +210,7 @@ def test_groups_that_are_used_again_say_nothing_new():
     ("option", "value", "moments"),
     [
         ("damping", 0.1, "parameters"),
-        ("damping", 0.01, "eigenbasis"),  # as it is anyway
+        ("damping", 0.005, "eigenbasis"),  # as it is anyway
         ("kl_clip_lr", "current", "parameters"),
         ("lr", 0.1, "eigenbasis"),
         ("factor_decay", 0.5, "eigenbasis"),
@@ -235,13 +235,13 @@ HALVES = (torch.float16, torch.bfloat16)
     ("asked", "tolerance", "interval"),
     [
         ({}, 0.1, 10),
-        ({"basis_tolerance": 0}, 0.0, 100),
+        ({"basis_tolerance": 0}, 0.0, 50),
         ({"inv_update_steps": 7}, 0.1, 7),
-        ({"moments": "parameters"}, 0.0, 100),
-        ({"moments": "parameters", "basis_tolerance": 0.1}, 0.1, 100),
-        *(({"inv_dtype": dtype}, 0.0, 100) for dtype in HALVES),
+        ({"moments": "parameters"}, 0.0, 50),
+        ({"moments": "parameters", "basis_tolerance": 0.1}, 0.1, 50),
+        *(({"inv_dtype": dtype}, 0.0, 50) for dtype in HALVES),
         ({"inv_dtype": torch.float32}, 0.1, 10),
-        ({"moments": "eigenbasis", "normalization": "kaisa"}, 0.0, 100),
+        ({"moments": "eigenbasis", "normalization": "kaisa"}, 0.0, 50),
     ],
 )
 def test_bases_of_these_moments_are_followed_and_often_where_they_can_be(
@@ -250,7 +250,7 @@ def test_bases_of_these_moments_are_followed_and_often_where_they_can_be(
     kfac = KFACAdam(net(), **asked).preconditioner
     assert (kfac.options.tolerance, kfac.inv_update_steps) == (tolerance, interval)
     plain = KFACSGD(net(), lr=0.1).preconditioner
-    assert (plain.options.tolerance, plain.inv_update_steps) == (0.0, 100)
+    assert (plain.options.tolerance, plain.inv_update_steps) == (0.0, 50)
 
 
 class OwnStep(torch.optim.Adam):

@@ -146,7 +146,7 @@ def test_the_base_sees_grafted_gradients():
 
 
 def test_grafting_and_the_clip_exclude_each_other():
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.0001 with grafting.*kl_clip=None"):
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.00015 with grafting.*kl_clip=None"):
         KFACSGD(network(), lr=0.1, grafting=True)
     with pytest.raises(ValueError, match=r"Invalid kl_clip: <function.*with grafting"):
         KFACSGD(network(), lr=0.1, grafting=True, kl_clip=lambda step: None)

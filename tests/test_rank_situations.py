@@ -537,7 +537,7 @@ def schedules(options: dict[str, Any]) -> list[Tensor]:
         learn(model, opt, i)
         if i % 2:
             scheduler.step()
-    assert opt.param_groups[0]["damping"] == 1e-2 / 8
+    assert opt.param_groups[0]["damping"] == 5e-3 / 8
     assert opt.preconditioner.inv_update_steps == 3
     return weights(model)
 
