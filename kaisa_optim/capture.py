@@ -51,7 +51,7 @@ class Run:
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
-        self.reached = False  # by a backward pass that trains
+        self.reached: int | None = None  # by which backward pass that trains, the last of them
         # Autograd numbers its nodes: those of this pass lie between.
         self.start = _sequence_nr()
         self.end: int | None = None
@@ -148,19 +148,29 @@ class _Drawn:
         return moments
 
 
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """One call of a layer in a forward pass, and all that its backward has to know of it."""
+class _Passage(NamedTuple):
+    """One call of a layer in a forward pass, as its backward pass has to know it."""
 
     layer: Layer
     run: Run
     anchor: Tensor  # the parameter that its gradients go to
     covers: _Covers
+    outer: int | None  # a reentrant checkpoint's own backward is part of the one that it runs in
+
+    @property
+    def own(self) -> Tensor:
+        return _own(self.layer, self.covers)
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """What moments are made of, beside the input and the gradient."""
+
+    passage: _Passage
     blocks: slice
     mode: Any
     part: Part
     gathers: bool
-    outer: int | None  # a reentrant checkpoint's own backward is part of the one that it runs in
     drawn: _Drawn = dataclasses.field(default_factory=_Drawn)
 
 
@@ -217,8 +227,8 @@ class _Hook:
 class Capture:
     """Owns the hooks on one model for one optimizer; hands moments to ``sink``.
 
-    A layer whose turn it is not hands None where a pass comes to it first, so that every pass that
-    trains is known.
+    Where a pass comes first to a layer whose turn it is not, that hands None, so that every pass
+    that trains is known.
     """
 
     def __init__(
@@ -239,8 +249,6 @@ class Capture:
         self.drop = drop  # called for a layer whose gradient starts anew
         self.wanted = frozenset(layers)  # those whose turn it is to gather statistics
         self.missing = set(layers)  # those that have none
-        # Whom passes reach first: they tell which passes train, whosever turn it is.
-        self.witnesses: set[Layer] = set()
         self.reduce = reduce
         self.sample: Sample | None = None  # of the rows of a pass; None: all
         self.paused = 0
@@ -254,6 +262,8 @@ class Capture:
         # An input of every tap that gathers: differentiating by it runs them, and no parameter.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
+        # Who handed anything since the last reset, and where its gradient is.
+        self._handed: dict[Layer, tuple[Tensor, Tensor]] = {}
         self._local = _OfThread()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
         self._recent: deque[Run] = deque(maxlen=1024)
@@ -292,7 +302,14 @@ class Capture:
         self.backwards = self.draws = 0
         self.tapped = False
         self.error = None
+        self._handed.clear()
         self.was_paused = self.paused > 0
+
+    def go_on(self, former: Capture) -> None:
+        """In a step that another one has begun, on a model of which other layers train by now."""
+        self.backwards, self.was_paused = former.backwards, former.was_paused
+        self.draws, self.tapped = former.draws, former.tapped
+        self._handed = former._handed
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -439,26 +456,34 @@ class Capture:
             mode.__exit__(None, None, None)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
+        if _transformed():
+            return output
+        # It may begin a pass, even where it is frozen and its turn is another step's.
+        run = None if self._local.calls else self._current_run(layer, x)
         covers = layer.covers_now()
-        if not any(covers) or not output.requires_grad or _transformed() or _has_tangent(output):
+        if not any(covers) or not output.requires_grad or _has_tangent(output):
             return output
         gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._run_again()
         paused = self.paused if again is None else again.paused
-        wanted = not paused and (gathers or (layer in self.witnesses and bool(self.wanted)))
+        wanted = not paused and (gathers or bool(self.wanted or self.missing))
         checkpointed = _checkpointed()
         if not wanted and not checkpointed:
             return output
-        record = None
-        part = layer.part(x, output, self.sample, reduce=self.reduce) if gathers else WHOLE
+        record, part = None, WHOLE
+        if gathers:
+            part = layer.part(x, output, self.sample, reduce=self.reduce)
         if wanted:
-            run, anchor = self._current_run(layer, x), _anchor(layer, covers)
+            run = run or self._current_run(layer, x)
+            passage = _Passage(layer, run, _anchor(layer, covers), covers, _graph_task())
+            if not gathers and not checkpointed:
+                self._watch(passage, output)
+                return output
             order = layer.sequence_first(x)
             # A model may take examples first and turn them itself: then K is right.
             if order is not None and run.examples == order[0] != order[1]:
                 self.misread = self.misread or (layer.name, *order)
-            outer, mode = _graph_task(), layer.mode(output)
-            call = _Call(layer, run, anchor, covers, blocks, mode, part, gathers, outer)
+            call = _Call(passage, blocks, layer.mode(output), part, gathers)
             record = functools.partial(self._backward, call)
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and wanted and gathers and layer.reads_dense_only:
@@ -471,7 +496,28 @@ class Capture:
         with untouched:
             return _Tap.apply(output, held, record, probe, layer.unseen_output)
 
+    def _watch(self, passage: _Passage, output: Tensor) -> None:
+        """Notice a backward pass through what is not tapped, for a quarter of a tap's time.
+
+        A view's own node is not on the way any more once the view is changed in place.
+        """
+        base = output._base if output._is_view() else output
+        node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+        assert node is not None
+        node.register_prehook(functools.partial(self._notice, passage))
+
     # ---- the backward pass ----
+
+    def _notice(self, passage: _Passage, grads: Any) -> None:
+        if passage.run.reached != torch._C._current_graph_task_id():
+            self._notice_first(passage)
+
+    @torch.compiler.disable
+    def _notice_first(self, passage: _Passage) -> None:
+        if self._drawing is None and _accumulates_into(passage.anchor):
+            with self._lock:
+                self._reach(passage)
+                self.sink(passage.layer, passage.run, passage.covers, None, False)
 
     def _backward(self, call: _Call, x: Tensor | None, grad: Tensor) -> None:
         try:
@@ -482,12 +528,10 @@ class Capture:
             self.error = self.error or error
 
     def _record(self, call: _Call, x: Tensor | None, grad: Tensor) -> None:
-        drawing, layer, covers, drawn = self._drawing, call.layer, call.covers, call.drawn
-        if drawing is None and not _accumulates_into(call.anchor):
+        passage, drawing, drawn = call.passage, self._drawing, call.drawn
+        if drawing is None and not _accumulates_into(passage.anchor):
             return
-        device = grad.device.type
-        own = layer.weight if covers[0] else layer.bias
-        assert own is not None
+        layer, covers, device = passage.layer, passage.covers, grad.device.type
 
         def moments(known_a: Tensor | None = None) -> Moments:
             return layer.moments(
@@ -495,7 +539,7 @@ class Capture:
                 grad,
                 covers,
                 reduce=self.reduce,
-                dtype=torch.promote_types(own.dtype, torch.float32),
+                dtype=torch.promote_types(passage.own.dtype, torch.float32),
                 blocks=call.blocks,
                 mode=call.mode,
                 known_a=known_a,
@@ -509,28 +553,38 @@ class Capture:
                     new = moments(None if known is None else known.a)
                     if drawn in drawing:
                         new.g.add_(drawing[drawn][1].g)
-                    drawing[drawn] = call.run, new
+                    drawing[drawn] = passage.run, new
                 return
-            self.backwards += 1
-            self._close_loose()
-            if not call.run.reached:
-                call.run.reached = True
-                self.witnesses.add(layer)
-            # Every use of a layer in one pass meets the same missing gradient: the first drops.
-            task = _graph_task() if call.outer is None else call.outer
-            if not self._has_gradient(own, call.anchor) and self._begun.get(layer) != task:
-                self._begun[layer] = task
-                self.drop(layer)
+            self._reach(passage)
             found = None
             if call.gathers and drawn.ever:
                 found = drawn.take()
             elif call.gathers:
                 found = self._projected(call, x, grad, moments())
-            self.sink(layer, call.run, covers, found, drawn.ever)
+            self.sink(layer, passage.run, covers, found, drawn.ever)
+
+    def _reach(self, passage: _Passage) -> None:
+        """A pass that trains comes to a layer."""
+        self.backwards += 1
+        self._close_loose()
+        layer, gradient = passage.layer, (passage.own, passage.anchor)
+        passage.run.reached = task = _graph_task()
+        if passage.outer is not None:
+            task = passage.outer
+        # Every use of a layer in one pass meets the same missing gradient: the first drops.
+        if not self._has_gradient(*gradient) and self._begun.get(layer) != task:
+            self._begun[layer] = task
+            self.drop(layer)
+            # Others' gradients may be gone, too, and this pass need not come to them.
+            for other, where in list(self._handed.items()):
+                if self._begun.get(other) != task and not self._has_gradient(*where):
+                    del self._handed[other]
+                    self.drop(other)
+        self._handed[layer] = gradient
 
     def _projected(self, call: _Call, x: Tensor | None, grad: Tensor, moments: Moments) -> Moments:
         """With the gradients' second moments in the layer's basis, where there is one of them."""
-        layer, covers, part = call.layer, call.covers, call.part
+        layer, covers, part = call.passage.layer, call.passage.covers, call.part
         if self.basis_of is None or covers != layer.covers or moments.rows == 0:
             return moments
         basis = self.basis_of(layer)
@@ -560,14 +614,16 @@ class Capture:
 def _as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
     """The input as autocast hands it to the layer, which keeps such a copy and not ``x``.
 
-    Of what has to be copied for that, only the part.
+    Of what has to be copied for that, only the part; so where what follows may change ``x``.
     """
     device = x.device.type
-    if not layer.cast_by_autocast or not torch.is_autocast_enabled(device):
+    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+    dtype = x.dtype
+    if cast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif not layer.keeps_another:
         return x
-    if not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return part.of(x.detach()).to(torch.get_autocast_dtype(device))
+    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
 
 
 def _substituted(module: nn.Module, layer: Layer) -> bool:
@@ -579,10 +635,15 @@ def _substituted(module: nn.Module, layer: Layer) -> bool:
     return is_parametrized(module, "weight")
 
 
-def _anchor(layer: Layer, covers: _Covers) -> Tensor:
-    """The parameter into which this forward's backward will accumulate."""
+def _own(layer: Layer, covers: _Covers) -> Tensor:
     own = layer.weight if covers[0] else layer.bias
     assert own is not None
+    return own
+
+
+def _anchor(layer: Layer, covers: _Covers) -> Tensor:
+    """The parameter into which this forward's backward will accumulate."""
+    own = _own(layer, covers)
     if not is_sharded(own):
         return own
     # While a layer runs, the whole parameter stands in the place of its sharded one.

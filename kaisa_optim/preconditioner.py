@@ -1034,9 +1034,7 @@ class Preconditioner:
         )
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
-            self._capture.backwards, self._capture.was_paused = former.backwards, former.was_paused
-            self._capture.draws, self._capture.tapped = former.draws, former.tapped
-            self._capture.witnesses = former.witnesses.intersection(self.layers.values())
+            self._capture.go_on(former)
         self.lay_out()
         self._aim()
 

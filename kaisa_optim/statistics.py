@@ -108,7 +108,7 @@ class Statistics:
         if moments is None:
             gathered.runs.add(run)
             return
-        if moments.rows == 0:
+        if moments.rows == 0 or moments.positions == 0:
             return  # an empty batch says nothing
         gathered.drawn |= drawn
         gathered.own |= not drawn

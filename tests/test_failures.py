@@ -619,6 +619,25 @@ def test_a_hyperparameter_that_one_rank_changes(
         assert steps == interval  # the next step that exchanges anything
 
 
+def _as_float(opt: KFACSGD) -> None:
+    opt.param_groups[0]["momentum"] = float(opt.param_groups[0]["momentum"])
+
+
+def _in_another_order(opt: KFACSGD) -> None:
+    group = opt.param_groups[0]
+    for name in sorted(group, reverse=True):
+        group[name] = group.pop(name)
+
+
+@pytest.mark.parametrize("change", [_as_float, _in_another_order])
+def test_a_hyperparameter_that_prints_otherwise_is_the_same(
+    change: Callable[[KFACSGD], object],
+) -> None:
+    for ended, steps in run(2, changed, change, {**EVERY_STEP, "momentum": 0}):
+        assert ended.error is None, ended.error
+        assert steps == 5
+
+
 def graded(missing: list[int], at: int, options: dict[str, Any]) -> tuple[Ended, int]:
     """Some ranks drop a layer's gradient at step ``at`` and later."""
     model = net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -867,3 +868,85 @@ def test_norms_of_as_many_features_in_other_shapes(cls):
             opt.step()
     for one, other in pairs:
         torch.testing.assert_close(one.view_as(other), other, rtol=1e-9, atol=1e-12)
+
+
+def attends(batch_first: bool, **options: int) -> nn.Module:
+    return Attends(nn.MultiheadAttention(8, 2, batch_first=batch_first, **options))
+
+
+class Attends(nn.Module):
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention, self.head = attention, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x[..., :6] if self.attention.kdim == 6 else x
+        return self.head(self.attention(x, other, other)[0])
+
+
+EMPTY = {
+    "attention, no examples": (lambda: attends(True), (0, 5, 8)),
+    "attention, no positions": (lambda: attends(True), (3, 0, 8)),
+    "attention, positions first": (lambda: attends(False), (5, 0, 8)),
+    "attention of other widths": (lambda: attends(True, kdim=6, vdim=6), (0, 5, 8)),
+    "embedding, one a row": (lambda: nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 2)), (0,)),
+    "embedding, no rows": (lambda: nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 2)), (0, 4)),
+    "embedding, no tokens": (lambda: nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 2)), (3, 0)),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("make", "shape"), EMPTY.values(), ids=list(EMPTY))
+def test_an_empty_batch_after_others_changes_no_factor(make, shape, sharing):
+    torch.manual_seed(0)
+    model = make().double()
+    tokens = isinstance(model, nn.Sequential)
+    full = [max(3, n) for n in shape]
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, weight_sharing=sharing)
+    seen = []
+    for sizes in (full, shape):
+        x = torch.arange(math.prod(sizes)).remainder(5).reshape(sizes)
+        opt.zero_grad()
+        model(x if tokens else x.double()).square().sum().backward()
+        opt.step()
+        known = opt.preconditioner
+        seen.append([f.clone() for name in known.layers for f in known.factors(name)])
+    for before, after in zip(*seen, strict=True):
+        assert torch.equal(before, after)
+
+
+PADDED = {
+    "circular": lambda: nn.Conv1d(6, 6, 3, padding=1, padding_mode="circular"),
+    "same, an even kernel": lambda: nn.Conv1d(6, 6, 4, padding="same"),
+    "same, an even kernel in one of two": lambda: nn.Conv2d(6, 6, (3, 2), padding="same"),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", PADDED.values(), ids=list(PADDED))
+def test_an_input_that_changes_after_a_convolution_which_copied_it(make, autocast):
+    """Torch keeps what it has padded alone: sums in place after it are allowed."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.conv = type(made := make())(4, 6, 1), made
+
+        def forward(self, x: Tensor, in_place: bool) -> Tensor:
+            h = self.first(x)
+            out = self.conv(h)
+            return h.add_(out) if in_place else h + out
+
+    factors = []
+    for in_place in (False, True):
+        model = Residual()
+        opt = KFACSGD(model, lr=0.1)
+        x = torch.randn(3, 4, *[5] * model.conv.weight[0, 0].dim())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x, in_place)
+        out.float().square().mean().backward()
+        opt.step()
+        factors.append([f for name in ("first", "conv") for f in opt.preconditioner.factors(name)])
+    for apart, within in zip(*factors, strict=True):
+        torch.testing.assert_close(within, apart, rtol=1e-2 if autocast else 1e-6, atol=1e-6)

@@ -133,7 +133,8 @@ class _AttentionMode(TorchFunctionMode):
                     if out.dim() == 3:
                         return self.tap(layer, out, x, blocks)
                     # The out-projection's rows come flattened: positions, then batch.
-                    rows = out.unflatten(0, (-1, batch)), x.unflatten(0, (-1, batch))
+                    apart = out.shape[0] // max(1, batch), batch
+                    rows = out.unflatten(0, apart), x.unflatten(0, apart)
                     return self.tap(layer, *rows, blocks).flatten(0, 1)
             return out
 

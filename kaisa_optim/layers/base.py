@@ -91,6 +91,7 @@ class Layer:
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
     reads_dense_only = False  # nested and sparse inputs are refused
+    keeps_another = False  # the forward keeps what it made of its input, and not the input
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
 
     name: str

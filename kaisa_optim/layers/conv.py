@@ -90,6 +90,10 @@ class ConvLayer(_Spatial):
         super().__init__(name, module)
         # The papers' code knows 2-D convolutions of one group.
         self.in_papers = isinstance(module, nn.Conv2d) and module.groups == 1
+        # Padded by a copy, after which the input is not needed again.
+        reach = zip(module.kernel_size, module.dilation, strict=True)
+        uneven = module.padding == "same" and any(d * (k - 1) % 2 for k, d in reach)
+        self.keeps_another = module.padding_mode == "circular" or uneven
 
     def input_moment(
         self,

@@ -29,7 +29,7 @@ class EmbeddingLayer(Layer):
 
     def _tokens(self, x: Tensor) -> Tensor:
         """``[batch, positions]``."""
-        return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], -1)
+        return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], x.shape[1:].numel())
 
     def _padding(self) -> int | None:
         assert isinstance(self.module, nn.Embedding)

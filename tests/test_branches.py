@@ -1,0 +1,220 @@
+"""K where passes take different ways through a model, whosever turn it is to gather statistics."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from watch import assert_close, normal
+
+from kaisa_optim import KFACSGD
+
+NEWEST = {"factor_decay": 1e-12}  # an average is the last value
+
+
+class Branches(nn.Module):
+    """One of two layers, then a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        return self.head(torch.tanh((self.a if way == "a" else self.b)(x)))
+
+
+def backward(model: nn.Module, i: int, way: str, parts: int = 1) -> None:
+    out = model(normal(8, 6, seed=i), way)
+    ((out - normal(8, 3, seed=100 + i)).square().mean() / parts).backward()
+
+
+def micro_batches(model: nn.Module, i: int, ways: str) -> None:
+    for j, way in enumerate(ways):
+        backward(model, 10 * i + j, way, len(ways))
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    """Of its output, one for each backward pass to come."""
+    found: list[Tensor] = []
+    module.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0]))
+    return found
+
+
+def output_factor(opt: Any, name: str) -> Tensor:
+    return opt.preconditioner.factors(name)[1].squeeze(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
+def test_micro_batches_of_other_branches_count_for_a_layer_that_comes_late(options):
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, **options)
+    for i, ways in enumerate(("aa", "ab")):
+        opt.zero_grad()
+        found = gradients_of(model.b)
+        micro_batches(model, i, ways)
+        opt.step()
+    assert_close(output_factor(opt, "b"), 16 * found[0].T @ found[0])
+
+
+def late_on_the_last_rank(options: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Branches()
+    wrapped = DDP(model, find_unused_parameters=True)
+    opt = KFACSGD(wrapped, lr=0.1, **options)
+    found = gradients_of(model.b)
+    for i, last in enumerate("ab"):
+        opt.zero_grad()
+        backward(wrapped, 10 * i + rank, last if rank == world - 1 else "a")
+        opt.step()
+    expected = [8 * found[0].T @ found[0] / world if found else None]
+    dist.broadcast_object_list(expected, src=world - 1)
+    layer = opt.preconditioner.layers["b"]
+    if opt.preconditioner.owner(layer, "g") == rank:
+        kept = opt.preconditioner.shelf.factors[layer, "g"]["average"]
+        assert_close(kept.squeeze(0), expected[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
+def test_ranks_on_other_branches_count_for_a_layer_that_comes_late(options):
+    run(2, late_on_the_last_rank, options)
+
+
+class Exits(nn.Module):
+    """A body, and a head that not every pass comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.head(h) if whole else h
+
+
+def test_an_exit_that_no_gathering_pass_has_taken_counts():
+    model = Exits()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
+    found = gradients_of(model.head)
+    for i in range(2):
+        opt.zero_grad()
+        for whole in (True, False)[: 1 + i]:
+            (model(normal(8, 6, seed=i + 10 * whole), whole).square().mean() / 2).backward()
+        gathering = [layer.name for layer in opt.preconditioner._capture.wanted]
+        opt.step()
+    assert gathering == ["head"]
+    assert_close(output_factor(opt, "head"), 16 * found[-1].T @ found[-1])
+
+
+def steps(model: nn.Module, opt: Any, numbers: range) -> list[Tensor]:
+    for i in numbers:
+        opt.zero_grad()
+        micro_batches(model, i, "ab")
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_a_resumed_run_counts_the_branches_that_it_has_not_seen_yet(done):
+    options = {"lr": 0.1, "factor_update_steps": 3, "inv_update_steps": 3}
+    model = Branches()
+    opt = KFACSGD(model, **options)
+    steps(model, opt, range(done))
+    resumed = copy.deepcopy(model)
+    anew = KFACSGD(resumed, **options)
+    anew.load_state_dict(opt.state_dict())
+    expected = steps(model, opt, range(done, 7))
+    for p, q in zip(steps(resumed, anew, range(done, 7)), expected, strict=True):
+        assert torch.equal(p, q)
+
+
+def after(model: nn.Module, opt: Any, skipped: bool, clear: Any) -> list[Tensor]:
+    for i, way in enumerate("ab"):
+        clear.zero_grad()
+        backward(model, i, way)
+        opt.step()
+    if skipped:
+        clear.zero_grad()
+        backward(model, 77, "a")
+    clear.zero_grad()
+    backward(model, 2, "b")
+    opt.step()
+    return [f for name in ("a", "b", "head") for f in opt.preconditioner.factors(name)]
+
+
+@pytest.mark.parametrize("through", ["model", "optimizer"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_left_out_leaves_nothing_on_a_branch_that_the_next_does_not_take(through, every):
+    factors = []
+    for skipped in (False, True):
+        model = Branches()
+        opt = KFACSGD(model, lr=0.1, factor_update_steps=every, **NEWEST)
+        factors.append(after(model, opt, skipped, model if through == "model" else opt))
+    for kept, expected in zip(*factors, strict=True):
+        assert torch.equal(kept, expected)
+
+
+def test_micro_batches_on_different_branches_are_no_steps_left_out():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
+    found = gradients_of(model.a)
+    micro_batches(model, 0, "ab")
+    opt.step()
+    assert_close(output_factor(opt, "a"), 16 * found[0].T @ found[0])
+
+
+class Tokens(nn.Module):
+    """Of which a trainer calls ``net`` alone; ``token`` sees examples and positions as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.token, self.head = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+        self.double()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        t = torch.tanh(self.token(h.flatten(0, 1))).unflatten(0, x.shape[:2])
+        return self.head(t.mean(1)).square().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_part_that_is_called_without_its_model_has_the_k_of_its_first_layer(frozen):
+    model = Tokens()
+    model.first.requires_grad_(not frozen)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, **NEWEST)
+    found = {name: gradients_of(getattr(model, name)) for name in ("token", "head")}
+    for i in range(6):
+        opt.zero_grad()
+        gathering = {layer.name for layer in opt.preconditioner._capture.wanted}
+        model.training_step(normal(8, 5, 6, seed=i)).backward()
+        opt.step()
+        for name in gathering & set(found):
+            g = found[name][-1]
+            assert_close(output_factor(opt, name), 8 * g.T @ g, what=f"{name}, step {i}")
+
+
+@pytest.mark.parametrize("change", ["nothing", "view in place", "in place"])
+def test_passes_through_layers_whose_turn_it_is_not_are_seen(change):
+    """The second pass meets one layer alone, which has its turn in another step."""
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, **NEWEST)
+    found = gradients_of(model.head)
+    for i in range(4):
+        opt.zero_grad()
+        gathering = [layer.name for layer in opt.preconditioner._capture.wanted]
+        backward(model, i, "b", 2)
+        x = normal(4, 2, 6, seed=30 + i) if change == "view in place" else normal(4, 6, seed=i)
+        h = model.a(x)
+        (h if change == "nothing" else h.tanh_()).square().mean().backward()
+        opt.step()
+        if i and gathering == ["head"]:
+            break
+    assert_close(output_factor(opt, "head"), 12 * found[-1].T @ found[-1])
