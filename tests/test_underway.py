@@ -45,12 +45,14 @@ OPTIONS: dict[str, Any] = {
 }
 MAKERS: dict[str, Any] = {
     "sgd": lambda m, **o: KFACSGD(m, lr=0.01, momentum=0.9, **{**OPTIONS, **o}),
-    "all at once": lambda m, **o: KFACSGD(m, lr=0.05, staggered=False, **{**OPTIONS, **o}),
+    "all at once": lambda m, **o: KFACSGD(
+        m, lr=0.05, damping=0.01, staggered=False, **{**OPTIONS, **o}
+    ),
     "corrected": lambda m, **o: KFACSGD(
         m, lr=0.05, eigenvalue_correction="gradients", **{**OPTIONS, **o}
     ),
     "stored products": lambda m, **o: KFACSGD(
-        m, lr=0.05, compute_eigenvalue_outer_product=True, **{**OPTIONS, **o}
+        m, lr=0.05, damping=0.01, compute_eigenvalue_outer_product=True, **{**OPTIONS, **o}
     ),
     "adam": lambda m, **o: KFACAdam(
         m, lr=0.01, eps=1e-2, moments="eigenbasis", basis_tolerance=0, **{**OPTIONS, **o}
