@@ -89,7 +89,7 @@ def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
 
 
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
-    """Name one thing that differs, and the ranks; nothing does that only prints otherwise."""
+    """Name one thing that differs, and the ranks."""
     theirs = ranks.all_of(mine, f"comparing {what}")
     for rank, values in enumerate(theirs[1:], 1):
         # A layer too many changes a group's sizes too, and says more.
@@ -100,6 +100,7 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
                     f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
                     "need the same model and options"
                 )
+    raise ValueError(f"Invalid {what}: they differ among the ranks")
 
 
 def _bits(tensors: Iterable[Tensor]) -> Tensor:

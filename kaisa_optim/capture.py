@@ -155,7 +155,7 @@ class _Passage(NamedTuple):
     run: Run
     anchor: Tensor  # the parameter that its gradients go to
     covers: _Covers
-    outer: int | None  # a reentrant checkpoint's own backward is part of the one that it runs in
+    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
 
     @property
     def own(self) -> Tensor:
@@ -298,6 +298,7 @@ class Capture:
     def reset(self) -> None:
         """A step has consumed what was gathered."""
         self.break_off()
+        self._close_loose()
         self.shared.clear()
         self.backwards = self.draws = 0
         self.tapped = False
@@ -400,8 +401,11 @@ class Capture:
     @property
     def due(self) -> bool:
         """Whether layers gather in this step, be it under a checkpoint, where no tap shows yet."""
-        missing = any(any(layer.covers_now()) for layer in self.missing)  # and not frozen
-        return bool(self.wanted or missing or self.tapped)
+        return bool(self.wanted or self.tapped or self._misses())
+
+    def _misses(self) -> bool:
+        """Whether a layer that trains has no statistics."""
+        return any(any(layer.covers_now()) for layer in self.missing)
 
     def draw(
         self,
@@ -456,17 +460,13 @@ class Capture:
             mode.__exit__(None, None, None)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        if _transformed():
-            return output
-        # It may begin a pass, even where it is frozen and its turn is another step's.
-        run = None if self._local.calls else self._current_run(layer, x)
         covers = layer.covers_now()
-        if not any(covers) or not output.requires_grad or _has_tangent(output):
+        if not any(covers) or not output.requires_grad or _transformed() or _has_tangent(output):
             return output
         gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._run_again()
         paused = self.paused if again is None else again.paused
-        wanted = not paused and (gathers or bool(self.wanted or self.missing))
+        wanted = not paused and (gathers or bool(self.wanted) or self._misses())
         checkpointed = _checkpointed()
         if not wanted and not checkpointed:
             return output
@@ -474,7 +474,7 @@ class Capture:
         if gathers:
             part = layer.part(x, output, self.sample, reduce=self.reduce)
         if wanted:
-            run = run or self._current_run(layer, x)
+            run = self._current_run(layer, x)
             passage = _Passage(layer, run, _anchor(layer, covers), covers, _graph_task())
             if not gathers and not checkpointed:
                 self._watch(passage, output)
@@ -508,13 +508,11 @@ class Capture:
 
     # ---- the backward pass ----
 
+    @torch.compiler.disable  # as _Tap's
     def _notice(self, passage: _Passage, grads: Any) -> None:
-        if passage.run.reached != torch._C._current_graph_task_id():
-            self._notice_first(passage)
-
-    @torch.compiler.disable
-    def _notice_first(self, passage: _Passage) -> None:
-        if self._drawing is None and _accumulates_into(passage.anchor):
+        if self._drawing is not None or passage.run.reached == _graph_task():
+            return
+        if _accumulates_into(passage.anchor):
             with self._lock:
                 self._reach(passage)
                 self.sink(passage.layer, passage.run, passage.covers, None, False)
@@ -575,12 +573,20 @@ class Capture:
         if not self._has_gradient(*gradient) and self._begun.get(layer) != task:
             self._begun[layer] = task
             self.drop(layer)
-            # Others' gradients may be gone, too, and this pass need not come to them.
-            for other, where in list(self._handed.items()):
-                if self._begun.get(other) != task and not self._has_gradient(*where):
-                    del self._handed[other]
-                    self.drop(other)
+            if passage.outer is None:
+                self._drop_gone(task)
         self._handed[layer] = gradient
+
+    def _drop_gone(self, task: int | None) -> None:
+        """Of layers whose gradients are gone, too; the pass ``task`` need not come to them.
+
+        Where fully_shard holds gradients back, they can't be told from those that are gone.
+        """
+        for layer, gradient in list(self._handed.items()):
+            gone = not self._has_gradient(*gradient) and not is_sharded(gradient[0])
+            if gone and self._begun.get(layer) != task:
+                del self._handed[layer]
+                self.drop(layer)
 
     def _projected(self, call: _Call, x: Tensor | None, grad: Tensor, moments: Moments) -> Moments:
         """With the gradients' second moments in the layer's basis, where there is one of them."""
@@ -614,7 +620,8 @@ class Capture:
 def _as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
     """The input as autocast hands it to the layer, which keeps such a copy and not ``x``.
 
-    Of what has to be copied for that, only the part; so where what follows may change ``x``.
+    Of what has to be copied for that, only the part. A copy, too, where the layer keeps another
+    tensor, as what follows may then change ``x`` in place.
     """
     device = x.device.type
     cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)

@@ -567,9 +567,9 @@ class Preconditioner:
         """What must be alike on all ranks in a step."""
         plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
         values: dict[str, Any] = {
-            f"{name} of parameter group {i}": value
+            f"{name} of parameter group {i}": _comparable(value)
             for i, group in enumerate(groups)
-            for name, value in group.items()
+            for name, value in sorted(group.items())
             if isinstance(value, plain)
         }
         names = (
@@ -1385,3 +1385,8 @@ def _described(found: Coverage) -> dict[str, Any]:
         else f"{layer!r}, frozen"
         for layer in found.layers.values()
     }
+
+
+def _comparable(value: Any) -> Any:
+    """As 1 and 1.0 are the same, and are not to print otherwise."""
+    return float(value) if work.is_real(value) else value

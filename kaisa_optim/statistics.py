@@ -104,9 +104,11 @@ class Statistics:
         """One pass through a layer; without moments where others have their turn."""
         gathered = self.gathered.get(layer)
         if gathered is None or gathered.covers != covers:
-            gathered = self.gathered[layer] = Gathered(covers, layer)
+            former, gathered = gathered, Gathered(covers, layer)
+            gathered.runs = set() if former is None else former.runs
+            self.gathered[layer] = gathered
+        gathered.runs.add(run)
         if moments is None:
-            gathered.runs.add(run)
             return
         if moments.rows == 0 or moments.positions == 0:
             return  # an empty batch says nothing
@@ -129,7 +131,6 @@ class Statistics:
         if self.ranks.world > 1:  # what waits for its reduction waits as it will travel
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         gathered.add(moments, count)
-        gathered.runs.add(run)
 
     def drop(self, layer: Layer) -> None:
         self.gathered.pop(layer, None)

@@ -186,7 +186,8 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_part_that_is_called_without_its_model_has_the_k_of_its_first_layer(frozen):
+def test_a_part_that_is_called_without_its_model_has_the_k_of_its_first_layer_that_trains(frozen):
+    terms = 40 if frozen else 8
     model = Tokens()
     model.first.requires_grad_(not frozen)
     opt = KFACSGD(model, lr=0.1, factor_update_steps=3, **NEWEST)
@@ -198,7 +199,7 @@ def test_a_part_that_is_called_without_its_model_has_the_k_of_its_first_layer(fr
         opt.step()
         for name in gathering & set(found):
             g = found[name][-1]
-            assert_close(output_factor(opt, name), 8 * g.T @ g, what=f"{name}, step {i}")
+            assert_close(output_factor(opt, name), terms * g.T @ g, what=f"{name}, step {i}")
 
 
 @pytest.mark.parametrize("change", ["nothing", "view in place", "in place"])
@@ -218,3 +219,63 @@ def test_passes_through_layers_whose_turn_it_is_not_are_seen(change):
         if i and gathering == ["head"]:
             break
     assert_close(output_factor(opt, "head"), 12 * found[-1].T @ found[-1])
+
+
+class Selects(nn.Module):
+    """An auxiliary loss of some rows, which may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.aux = nn.Linear(6, 5), nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return h.square().mean() + self.aux(h[:chosen]).square().sum() / 8
+
+
+def test_a_pass_counts_that_brings_the_first_layer_no_rows():
+    model = Selects()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
+    found = gradients_of(model.aux)
+    for i in range(3):
+        opt.zero_grad()
+        for j, chosen in enumerate((0, 3)):
+            (model(normal(8, 6, seed=2 * i + j), chosen) / 2).backward()
+        gathering = [layer.name for layer in opt.preconditioner._capture.wanted]
+        opt.step()
+        if gathering == ["aux"]:
+            g = found[-1]
+    assert_close(output_factor(opt, "aux"), 16 * g.T @ g)
+
+
+def test_a_bias_frozen_between_micro_batches_takes_no_pass_away():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, staggered=False)
+    backward(model, 0, "a", 2)
+    model.head.bias.requires_grad_(False)
+    backward(model, 1, "b", 2)
+    assert opt.preconditioner.statistics.terms() == 16
+
+
+def test_what_is_called_while_paused_belongs_to_no_pass():
+    model = Tokens()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
+    with opt.preconditioner.paused():
+        model.head(normal(100, 4))
+    model.training_step(normal(8, 5, 6)).backward()
+    assert opt.preconditioner.statistics.terms() == 8
+
+
+def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
+    model = Branches()
+    model.b.requires_grad_(False)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False)
+    seen = []
+    for i in range(7):
+        opt.zero_grad()
+        backward(model, i, "a")
+        seen.append(bool(opt.preconditioner.statistics.gathered))
+        opt.step()
+    assert seen == [i % 3 == 0 for i in range(7)]
