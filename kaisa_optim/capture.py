@@ -471,14 +471,14 @@ class Capture:
         if not wanted and not checkpointed:
             return output
         record, part = None, WHOLE
-        if gathers:
-            part = layer.part(x, output, self.sample, reduce=self.reduce)
         if wanted:
             run = self._current_run(layer, x)
             passage = _Passage(layer, run, _anchor(layer, covers), covers, _graph_task())
             if not gathers and not checkpointed:
                 self._watch(passage, output)
                 return output
+            if gathers:
+                part = layer.part(x, output, self.sample, reduce=self.reduce)
             order = layer.sequence_first(x)
             # A model may take examples first and turn them itself: then K is right.
             if order is not None and run.examples == order[0] != order[1]:

@@ -104,9 +104,10 @@ class Statistics:
         """One pass through a layer; without moments where others have their turn."""
         gathered = self.gathered.get(layer)
         if gathered is None or gathered.covers != covers:
-            former, gathered = gathered, Gathered(covers, layer)
-            gathered.runs = set() if former is None else former.runs
-            self.gathered[layer] = gathered
+            anew = Gathered(covers, layer)
+            if gathered is not None:
+                anew.runs = gathered.runs
+            gathered = self.gathered[layer] = anew
         gathered.runs.add(run)
         if moments is None:
             return
