@@ -14,7 +14,8 @@ from torch import nn
 from kaisa_optim import correlation
 from kaisa_optim.algebra import second_moment
 from kaisa_optim.correlation import patch_moment, patch_sum, pays, windows
-from kaisa_optim.layers.conv import ConvLayer
+from kaisa_optim.layers import conv
+from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 
 
 def rows_of(x, kernel, dilation, pad, groups):
@@ -194,3 +195,43 @@ def test_wide_moments_by_parts_are_the_whole_product(n, append_one):
     whole = F.pad(rows, (0, 1), value=1.0) if append_one else rows
     moment = second_moment(rows, diagonal=False, append_one=append_one)
     torch.testing.assert_close(moment, whole.mT @ whole)
+
+
+@st.composite
+def transposed(draw):
+    dims = draw(st.integers(1, 2))
+    sizes = {"size": (1, 6), "kernel_size": (1, 5), "stride": (1, 4), "dilation": (1, 4)}
+    sizes |= {"padding": (0, 6), "output_padding": (0, 3)}
+    drawn = {
+        name: draw(st.lists(st.integers(*range_), min_size=dims, max_size=dims))
+        for name, range_ in sizes.items()
+    }
+    for i in range(dims):
+        fits = max(drawn["stride"][i], drawn["dilation"][i])
+        assume(drawn["output_padding"][i] < fits)
+        reach = drawn["dilation"][i] * (drawn["kernel_size"][i] - 1) + drawn["output_padding"][i]
+        assume((drawn["size"][i] - 1) * drawn["stride"][i] + reach >= 2 * drawn["padding"][i])
+    size = drawn.pop("size")
+    return size, drawn, draw(st.integers(1, 3)), draw(st.booleans())
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 1])
+@given(transposed(), st.integers(0, 2**16))
+@settings(max_examples=200)
+def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_once, drawn, seed):
+    size, geometry, groups, bias = drawn
+    dims = len(size)
+    kind = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
+    module = kind(2 * groups, 3 * groups, **geometry, groups=groups, bias=bias).double()
+    layer = ConvTransposeLayer("", module)
+    layer.trained = layer.covers = (True, bias)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 2 * groups, *size, generator=generator, dtype=torch.float64)
+    grad = module(x).detach()
+    kwargs = {"reduce": False, "diagonal": False, "append_one": bias, "dtype": torch.float64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv, "_PATCH_ELEMENTS", at_once)
+        moment = layer.input_moment(x, grad, **kwargs)
+    rows = layer.input_rows(x, grad).flatten(1, 2)
+    expected = second_moment(rows, diagonal=False, append_one=bias)
+    torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)

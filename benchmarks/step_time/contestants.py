@@ -24,6 +24,8 @@ NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
 TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
+# What the papers' code leaves out.
+BEYOND_PAPERS = "Embedding|Norm"
 
 Name = TypeVar("Name", bound=Hashable)
 Seconds = tuple[float, float]  # of a step: forward and backward, and the optimizer's part
@@ -206,6 +208,7 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
 OURS = {
     "KFACSGD": ours(),
     "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
+    "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
 }

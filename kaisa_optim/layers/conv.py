@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..algebra import bordered, second_moment
-from ..correlation import patch_moment, patch_sum, pays, windows
+from ..correlation import Pairs, Sizes, patch_moment, patch_sum, pays, windows
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.
@@ -45,12 +49,7 @@ class _Spatial(Layer):
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         x, grad = self._batched(x), self._batched(grad)
-        patches = self._patches(x, grad).unflatten(1, (self.blocks, self.in_shape[0]))
-        positions = range(3, 3 + self.dims)
-        kernel = range(3 + self.dims, 3 + 2 * self.dims)
-        columns = patches.permute(1, 2, *kernel, 0, *positions)
-        columns = columns.reshape(self.blocks, self.inputs, x.shape[0], grad.shape[2:].numel())
-        return columns.permute(0, 2, 3, 1)
+        return _rows(self._patches(x, grad), self.blocks)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         grad = self._batched(grad).flatten(2)
@@ -79,9 +78,22 @@ class _Spatial(Layer):
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         x, grad = self._batched(x), self._batched(grad)
-        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
-        chunk = max(1, _PATCH_ELEMENTS // per_image)
+        chunk = _images_at_once(self.blocks * self.inputs * grad.shape[2:].numel())
         yield from zip(x.split(chunk), grad.split(chunk), strict=True)
+
+
+def _rows(patches: Tensor, groups: int) -> Tensor:
+    """``[groups, batch, positions, C·kernel]``; channel by channel in memory."""
+    dims = (patches.dim() - 2) // 2
+    patches = patches.unflatten(1, (groups, -1))
+    positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+    columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + dims)
+    return columns.flatten(3).permute(0, 2, 3, 1)
+
+
+def _images_at_once(elements: int) -> int:
+    """Of patches with so many elements an image."""
+    return max(1, _PATCH_ELEMENTS // max(1, elements))
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -152,9 +164,80 @@ class ConvLayer(_Spatial):
         return tuple(pairs)
 
 
+class _Phase(NamedTuple):
+    """Output positions of a transposed convolution, along one dimension, that meet the same taps.
+
+    To these it is a plain convolution of stride 1, its taps in reverse order.
+    """
+
+    taps: slice
+    # Taps, dilation, and zeros before and after; below 0, elements that no position meets.
+    plain: tuple[int, int, tuple[int, int]]
+
+
+@functools.lru_cache(1 << 10)
+def _phases(
+    size: int, kernel: int, stride: int, dilation: int, padding: int, outputs: int
+) -> tuple[_Phase, ...]:
+    """Tap t brings element i to position s i + d t - p: taps whose d t leave one rest on division
+    by s share their positions, and no others do."""
+    apart = stride // math.gcd(stride, dilation)
+    found = []
+    for first in range(min(apart, kernel)):
+        taps = slice(first, kernel, apart)
+        count, between = len(range(kernel)[taps]), dilation * apart // stride
+        shift, rest = divmod(first * dilation, stride)
+        # Position s q + rest - p meets elements q - shift, q - shift - between, ...
+        start = -((rest - padding) // stride)
+        stop = -((rest - padding - outputs) // stride)
+        if start < stop:
+            pad = between * (count - 1) + shift - start, stop - shift - size
+            found.append(_Phase(taps, (count, between, pad)))
+    return tuple(found)
+
+
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeLayer(_Spatial):
-    """A transposed convolution is a plain one over its input with zeros between the elements."""
+    """A transposed convolution is a plain one over its input with zeros between the elements.
+
+    Sums over all positions take it phase by phase, without these zeros.
+    """
+
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if reduce or diagonal:
+            return super().input_moment(
+                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
+            )
+        module = self.module
+        assert isinstance(module, _ConvTranspose)
+        x, grad = self._batched(x).to(dtype), self._batched(grad)
+        shape = self.blocks, *self.in_shape
+        moment, total = x.new_zeros(*shape, *self.in_shape), x.new_zeros(shape)
+        own = module.kernel_size, module.stride, module.dilation, module.padding
+        sides = zip(x.shape[2:], *own, grad.shape[2:], strict=True)
+        phases = [_phases(*(int(number) for number in side)) for side in sides]
+        known: dict[object, tuple[Tensor, Tensor]] = {}
+        all_of = slice(None)
+        for several in itertools.product(*phases):
+            plain = tuple(phase.plain for phase in several)
+            if plain not in known:  # of kernels as wide as their strides, all phases are alike
+                kernel, dilation, pad = zip(*plain, strict=True)
+                known[plain] = _reversed_moment(x, kernel, dilation, pad, self.blocks)
+            taps = tuple(phase.taps for phase in several)
+            own_moment, own_total = known[plain]
+            moment[(all_of, all_of, *taps, all_of, *taps)] = own_moment
+            total[(all_of, all_of, *taps)] = own_total
+        moment, total = moment.view(-1, self.inputs, self.inputs), total.view(-1, self.inputs)
+        return bordered(moment, total, grad[:, 0].numel()) if append_one else moment
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -178,3 +261,35 @@ class ConvTransposeLayer(_Spatial):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)
+
+
+def _reversed_moment(
+    x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Σ u uᵀ, ``[groups, C, *kernel, C, *kernel]``, and Σ u, over the patches u of a convolution
+    of stride 1, with their taps in reverse order."""
+    if min(itertools.chain(*pad)) < 0:
+        x, pad = _framed(x, pad), ((0, 0),) * len(kernel)
+    dims, ones = len(kernel), (1,) * len(kernel)
+    if pays(tuple(map(int, x.shape[2:])), kernel, dilation, pad):
+        moment = patch_moment(x, kernel, dilation, pad, groups)
+    else:
+        patches = windows(_framed(x, pad), kernel, ones, dilation)
+        inputs = x.shape[1] // groups * math.prod(kernel)
+        moment = x.new_zeros(groups, inputs, inputs)
+        for images in patches.split(_images_at_once(patches[:1].numel())):
+            moment += second_moment(_rows(images, groups).flatten(1, 2), diagonal=False)
+    sides = (-1, *kernel)
+    moment = moment.unflatten(2, sides).unflatten(1, sides)
+    total = patch_sum(x, kernel, dilation, pad, groups).unflatten(1, sides)
+    taps = [dim for dim in range(2, 2 + dims) if kernel[dim - 2] > 1]
+    return moment.flip([*taps, *(1 + dims + dim for dim in taps)]), total.flip(taps)
+
+
+def _framed(x: Tensor, pad: Pairs) -> Tensor:
+    """Zeros first: what is left out may be some of them."""
+    x = F.pad(x, [max(0, side) for pair in reversed(pad) for side in pair])
+    for dim, (before, after) in enumerate(pad, start=2):
+        first = max(0, -before)
+        x = x.narrow(dim, first, x.shape[dim] - first - max(0, -after))
+    return x
