@@ -200,13 +200,15 @@ def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tens
     return seen.flatten(0, len(rows)).flatten(1, 2 + len(taps))
 
 
-def patch_sum(
-    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], pad: Pairs, groups: int
+def patch_sums(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Σ u over the same patches, ``[groups, C·k]``."""
-    whole = F.pad(x.sum(0, keepdim=True), [side for pair in reversed(pad) for side in pair])
-    taps = windows(whole, kernel, [1] * len(kernel), dilation)
-    return taps.sum(tuple(range(2, 2 + len(kernel)))).view(groups, -1)
+    """Σ u over each image's patches, ``[batch, channels, *kernel]``; one dimension after the other,
+    so that it takes k sums for k taps of each, and not all of a patch."""
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
+        x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
+    return x
 
 
 def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:

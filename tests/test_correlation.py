@@ -13,7 +13,7 @@ from torch import nn
 
 from kaisa_optim import correlation
 from kaisa_optim.algebra import second_moment
-from kaisa_optim.correlation import patch_moment, patch_sum, pays, windows
+from kaisa_optim.correlation import patch_moment, pays, windows
 from kaisa_optim.layers import conv
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 
@@ -45,7 +45,7 @@ def geometries(draw):
 @pytest.mark.parametrize("large", [False, True])
 @given(geometries(), st.integers(0, 2**16))
 @settings(max_examples=200)
-def test_moments_and_sums_are_those_of_the_patches(large, geometry, seed):
+def test_moments_are_those_of_the_patches(large, geometry, seed):
     size, kernel, dilation, pad, groups = geometry
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 2 * groups, *size, generator=generator, dtype=torch.float64)
@@ -56,8 +56,6 @@ def test_moments_and_sums_are_those_of_the_patches(large, geometry, seed):
             patch.setattr(correlation, "_FEW", 0)
         moment = patch_moment(x, kernel, dilation, pad, groups)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-10, atol=1e-10)
-    total = patch_sum(x, kernel, dilation, pad, groups)
-    torch.testing.assert_close(total, rows.sum(1), rtol=1e-10, atol=1e-10)
 
 
 LAYOUTS = {
@@ -107,27 +105,60 @@ MODULES = {
     "signals": nn.Conv1d(4, 3, 5, padding=2),
     "volumes": nn.Conv3d(4, 3, 3, padding=1),
 }
+STRIDED = {
+    "strides": nn.Conv2d(4, 3, 3, stride=(2, 1), padding=1),
+    "strides beyond the kernel": nn.Conv2d(4, 3, 2, stride=3),
+    "strides and dilation": nn.Conv1d(4, 6, 3, stride=3, dilation=2, padding=1, groups=2),
+    "strides, reflected": nn.Conv2d(4, 3, 3, stride=2, padding=2, padding_mode="reflect"),
+    "strided volumes": nn.Conv3d(4, 3, (2, 1, 3), stride=2),
+}
+WAYS = {
+    "all": {"reduce": False, "diagonal": False},
+    "a diagonal": {"reduce": False, "diagonal": True},
+    "means": {"reduce": True, "diagonal": False},
+    "means, a diagonal": {"reduce": True, "diagonal": True},
+}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+
+
+def said_by(layer, x, grad, way):
+    return layer.input_moment(x, grad, **way, append_one=layer.covers[1], dtype=torch.float64)
+
+
+def said_by_rows(layer, x, grad, way):
+    rows = layer.input_rows(x, grad)
+    rows = rows.mean(2) if way["reduce"] else rows.flatten(1, 2)
+    return second_moment(rows, diagonal=way["diagonal"], append_one=layer.covers[1])
+
+
+@each_way
+@pytest.mark.parametrize("name", [*MODULES, *STRIDED])
+def test_a_layer_says_of_patches_what_their_rows_do(name, way):
+    module = (MODULES | STRIDED)[name].double()
+    layer = ConvLayer("", module)
+    layer.trained = layer.covers = (True, module.bias is not None)
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
+    grad = module(x).detach()
+    said, expected = said_by(layer, x, grad, way), said_by_rows(layer, x, grad, way)
+    torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_layer_takes_the_short_way_and_says_the_same(name, monkeypatch):
+def test_a_layer_takes_the_short_way(name, monkeypatch):
     module = MODULES[name].double()
     layer = ConvLayer("", module)
     layer.trained = layer.covers = (True, module.bias is not None)
     torch.manual_seed(0)
     x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
     grad = module(x).detach()
-    kwargs = {"reduce": False, "diagonal": False, "append_one": layer.covers[1]}
     used = []
     real = patch_moment
     monkeypatch.setattr(
         "kaisa_optim.layers.conv.patch_moment", lambda *args: used.append(1) or real(*args)
     )
-    moment = layer.input_moment(x, grad, **kwargs, dtype=torch.float64)
+    said_by(layer, x, grad, WAYS["all"])
     assert used
-    rows = layer.input_rows(x, grad).flatten(1, 2)
-    expected = second_moment(rows, diagonal=False, append_one=layer.covers[1])
-    torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_it_pays_where_the_image_is_larger_than_the_kernel():
@@ -171,10 +202,9 @@ def test_what_was_set_to_a_list(name):
     layer = ConvLayer("", module)
     layer.trained = layer.covers = (True, True)
     x = torch.randn(2, 4, 12, 12, dtype=torch.float64)
-    kwargs = {"reduce": False, "diagonal": False, "append_one": True, "dtype": torch.float64}
-    expected = layer.input_moment(x, module(x).detach(), **kwargs)
+    expected = said_by(layer, x, module(x).detach(), WAYS["all"])
     setattr(module, name, list(getattr(module, name)))
-    assert torch.equal(layer.input_moment(x, module(x).detach(), **kwargs), expected)
+    assert torch.equal(said_by(layer, x, module(x).detach(), WAYS["all"]), expected)
 
 
 @pytest.mark.parametrize("n", [255, 256, 257, 700])
@@ -228,10 +258,9 @@ def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_onc
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 2 * groups, *size, generator=generator, dtype=torch.float64)
     grad = module(x).detach()
-    kwargs = {"reduce": False, "diagonal": False, "append_one": bias, "dtype": torch.float64}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv, "_PATCH_ELEMENTS", at_once)
-        moment = layer.input_moment(x, grad, **kwargs)
-    rows = layer.input_rows(x, grad).flatten(1, 2)
-    expected = second_moment(rows, diagonal=False, append_one=bias)
-    torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
+    for way in WAYS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(conv, "_PATCH_ELEMENTS", at_once)
+            said = said_by(layer, x, grad, way)
+        expected = said_by_rows(layer, x, grad, way)
+        torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)

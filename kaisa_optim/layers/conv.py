@@ -13,11 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..algebra import bordered, second_moment
-from ..correlation import Pairs, Sizes, patch_moment, patch_sum, pays, windows
+from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.
 _PATCH_ELEMENTS = 1 << 24
+
+ALL = slice(None)
+Taps = tuple[slice, ...]
+Plain = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -57,6 +61,14 @@ class _Spatial(Layer):
         # Channel by channel, as memory has them: copied fast, and the product takes them so.
         return columns.contiguous().permute(0, 2, 3, 1)
 
+    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Σ a over each image's positions, ``[batch, blocks, inputs]``."""
+        raise NotImplementedError
+
+    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Σ a aᵀ over all positions, without the bias's 1."""
+        raise NotImplementedError
+
     def input_moment(
         self,
         x: Tensor,
@@ -67,14 +79,19 @@ class _Spatial(Layer):
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        total: Tensor | None = None
-        for images, gradients in self.parts(x, grad):
-            rows = self.input_rows(images, gradients)
-            rows = (rows.mean(2, dtype=dtype) if reduce else rows.flatten(1, 2)).to(dtype)
-            moment = second_moment(rows, diagonal=diagonal, append_one=append_one)
-            total = moment if total is None else total.add_(moment)
-        assert total is not None  # split gives at least one chunk
-        return total
+        x, grad = self._batched(x).to(dtype), self._batched(grad)
+        positions = grad.shape[2:].numel()
+        if reduce:
+            rows = self._sums(x, grad).transpose(0, 1) / positions
+            return second_moment(rows, diagonal=diagonal, append_one=append_one)
+        count = x.shape[0] * positions
+        if diagonal:
+            moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
+            return F.pad(moment, (0, 1), value=count) if append_one else moment
+        moment = self._moment(x, grad)
+        if not append_one:
+            return moment
+        return bordered(moment, self._sums(x.sum(0, keepdim=True), grad)[0], count)
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         x, grad = self._batched(x), self._batched(grad)
@@ -89,6 +106,15 @@ def _rows(patches: Tensor, groups: int) -> Tensor:
     positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
     columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + dims)
     return columns.flatten(3).permute(0, 2, 3, 1)
+
+
+def _moment_of(patches: Tensor, groups: int) -> Tensor:
+    total: Tensor | None = None
+    for images in patches.split(_images_at_once(patches[:1].numel())):
+        moment = second_moment(_rows(images, groups).flatten(1, 2), diagonal=False)
+        total = moment if total is None else total.add_(moment)
+    assert total is not None  # split gives at least one chunk
+    return total
 
 
 def _images_at_once(elements: int) -> int:
@@ -107,35 +133,24 @@ class ConvLayer(_Spatial):
         uneven = module.padding == "same" and any(d * (k - 1) % 2 for k, d in reach)
         self.keeps_another = module.padding_mode == "circular" or uneven
 
-    def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
         assert isinstance(module, _Conv)
-        x, grad = self._batched(x), self._batched(grad)
-        plain = not reduce and not diagonal and set(module.stride) == {1}
+        sums = patch_sums(self._padded(x), module.kernel_size, module.stride, module.dilation)
+        return sums.unflatten(1, (self.blocks, -1)).flatten(2)
+
+    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, _Conv)
+        plain = set(module.stride) == {1}
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
             padded, pad = self._padded(x), ((0, 0),) * self.dims
         # Their owner may have set lists, and sizes are symbols while something is traced.
         geometry = tuple(module.kernel_size), tuple(module.dilation), pad
-        if not plain or not pays(tuple(map(int, padded.shape[2:])), *geometry):
-            return super().input_moment(
-                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
-            )
-        padded = padded.to(dtype)
-        moment = patch_moment(padded, *geometry, self.blocks)
-        if not append_one:
-            return moment
-        total = patch_sum(padded, *geometry, self.blocks)
-        return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
+        if plain and pays(tuple(map(int, padded.shape[2:])), *geometry):
+            return patch_moment(padded, *geometry, self.blocks)
+        return _moment_of(self._patches(x, grad), self.blocks)
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -203,41 +218,33 @@ class ConvTransposeLayer(_Spatial):
     Sums over all positions take it phase by phase, without these zeros.
     """
 
-    def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        if reduce or diagonal:
-            return super().input_moment(
-                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
-            )
+    def _several(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Taps, Plain]]:
+        """The taps of each phase, and the plain convolution that it is."""
         module = self.module
         assert isinstance(module, _ConvTranspose)
-        x, grad = self._batched(x).to(dtype), self._batched(grad)
-        shape = self.blocks, *self.in_shape
-        moment, total = x.new_zeros(*shape, *self.in_shape), x.new_zeros(shape)
         own = module.kernel_size, module.stride, module.dilation, module.padding
         sides = zip(x.shape[2:], *own, grad.shape[2:], strict=True)
         phases = [_phases(*(int(number) for number in side)) for side in sides]
-        known: dict[object, tuple[Tensor, Tensor]] = {}
-        all_of = slice(None)
         for several in itertools.product(*phases):
-            plain = tuple(phase.plain for phase in several)
+            kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
+            yield tuple(phase.taps for phase in several), (kernel, dilation, pad)
+
+    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
+        sums = x.new_zeros(*x.shape[:2], *self.in_shape[1:])
+        ones, taps_of = (1,) * self.dims, range(2, 2 + self.dims)
+        for taps, (kernel, dilation, pad) in self._several(x, grad):
+            own = patch_sums(_framed(x, pad), kernel, ones, dilation)
+            sums[(ALL, ALL, *taps)] = own.flip(tuple(taps_of))
+        return sums.unflatten(1, (self.blocks, -1)).flatten(2)
+
+    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
+        moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape)
+        known: dict[Plain, Tensor] = {}
+        for taps, plain in self._several(x, grad):
             if plain not in known:  # of kernels as wide as their strides, all phases are alike
-                kernel, dilation, pad = zip(*plain, strict=True)
-                known[plain] = _reversed_moment(x, kernel, dilation, pad, self.blocks)
-            taps = tuple(phase.taps for phase in several)
-            own_moment, own_total = known[plain]
-            moment[(all_of, all_of, *taps, all_of, *taps)] = own_moment
-            total[(all_of, all_of, *taps)] = own_total
-        moment, total = moment.view(-1, self.inputs, self.inputs), total.view(-1, self.inputs)
-        return bordered(moment, total, grad[:, 0].numel()) if append_one else moment
+                known[plain] = _reversed_moment(x, *plain, self.blocks)
+            moment[(ALL, ALL, *taps, ALL, *taps)] = known[plain]
+        return moment.view(self.blocks, self.inputs, self.inputs)
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -263,27 +270,20 @@ class ConvTransposeLayer(_Spatial):
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)
 
 
-def _reversed_moment(
-    x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int
-) -> tuple[Tensor, Tensor]:
-    """Σ u uᵀ, ``[groups, C, *kernel, C, *kernel]``, and Σ u, over the patches u of a convolution
-    of stride 1, with their taps in reverse order."""
+def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
+    """Σ u uᵀ over the patches u of a convolution of stride 1, their taps in reverse order:
+    ``[groups, C, *kernel, C, *kernel]``."""
     if min(itertools.chain(*pad)) < 0:
         x, pad = _framed(x, pad), ((0, 0),) * len(kernel)
-    dims, ones = len(kernel), (1,) * len(kernel)
     if pays(tuple(map(int, x.shape[2:])), kernel, dilation, pad):
         moment = patch_moment(x, kernel, dilation, pad, groups)
     else:
-        patches = windows(_framed(x, pad), kernel, ones, dilation)
-        inputs = x.shape[1] // groups * math.prod(kernel)
-        moment = x.new_zeros(groups, inputs, inputs)
-        for images in patches.split(_images_at_once(patches[:1].numel())):
-            moment += second_moment(_rows(images, groups).flatten(1, 2), diagonal=False)
+        patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
+        moment = _moment_of(patches, groups)
     sides = (-1, *kernel)
     moment = moment.unflatten(2, sides).unflatten(1, sides)
-    total = patch_sum(x, kernel, dilation, pad, groups).unflatten(1, sides)
-    taps = [dim for dim in range(2, 2 + dims) if kernel[dim - 2] > 1]
-    return moment.flip([*taps, *(1 + dims + dim for dim in taps)]), total.flip(taps)
+    taps = [dim for dim, k in enumerate(kernel, start=2) if k > 1]
+    return moment.flip([*taps, *(1 + len(kernel) + dim for dim in taps)])
 
 
 def _framed(x: Tensor, pad: Pairs) -> Tensor:
