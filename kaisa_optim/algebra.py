@@ -225,7 +225,7 @@ def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> 
         return moment
     moment = rows.new_empty(rows.shape[0], n + 1, n + 1)
     _gram(rows, moment[:, :n, :n])
-    _border(moment, rows.sum(1), rows.shape[1])
+    fill_border(moment, rows.sum(1), rows.shape[1])
     return moment
 
 
@@ -234,11 +234,12 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
     k, n = total.shape
     result = moment.new_empty(k, n + 1, n + 1)
     result[:, :n, :n] = moment
-    _border(result, total, count)
+    fill_border(result, total, count)
     return result
 
 
-def _border(moment: Tensor, total: Tensor, count: int) -> None:
+def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
+    """The last row and column, those of the 1s."""
     moment[:, -1, :-1] = moment[:, :-1, -1] = total
     moment[:, -1, -1] = count
 

@@ -264,3 +264,19 @@ def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_onc
             said = said_by(layer, x, grad, way)
         expected = said_by_rows(layer, x, grad, way)
         torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("stride, kernel", [(1, 3), (2, 2), (2, 4)])
+def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, kernel):
+    torch.manual_seed(0)
+    module = nn.ConvTranspose2d(4, 2, kernel, stride=stride, padding=kernel // 2 - stride // 2)
+    layer = ConvTransposeLayer("", module)
+    layer.trained = layer.covers = (True, True)
+    x = torch.randn(2, 4, 8, 8)
+    x[:, :, 0] *= 1e4
+    grad = module(x).detach()
+    expected = said_by(layer, x.double(), grad, WAYS["all"])
+    moment = layer.input_moment(x, grad, **WAYS["all"], append_one=True, dtype=torch.float32)
+    scale = expected.diagonal(dim1=1, dim2=2).sqrt()
+    error = (moment - expected).abs() / (scale[:, :, None] * scale[:, None])
+    assert error.max() < 1e-5

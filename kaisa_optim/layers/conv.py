@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import bordered, second_moment
+from ..algebra import bordered, fill_border, second_moment
 from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.
 _PATCH_ELEMENTS = 1 << 24
 
-ALL = slice(None)
-Taps = tuple[slice, ...]
-Plain = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
+_ALL = slice(None)
+_Taps = tuple[slice, ...]
+_Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -62,12 +62,13 @@ class _Spatial(Layer):
         return columns.contiguous().permute(0, 2, 3, 1)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Σ a over each image's positions, ``[batch, blocks, inputs]``."""
+        """Σ over each image's positions of what every tap meets, ``[batch, blocks, inputs]``."""
         raise NotImplementedError
 
-    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Σ a aᵀ over all positions, without the bias's 1."""
-        raise NotImplementedError
+    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
+        """Σ a aᵀ over all positions of a part of the batch."""
+        rows = self.input_rows(x, grad).flatten(1, 2).to(dtype)
+        return second_moment(rows, diagonal=False, append_one=append_one)
 
     def input_moment(
         self,
@@ -79,47 +80,43 @@ class _Spatial(Layer):
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        x, grad = self._batched(x).to(dtype), self._batched(grad)
+        total: Tensor | None = None
+        for images, gradients in self.parts(x, grad):
+            if reduce or diagonal:
+                moment = self._cheap_moment(
+                    images.to(dtype), gradients, reduce, diagonal, append_one
+                )
+            else:
+                moment = self._moment(images, gradients, append_one, dtype)
+            total = moment if total is None else total.add_(moment)
+        assert total is not None  # split gives at least one chunk
+        return total
+
+    def _cheap_moment(
+        self, x: Tensor, grad: Tensor, reduce: bool, diagonal: bool, append_one: bool
+    ) -> Tensor:
+        """Of means over positions, or a diagonal: it takes no patches."""
         positions = grad.shape[2:].numel()
         if reduce:
             rows = self._sums(x, grad).transpose(0, 1) / positions
             return second_moment(rows, diagonal=diagonal, append_one=append_one)
-        count = x.shape[0] * positions
-        if diagonal:
-            moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
-            return F.pad(moment, (0, 1), value=count) if append_one else moment
-        moment = self._moment(x, grad)
-        if not append_one:
-            return moment
-        return bordered(moment, self._sums(x.sum(0, keepdim=True), grad)[0], count)
+        moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
+        return F.pad(moment, (0, 1), value=x.shape[0] * positions) if append_one else moment
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         x, grad = self._batched(x), self._batched(grad)
-        chunk = _images_at_once(self.blocks * self.inputs * grad.shape[2:].numel())
+        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
+        chunk = max(1, _PATCH_ELEMENTS // max(1, per_image))
         yield from zip(x.split(chunk), grad.split(chunk), strict=True)
 
 
 def _rows(patches: Tensor, groups: int) -> Tensor:
-    """``[groups, batch, positions, C·kernel]``; channel by channel in memory."""
+    """``[groups, batch, positions, C·kernel]``; where they are copied, channel by channel."""
     dims = (patches.dim() - 2) // 2
     patches = patches.unflatten(1, (groups, -1))
     positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
     columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + dims)
     return columns.flatten(3).permute(0, 2, 3, 1)
-
-
-def _moment_of(patches: Tensor, groups: int) -> Tensor:
-    total: Tensor | None = None
-    for images in patches.split(_images_at_once(patches[:1].numel())):
-        moment = second_moment(_rows(images, groups).flatten(1, 2), diagonal=False)
-        total = moment if total is None else total.add_(moment)
-    assert total is not None  # split gives at least one chunk
-    return total
-
-
-def _images_at_once(elements: int) -> int:
-    """Of patches with so many elements an image."""
-    return max(1, _PATCH_ELEMENTS // max(1, elements))
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -139,18 +136,35 @@ class ConvLayer(_Spatial):
         sums = patch_sums(self._padded(x), module.kernel_size, module.stride, module.dilation)
         return sums.unflatten(1, (self.blocks, -1)).flatten(2)
 
-    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
         module = self.module
         assert isinstance(module, _Conv)
-        plain = set(module.stride) == {1}
+        x, grad = self._batched(x), self._batched(grad)
+        plain = not reduce and not diagonal and set(module.stride) == {1}
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
             padded, pad = self._padded(x), ((0, 0),) * self.dims
         # Their owner may have set lists, and sizes are symbols while something is traced.
         geometry = tuple(module.kernel_size), tuple(module.dilation), pad
-        if plain and pays(tuple(map(int, padded.shape[2:])), *geometry):
-            return patch_moment(padded, *geometry, self.blocks)
-        return _moment_of(self._patches(x, grad), self.blocks)
+        if not plain or not pays(tuple(map(int, padded.shape[2:])), *geometry):
+            return super().input_moment(
+                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
+            )
+        x = x.to(dtype)
+        moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
+        if not append_one:
+            return moment
+        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -161,7 +175,8 @@ class ConvLayer(_Spatial):
         module = self.module
         assert isinstance(module, _Conv)
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        return F.pad(x, [side for pair in reversed(self._padding()) for side in pair], mode=mode)
+        sides = [side for pair in reversed(self._padding()) for side in pair]
+        return F.pad(x, sides, mode=mode) if any(sides) else x  # torch would copy it
 
     def _padding(self) -> tuple[tuple[int, int], ...]:
         """Before and after, in each dimension; "same" puts the odd element at the end."""
@@ -215,36 +230,47 @@ def _phases(
 class ConvTransposeLayer(_Spatial):
     """A transposed convolution is a plain one over its input with zeros between the elements.
 
-    Sums over all positions take it phase by phase, without these zeros.
+    Moments take it phase by phase, without these zeros; rows alone have them.
     """
 
-    def _several(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Taps, Plain]]:
-        """The taps of each phase, and the plain convolution that it is."""
+    def _phases_of(self, x: Tensor, grad: Tensor) -> list[tuple[_Phase, ...]]:
+        """The phases of each dimension."""
         module = self.module
         assert isinstance(module, _ConvTranspose)
         own = module.kernel_size, module.stride, module.dilation, module.padding
         sides = zip(x.shape[2:], *own, grad.shape[2:], strict=True)
-        phases = [_phases(*(int(number) for number in side)) for side in sides]
-        for several in itertools.product(*phases):
-            kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
-            yield tuple(phase.taps for phase in several), (kernel, dilation, pad)
+        return [_phases(*(int(number) for number in side)) for side in sides]
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        sums = x.new_zeros(*x.shape[:2], *self.in_shape[1:])
-        ones, taps_of = (1,) * self.dims, range(2, 2 + self.dims)
-        for taps, (kernel, dilation, pad) in self._several(x, grad):
-            own = patch_sums(_framed(x, pad), kernel, ones, dilation)
-            sums[(ALL, ALL, *taps)] = own.flip(tuple(taps_of))
-        return sums.unflatten(1, (self.blocks, -1)).flatten(2)
+        phases = self._phases_of(x, grad)
+        for of_dim, k in zip(phases, self.in_shape[1:], strict=True):
+            # The dimension in front goes, and its taps come last.
+            sums = x.new_zeros(*x.shape[:2], *x.shape[3:], k)
+            for phase in of_dim:
+                kernel, dilation, pad = phase.plain
+                framed = _framed(x, (pad, *(((0, 0),) * (x.dim() - 3))))
+                reach = framed.shape[2] - dilation * (kernel - 1)
+                own = framed.unfold(2, reach, dilation).narrow(2, 0, kernel).sum(-1)
+                sums[..., phase.taps] = own.flip(2).movedim(2, -1)
+            x = sums
+        return x.unflatten(1, (self.blocks, -1)).flatten(2)
 
-    def _moment(self, x: Tensor, grad: Tensor) -> Tensor:
-        moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape)
-        known: dict[Plain, Tensor] = {}
-        for taps, plain in self._several(x, grad):
-            if plain not in known:  # of kernels as wide as their strides, all phases are alike
-                known[plain] = _reversed_moment(x, *plain, self.blocks)
-            moment[(ALL, ALL, *taps, ALL, *taps)] = known[plain]
-        return moment.view(self.blocks, self.inputs, self.inputs)
+    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
+        x, n = x.to(dtype), self.inputs
+        result = x.new_zeros(self.blocks, n + append_one, n + append_one)
+        moment = result[:, :n, :n].unflatten(2, self.in_shape).unflatten(1, self.in_shape)
+        known: dict[_Geometry, Tensor] = {}
+        for several in itertools.product(*self._phases_of(x, grad)):
+            kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
+            geometry = kernel, dilation, pad
+            if geometry not in known:  # of kernels as wide as their strides, all phases are alike
+                known[geometry] = _reversed_moment(x, *geometry, self.blocks)
+            taps: _Taps = tuple(phase.taps for phase in several)
+            moment[(_ALL, _ALL, *taps, _ALL, *taps)] = known[geometry]
+        if append_one:
+            total = self._sums(x.sum(0, keepdim=True), grad)[0]
+            fill_border(result, total, grad[:, 0].numel())
+        return result
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -253,7 +279,7 @@ class ConvTransposeLayer(_Spatial):
             *x.shape[:2],
             *((n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)),
         )
-        elements = (slice(None), slice(None), *(slice(None, None, s) for s in module.stride))
+        elements = (_ALL, _ALL, *(slice(None, None, s) for s in module.stride))
         stuffed[elements] = x
         pad: list[int] = []
         for i in range(self.dims):
@@ -272,23 +298,23 @@ class ConvTransposeLayer(_Spatial):
 
 def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
     """Σ u uᵀ over the patches u of a convolution of stride 1, their taps in reverse order:
-    ``[groups, C, *kernel, C, *kernel]``."""
-    if min(itertools.chain(*pad)) < 0:
-        x, pad = _framed(x, pad), ((0, 0),) * len(kernel)
-    if pays(tuple(map(int, x.shape[2:])), kernel, dilation, pad):
-        moment = patch_moment(x, kernel, dilation, pad, groups)
-    else:
-        patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
-        moment = _moment_of(patches, groups)
+    ``[groups, C, *kernel, C, *kernel]``.
+
+    Of patches: kernels are small here, and what borders leave out is nothing to be taken off again.
+    """
+    patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
+    moment = second_moment(_rows(patches, groups).flatten(1, 2), diagonal=False)
     sides = (-1, *kernel)
     moment = moment.unflatten(2, sides).unflatten(1, sides)
-    taps = [dim for dim, k in enumerate(kernel, start=2) if k > 1]
+    taps = range(2, 2 + len(kernel))
     return moment.flip([*taps, *(1 + len(kernel) + dim for dim in taps)])
 
 
 def _framed(x: Tensor, pad: Pairs) -> Tensor:
     """Zeros first: what is left out may be some of them."""
-    x = F.pad(x, [max(0, side) for pair in reversed(pad) for side in pair])
+    zeros = [max(0, side) for pair in reversed(pad) for side in pair]
+    if any(zeros):  # torch would copy it
+        x = F.pad(x, zeros)
     for dim, (before, after) in enumerate(pad, start=2):
         first = max(0, -before)
         x = x.narrow(dim, first, x.shape[dim] - first - max(0, -after))
