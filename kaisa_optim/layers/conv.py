@@ -159,11 +159,10 @@ class ConvLayer(_Spatial):
             return super().input_moment(
                 x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
             )
-        x = x.to(dtype)
         moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
         if not append_one:
             return moment
-        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
         return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
