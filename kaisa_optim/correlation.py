@@ -203,7 +203,10 @@ def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tens
 def patch_sums(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Σ u over each image's patches, ``[batch, channels, *kernel]``, dimension after dimension."""
+    """Σ u over each image's patches, ``[batch, channels, *kernel]``, dimension after dimension.
+
+    Dimensions beyond those of the kernel stay as they are.
+    """
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
         x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)

@@ -20,7 +20,6 @@ from .base import Layer, register_layer
 _PATCH_ELEMENTS = 1 << 24
 
 _ALL = slice(None)
-_Taps = tuple[slice, ...]
 _Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -247,9 +246,7 @@ class ConvTransposeLayer(_Spatial):
             sums = x.new_zeros(*x.shape[:2], *x.shape[3:], k)
             for phase in of_dim:
                 kernel, dilation, pad = phase.plain
-                framed = _framed(x, (pad, *(((0, 0),) * (x.dim() - 3))))
-                reach = framed.shape[2] - dilation * (kernel - 1)
-                own = framed.unfold(2, reach, dilation).narrow(2, 0, kernel).sum(-1)
+                own = patch_sums(_framed(x, (pad,)), (kernel,), (1,), (dilation,))
                 sums[..., phase.taps] = own.flip(2).movedim(2, -1)
             x = sums
         return x.unflatten(1, (self.blocks, -1)).flatten(2)
@@ -264,7 +261,7 @@ class ConvTransposeLayer(_Spatial):
             geometry = kernel, dilation, pad
             if geometry not in known:  # of kernels as wide as their strides, all phases are alike
                 known[geometry] = _reversed_moment(x, *geometry, self.blocks)
-            taps: _Taps = tuple(phase.taps for phase in several)
+            taps = tuple(phase.taps for phase in several)
             moment[(_ALL, _ALL, *taps, _ALL, *taps)] = known[geometry]
         if append_one:
             total = self._sums(x.sum(0, keepdim=True), grad)[0]
@@ -310,10 +307,13 @@ def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, grou
 
 
 def _framed(x: Tensor, pad: Pairs) -> Tensor:
-    """Zeros first: what is left out may be some of them."""
+    """Zeros around the dimensions after the channels, as many as ``pad`` tells of.
+
+    Zeros first: what is left out may be some of them.
+    """
     zeros = [max(0, side) for pair in reversed(pad) for side in pair]
     if any(zeros):  # torch would copy it
-        x = F.pad(x, zeros)
+        x = F.pad(x, [0, 0] * (x.dim() - 2 - len(pad)) + zeros)
     for dim, (before, after) in enumerate(pad, start=2):
         first = max(0, -before)
         x = x.narrow(dim, first, x.shape[dim] - first - max(0, -after))
