@@ -591,7 +591,8 @@ class Capture:
     def _projected(self, call: _Call, x: Tensor | None, grad: Tensor, moments: Moments) -> Moments:
         """With the gradients' second moments in the layer's basis, where there is one of them."""
         layer, covers, part = call.passage.layer, call.passage.covers, call.part
-        if self.basis_of is None or covers != layer.covers or moments.rows == 0:
+        empty = moments.rows == 0 or moments.positions == 0
+        if self.basis_of is None or covers != layer.covers or empty:
             return moments
         basis = self.basis_of(layer)
         if basis is None:

@@ -895,14 +895,16 @@ EMPTY = {
 }
 
 
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("make", "shape"), EMPTY.values(), ids=list(EMPTY))
-def test_an_empty_batch_after_others_changes_no_factor(make, shape, sharing):
+def test_an_empty_batch_after_others_changes_no_factor(make, shape, sharing, corrected):
     torch.manual_seed(0)
     model = make().double()
     tokens = isinstance(model, nn.Sequential)
     full = [max(3, n) for n in shape]
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, weight_sharing=sharing)
+    often = {"factor_update_steps": 1, "inv_update_steps": 1}  # so that each pass has a basis
+    opt = KFACSGD(model, lr=0.1, weight_sharing=sharing, eigenvalue_correction=corrected, **often)
     seen = []
     for sizes in (full, shape):
         x = torch.arange(math.prod(sizes)).remainder(5).reshape(sizes)
