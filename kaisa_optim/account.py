@@ -102,6 +102,7 @@ class Account:
     stored_product: bool = False
     moments: bool = False  # Adam's, kept in the eigenbasis
     tracked: bool = False  # bases follow where they still fit
+    truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
     state_bytes: int | None = None  # of one in eigenvectors, inverses, products
@@ -139,6 +140,8 @@ class Account:
             if self.correction:
                 column["corrected_eigenvalues"] += _gradient(work) * work.itemsize
                 column["counters"] += work.task.blocks * work.itemsize
+            if self.truncated:
+                column["counters"] += work.task.blocks * 2 * 4
             if self.stored_product:
                 stored = self.state_bytes or work.itemsize
                 column["eigenvalue_products"] += _gradient(work) * stored

@@ -451,7 +451,9 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     if left is None or right is None:
         out = middle if left is None else product(left, middle)
         return out if right is None else product(out, right)
-    _, g, a = middle.shape
+    rows, g, a, columns = left.shape[1], *middle.shape[1:], right.shape[2]
+    if g * columns * (a + rows) < rows * a * (g + columns):  # alike for square sides
+        return product(left, product(middle, right))
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return (left @ middle) @ right

@@ -204,6 +204,7 @@ _OF_PARAMETERS = (
     "kl_clip_lr",
     "compute_method",
     "compute_eigenvalue_outer_product",
+    "truncation",
     "eigenvalue_correction",
     "grafting",
     "warmup_steps",
@@ -261,6 +262,7 @@ class Options:
     nesterov: bool = False
     orthogonal: bool = False
     basis_tolerance: float | None = None
+    truncation: float = 0.0
     statistics_fraction: Number = 1.0
     eigenvalue_correction: bool | str = False
     grafting: bool = False
@@ -281,12 +283,14 @@ class Options:
             )
         _one_of("moments", self.moments, ("parameters", "eigenbasis"))
         if self.moments == "eigenbasis" and (
-            self.compute_method != "eigen" or self.compute_eigenvalue_outer_product
+            self.compute_method != "eigen"
+            or self.compute_eigenvalue_outer_product
+            or self.truncation
         ):
             raise ValueError(
                 'Invalid moments: "eigenbasis" takes Adam\'s second moment in place of the '
-                "eigenvalues; leave out compute_method and compute_eigenvalue_outer_product, or "
-                'use moments="parameters"'
+                "eigenvalues; leave out compute_method, compute_eigenvalue_outer_product and "
+                'truncation, or use moments="parameters"'
             )
         for name in ("compute_eigenvalue_outer_product", "nesterov", "orthogonal", "grafting"):
             check_flag(name, getattr(self, name))
@@ -310,6 +314,7 @@ class Options:
                 "rounded, would not stay orthonormal: leave out one of the two"
             )
         self._check_correction()
+        self._check_truncation()
         self._check_lag()
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(
@@ -416,6 +421,31 @@ class Options:
                 raise ValueError(
                     f"Invalid eigenvalue_correction: {value!r} with {name}={wrong!r}: {why}; leave "
                     "one of the two out"
+                )
+
+    def _check_truncation(self) -> None:
+        value = self.truncation
+        if not is_real(value) or not 0 <= value < 1:
+            raise ValueError(
+                f"Invalid truncation: {value!r}; it must be a share of the damping in [0, 1), such "
+                "as 0.1, or 0 to multiply by all eigenvectors"
+            )
+        self._settle("truncation", float(value))
+        refused = [
+            ("compute_method", "inverse", "inverses have no eigenvectors"),
+            ("compute_eigenvalue_outer_product", True, "it is of all eigenvectors"),
+            ("eigenvalue_correction", self.correction, "corrected ones do not tell which lead"),
+            ("normalization", "kaisa", "it is the papers' own, of all eigenvectors"),
+            *(
+                ("inv_dtype", half, "what was rounded leaks past the leading ones")
+                for half in _HALVES
+            ),
+        ]
+        for name, wrong, why in refused if value else ():
+            if wrong is not None and getattr(self, name) == wrong:
+                raise ValueError(
+                    f"Invalid truncation: {value!r} with {name}={wrong!r}: {why}; leave one of the "
+                    "two out"
                 )
 
     def _check_helpers(self) -> None:

@@ -110,6 +110,7 @@ class Preconditioner:
             nesterov=options.nesterov,
             orthogonal=options.orthogonal,
             tolerance=options.tolerance,
+            truncation=options.truncation,
             correction=options.correction,
             lag=options.refresh_lag,
         )
@@ -369,7 +370,7 @@ class Preconditioner:
             return lambda layer: self._shared(layer, groups, name)
 
         damping_of, decay_of = hyperparameter("damping"), hyperparameter("factor_decay")
-        self._take_in(tally, damping_of, decay_of)
+        renewed = self._take_in(tally, damping_of, decay_of)
         apply = self._apply(groups, damping_of, self._taken(tally, decay_of))
         if self.ranks.grid.columns == 1:
             stacks = self._preconditioned(apply)
@@ -388,6 +389,7 @@ class Preconditioner:
         whole |= parts
         if self.steps < self.options.warmup_steps:
             gradients.blend(whole, self.steps / self.options.warmup_steps)
+        self.second_order.count(self.layout, renewed, damping_of)
         self._advance()
         return whole
 
@@ -396,11 +398,13 @@ class Preconditioner:
         tally: Tally,
         damping_of: Callable[[Layer], float],
         decay_of: Callable[[Layer], float],
-    ) -> None:
+    ) -> list[Layer]:
         """Statistics into the running averages, and these into what gradients are multiplied by.
 
         A layer is refreshed as soon as its sums are there, while others are still on their way.
+        Returns those with a new state.
         """
+        renewed: list[Layer] = []
         self.fed.update(tally.counts)
         due, outcome, second_order = self._due(), Outcome(), self.second_order
         turn, number = self._turn(), self._turns_begun()
@@ -423,6 +427,7 @@ class Preconditioner:
                 second_order.share(self.layout, renewed, self.owner)
                 second_order.multiply(self.layout, renewed, damping_of)
                 second_order.turn(self.layout, renewed, bases)
+        return renewed
 
     def _nothing(self) -> dict[Tensor, Tensor]:
         """A step that is none: the base must not begin moments that are K-FAC's."""
@@ -1279,6 +1284,7 @@ class Preconditioner:
             stored_product=second_order.stored_product,
             moments=second_order.moments,
             tracked=options.tolerance > 0,
+            truncated=options.truncation > 0,
             correction=second_order.correction,
             scaled=options.comm_dtype == torch.float16,
             bucket_bytes=self.ranks.bucket_bytes,

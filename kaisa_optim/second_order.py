@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import agreement, algebra, correction, eigenbasis
+from . import agreement, algebra, correction, eigenbasis, truncation
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .eigenbasis import Settings
@@ -36,6 +36,7 @@ from .stacks import (
 )
 from .statistics import Statistics, Tally
 from .tracking import Key, Tracking
+from .truncation import Truncation
 from .underway import COPIED, UnderWay
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -97,11 +98,13 @@ class SecondOrder:
         nesterov: bool,
         orthogonal: bool,
         tolerance: float,
+        truncation: float,
         correction: str | None,
         lag: int,
     ) -> None:
         self.ranks = ranks
         self.tracking = Tracking(tolerance)
+        self.truncation = Truncation(truncation) if truncation else None
         self.under_way = UnderWay(lag)
         self.moments = moments  # Adam's are kept, in the eigenbasis
         self.nesterov = nesterov  # and lead one step ahead
@@ -119,6 +122,8 @@ class SecondOrder:
 
     def allocate(self, shelf: Shelf, layout: Layout) -> None:
         self.tracking.lay_out(shelf)
+        if self.truncation is not None:
+            self.truncation.clear()
         for stack in layout.stacks.values():
             stack.new(self.specs(stack.key, stack.count))
         for pair in layout.pairs:
@@ -141,6 +146,8 @@ class SecondOrder:
             return eigenbasis.specs(count, g, a, arithmetic)
         if self.correction:
             return correction.specs(count, g, a, arithmetic)
+        if self.truncation is not None:
+            return truncation.specs(count)
         return {"scale": ((count, g, a), self.dtype or arithmetic)} if self.stored_product else {}
 
     # ---- refresh ----
@@ -414,6 +421,11 @@ class SecondOrder:
                 scale = pair.tensors["scale"]
                 scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
+    def count(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
+        """Of layers with a new state, how many eigenvectors lead from the next step on."""
+        if self.truncation is not None and layers:
+            self.truncation.count(layout, layers, damping_of)
+
     def _bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None where none moves."""
         if not (self.moments or self.correction):
@@ -594,6 +606,13 @@ class SecondOrder:
             if taken is not None and any(layer in taken.decays for layer in members):
                 correction.take_gradients(pair, slots, projected, members, taken)
             return algebra.out_of_basis(new, *bases)
+        leading = None if self.truncation is None else self.truncation.leading(pair, members)
+        if leading is not None:
+            values_g, values_a = of("g", "values"), of("a", "values")
+            assert values_g is not None and values_a is not None
+            idle, damping = pair.tensors["idle"][slots], _common_or_each(members, damping_of, pair)
+            values = values_g, values_a
+            return truncation.precondition(gradient, bases, values, idle, leading, damping)
         projected = algebra.into_basis(gradient, *bases)
         if projected is gradient:  # by two diagonal factors; it is wanted as it is
             projected = gradient.clone()

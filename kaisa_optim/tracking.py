@@ -86,7 +86,7 @@ class Tracking:
         """Start the notes' way to the host, beside the work that follows."""
         for stack in shelf.stacks.values() if self.asked else ():
             if stack.key.device.type in WITH_STREAMS:
-                self._arriving[stack] = _sent(stack.tensors["stale"])
+                self._arriving[stack] = sent_to_host(stack.tensors["stale"])
 
     def flags(self, shelf: Shelf) -> list[float]:
         """This rank's notes on what was asked, A and G of each layer; 0 for what others keep."""
@@ -107,7 +107,7 @@ class Tracking:
         return host
 
 
-def _sent(notes: Tensor) -> tuple[Tensor, Any]:
+def sent_to_host(notes: Tensor) -> tuple[Tensor, Any]:
     """Where the notes will be on the host, and the event of their arrival."""
     host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
     host.copy_(notes, non_blocking=True)

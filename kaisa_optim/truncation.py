@@ -1,0 +1,130 @@
+"""Preconditioning by the leading eigenvectors alone.
+
+Where an eigenvalue s of G ⊗ A is far below the damping γ, 1 / (s + γ) is 1 / γ, whatever the
+eigenvectors. With those that lead, Q̂ of either factor, and σ the largest s of the others,
+
+    Q_G (V / (s + γ)) Q_Aᵀ ≈ ∇ / (γ + σ) + Q̂_G (V̂ ∘ (1 / (s + γ) - 1 / (γ + σ))) Q̂_Aᵀ,
+
+V̂ = Q̂_Gᵀ ∇ Q̂_A. It is exact for all s among those that lead, and damps the others by at most σ too
+much, never too little. How many lead is counted on the device at refreshes, such that σ is at most
+τγ, and holds from the next step on: by then the host knows it without waiting. All workers of a
+layer have the same eigenvalues and damping, so they count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import algebra, tracking
+from .layers import Basis, Layer
+from .stacks import WITH_STREAMS, Layout, Pair, Specs
+
+_SMALL = 32  # of such factors a product takes no longer than what it would be spared by
+
+Leading = tuple[int, int]  # eigenvectors of G and of A
+
+
+def specs(count: int) -> Specs:
+    """How many of the last eigenvectors of G and of A are left out; none, until it is known."""
+    return {"idle": ((count, 2), torch.int32)}
+
+
+class Truncation:
+    """How many eigenvectors lead, of each layer."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance  # τ
+        self._known: dict[Pair, list[list[int]]] = {}  # "idle", on the host
+        self._arriving: dict[Pair, tuple[Tensor, Any]] = {}
+        self._leading: dict[Pair, tuple[Sequence[Layer], Leading | None]] = {}
+
+    def clear(self) -> None:
+        """The device has other numbers now: those of a new layout, or loaded ones."""
+        self._known.clear()
+        self._arriving.clear()
+        self._leading.clear()
+
+    def count(
+        self, layout: Layout, layers: Sequence[Layer], damping_of: Callable[[Layer], float]
+    ) -> None:
+        """Count anew for layers with a new state; it holds from the next step on."""
+        changed: dict[Pair, None] = {}
+        for layer in layers:
+            pair = layout.pair_of.get(layer)
+            if pair is None or max(pair.shape[1:]) <= _SMALL:
+                continue
+            g, a = (layout.factors[layer, side]["values"] for side in "ga")
+            floor = self.tolerance * damping_of(layer)
+            idle = pair.tensors["idle"][pair.slots[layer]]
+            for i, (own, other, stack) in enumerate(((g, a, pair.g), (a, g, pair.a))):
+                if not stack.key.diagonal:  # there is nothing to multiply by
+                    idle[:, i] = _idle(own, other, floor)
+            changed[pair] = None
+        for pair in changed:
+            self._known.pop(pair, None)
+            self._leading.pop(pair, None)
+            if pair.g.key.device.type in WITH_STREAMS:
+                self._arriving[pair] = tracking.sent_to_host(pair.tensors["idle"])
+
+    def leading(self, pair: Pair, members: Sequence[Layer]) -> Leading | None:
+        """The most that lead in one of these layers; None where nothing is left out."""
+        if pair not in self._leading or self._leading[pair][0] is not members:
+            idle, (_, g, a) = self._of(pair), pair.shape
+            rows = [row for layer in members for row in idle[pair.slots[layer]]]
+            most = g - min(row[0] for row in rows), a - min(row[1] for row in rows)
+            self._leading[pair] = members, most if any(map(any, rows)) else None
+        return self._leading[pair][1]
+
+    def _of(self, pair: Pair) -> list[list[int]]:
+        if pair not in self._known:
+            host = pair.tensors["idle"]
+            if pair in self._arriving:
+                host, arrival = self._arriving.pop(pair)
+                arrival.synchronize()
+            self._known[pair] = host.tolist()
+        return self._known[pair]
+
+
+def _idle(values: Tensor, others: Tensor, floor: float) -> Tensor:
+    """How many of the last ``values`` ``[k, n]`` are at most ``floor`` times any of the others."""
+    leads = values * others.amax(1, keepdim=True) > floor
+    return (leads.flip(1).cumsum(1) == 0).sum(1)
+
+
+def precondition(
+    gradient: Tensor,
+    vectors: Basis,
+    values: tuple[Tensor, Tensor],
+    idle: Tensor,
+    leading: Leading,
+    damping: Tensor | float,
+) -> Tensor:
+    """About Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ; of each layer by what leads in it."""
+    g, a = values
+    leads_g, leads_a = _leads(g, idle[:, 0]), _leads(a, idle[:, 1])
+    left_g, left_a = (v.masked_fill(m, 0).amax(1) for v, m in ((g, leads_g), (a, leads_a)))
+    left_out = torch.maximum(left_g * a.amax(1), left_a * g.amax(1))[:, None, None]
+    flat = damping + left_out
+    rows, columns = leading
+    curvature = g[:, :rows, None] * a[:, None, :columns]
+    # 1 / (s + γ) - 1 / (γ + σ), without the difference of what is nearly equal.
+    steeper = (left_out - curvature).div_((curvature + damping).mul_(flat))
+    steeper.mul_(leads_g[:, :rows, None]).mul_(leads_a[:, None, :columns])
+    some_g, some_a = (
+        None if q is None else q[..., :n] for q, n in zip(vectors, leading, strict=True)
+    )
+    # The damping is far below what leads: TF32 of the one would drown the other.
+    with algebra.full_precision(gradient.device.type):
+        new = algebra.out_of_basis(
+            algebra.into_basis(gradient, some_g, some_a).mul_(steeper), some_g, some_a
+        )
+    return new.add_(gradient / flat)
+
+
+def _leads(values: Tensor, idle: Tensor) -> Tensor:
+    n = values.shape[1]
+    return torch.arange(n, device=values.device) < (n - idle)[:, None]
