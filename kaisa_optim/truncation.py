@@ -23,8 +23,6 @@ from . import algebra, tracking
 from .layers import Basis, Layer
 from .stacks import WITH_STREAMS, Layout, Pair, Specs
 
-_SMALL = 32  # of such factors a product takes no longer than what it would be spared by
-
 Leading = tuple[int, int]  # eigenvectors of G and of A
 
 
@@ -55,7 +53,7 @@ class Truncation:
         changed: dict[Pair, None] = {}
         for layer in layers:
             pair = layout.pair_of.get(layer)
-            if pair is None or max(pair.shape[1:]) <= _SMALL:
+            if pair is None or 1 in pair.shape[1:]:  # where nothing is to be spared
                 continue
             g, a = (layout.factors[layer, side]["values"] for side in "ga")
             floor = self.tolerance * damping_of(layer)
@@ -85,7 +83,7 @@ class Truncation:
             if pair in self._arriving:
                 host, arrival = self._arriving.pop(pair)
                 arrival.synchronize()
-            self._known[pair] = host.tolist()
+            self._known[pair] = host.cpu().tolist()
         return self._known[pair]
 
 
@@ -106,7 +104,7 @@ def precondition(
     """About Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ; of each layer by what leads in it."""
     g, a = values
     leads_g, leads_a = _leads(g, idle[:, 0]), _leads(a, idle[:, 1])
-    left_g, left_a = (v.masked_fill(m, 0).amax(1) for v, m in ((g, leads_g), (a, leads_a)))
+    left_g, left_a = ((v * (1 - m)).amax(1) for v, m in ((g, leads_g), (a, leads_a)))
     left_out = torch.maximum(left_g * a.amax(1), left_a * g.amax(1))[:, None, None]
     flat = damping + left_out
     rows, columns = leading
@@ -126,5 +124,6 @@ def precondition(
 
 
 def _leads(values: Tensor, idle: Tensor) -> Tensor:
+    """1 for each value that leads, else 0."""
     n = values.shape[1]
-    return torch.arange(n, device=values.device) < (n - idle)[:, None]
+    return (torch.arange(n, device=values.device) < (n - idle)[:, None]).to(values.dtype)

@@ -174,6 +174,7 @@ CASES: dict[str, Make] = {
     "stored products": lambda m: KFACSGD(
         m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
     ),
+    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, basis_tolerance=0.9, **OFTEN),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
     "corrected": lambda m: KFACSGD(m, lr=0.05, eigenvalue_correction="gradients", **SELDOM),
     "corrected by examples": lambda m: KFACSGD(

@@ -234,6 +234,7 @@ CASES = {
     "corrected by gradients": Case(
         options={"eigenvalue_correction": "gradients", "assignment": "layer-wise"}
     ),
+    "truncated": Case("tokens", {"truncation": 0.1}),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
     "frozen": Case(frozen="again"),

@@ -55,6 +55,11 @@ OPTIONS = [
     ),
     ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
+    (
+        "truncation",
+        [-0.1, 1, 2.0, NAN, INF, "0.1", True, None],
+        r"share of the damping in \[0, 1\)",
+    ),
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", True], r"share in \[0, 1\)"),
     ("refresh_lag", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for"),
     ("grafting", ["yes", None, 2], "True or False"),
@@ -100,6 +105,28 @@ def test_bases_that_follow_are_not_kept_in_half_precision(dtype):
     with pytest.raises(ValueError, match=said):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=dtype)
     KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compute_method": "inverse"},
+        {"compute_eigenvalue_outer_product": True},
+        {"eigenvalue_correction": "gradients"},
+        {"eigenvalue_correction": True},
+        {"normalization": "kaisa"},
+        {"inv_dtype": torch.bfloat16},
+        {"inv_dtype": torch.float16},
+    ],
+)
+def test_eigenvectors_that_can_not_be_left_out(other):
+    name = next(iter(other))
+    said = rf"Invalid truncation: 0.1 with {name}=.*: .*; leave one of the two out"
+    with pytest.raises(ValueError, match=said):
+        KFACSGD(net(), lr=0.1, truncation=0.1, **other)
+    KFACSGD(net(), lr=0.1, truncation=0, **other)
+    with pytest.raises(ValueError, match=r'Invalid moments: "eigenbasis".*truncation, or use'):
+        KFACAdam(net(), lr=0.1, truncation=0.1, moments="eigenbasis")
 
 
 @pytest.mark.parametrize("value", ["none", "full "])

@@ -180,6 +180,7 @@ def test_moments_live_in_the_eigenbasis_unless_told_otherwise(cls, given, meant)
         ("kl_clip_lr", "current"),
         ("compute_method", "inverse"),
         ("compute_eigenvalue_outer_product", True),
+        ("truncation", 0.1),
         ("eigenvalue_correction", "gradients"),
         ("warmup_steps", 3),
         ("normalization", "kaisa"),

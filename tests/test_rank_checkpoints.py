@@ -239,6 +239,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eigen": {"staggered": False},
     "staggered": {"staggered": True, "compute_eigenvalue_outer_product": True},
     "inverse": {"compute_method": "inverse", "staggered": True, "factor_dtype": torch.bfloat16},
+    "truncated": {"truncation": 0.5, "staggered": True},
 }
 
 

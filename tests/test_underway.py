@@ -54,6 +54,7 @@ MAKERS: dict[str, Any] = {
     "stored products": lambda m, **o: KFACSGD(
         m, lr=0.05, damping=0.01, compute_eigenvalue_outer_product=True, **{**OPTIONS, **o}
     ),
+    "truncated": lambda m, **o: KFACSGD(m, lr=0.01, truncation=0.5, **{**OPTIONS, **o}),
     "adam": lambda m, **o: KFACAdam(
         m, lr=0.01, eps=1e-2, moments="eigenbasis", basis_tolerance=0, **{**OPTIONS, **o}
     ),

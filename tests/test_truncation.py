@@ -1,0 +1,264 @@
+"""Preconditioning by leading eigenvectors: these exactly, and the rest a little shorter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import reference as ref
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, algebra, truncation
+from kaisa_optim.truncation import precondition
+
+# ---- the equation ----
+
+
+def spectrum(k: int, n: int, decades: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Orthonormal vectors, and values in any order from 1 down by so many powers of ten."""
+    vectors, _ = torch.linalg.qr(torch.randn(k, n, n, generator=generator, dtype=torch.float64))
+    values = 10 ** -(decades * torch.rand(k, n, generator=generator, dtype=torch.float64))
+    return vectors, values
+
+
+@settings(max_examples=60)
+@given(
+    k=st.integers(1, 3),
+    g=st.integers(2, 12),
+    a=st.integers(2, 12),
+    diagonal=st.sampled_from(["", "g", "a"]),
+    decades=st.sampled_from([0.5, 3.0, 8.0]),
+    damping=st.sampled_from([1e-6, 1e-2, 10.0]),
+    tolerance=st.sampled_from([1e-3, 0.1, 0.9]),
+    seed=st.integers(0, 99),
+)
+def test_what_leads_is_exact_and_the_rest_a_little_shorter(
+    k, g, a, diagonal, decades, damping, tolerance, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    (q_g, v_g), (q_a, v_a) = (spectrum(k, n, decades, generator) for n in (g, a))
+    sides = [None if diagonal == "g" else q_g, None if diagonal == "a" else q_a]
+    raw = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
+    none = torch.zeros(k, dtype=torch.int32)
+    idle = torch.stack(
+        [
+            none if side is None else truncation._idle(own, other, tolerance * damping)
+            for side, own, other in zip(sides, (v_g, v_a), (v_a, v_g), strict=True)
+        ],
+        1,
+    )
+    leading = g - int(idle[:, 0].min()), a - int(idle[:, 1].min())
+    got = precondition(raw, (sides[0], sides[1]), (v_g, v_a), idle, leading, damping)
+    ratio = algebra.into_basis(got, *sides) / algebra.into_basis(raw, *sides)
+    curvature = v_g[:, :, None] * v_a[:, None, :]
+    exact = 1 / (curvature + damping)
+    for i in range(k):
+        lead_g, lead_a = g - int(idle[i, 0]), a - int(idle[i, 1])
+        led = ratio[i, :lead_g, :lead_a]
+        torch.testing.assert_close(led, exact[i, :lead_g, :lead_a], rtol=1e-6, atol=0)
+        left = torch.ones(g, a, dtype=torch.bool)
+        left[:lead_g, :lead_a] = False
+        assert (curvature[i][left] <= tolerance * damping * (1 + 1e-9)).all()
+        share = (ratio[i] / exact[i])[left]
+        assert (share <= 1 + 1e-6).all()
+        assert (share >= 1 / (1 + tolerance) - 1e-6).all()
+
+
+def test_what_leads_is_counted_up_to_the_last_that_matters():
+    values = torch.tensor([[4.0, 0.1, 2.0, 0.1, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    others = torch.tensor([[0.5, 1.0], [1.0, 1.0]])
+    assert truncation._idle(values, others, 0.1).tolist() == [2, 5]
+    assert truncation._idle(values, others, 0.09).tolist() == [1, 5]
+
+
+def test_single_precision_comes_near_double():
+    """Curvature is up to 10⁴ times the damping, which the flat part must not drown."""
+    generator = torch.Generator().manual_seed(0)
+    (q_g, v_g), (q_a, v_a) = (spectrum(1, n, 6.0, generator) for n in (60, 50))
+    raw = torch.randn(1, 60, 50, generator=generator, dtype=torch.float64)
+    v_g, v_a = v_g.sort(descending=True).values, v_a.sort(descending=True).values
+    sides = (v_g, v_a), (v_a, v_g)
+    idle = torch.stack([truncation._idle(own, other, 1e-5) for own, other in sides], 1)
+    assert idle.min() > 5
+    leading = 60 - int(idle[0, 0]), 50 - int(idle[0, 1])
+    double = precondition(raw, (q_g, q_a), (v_g, v_a), idle, leading, 1e-4)
+    floats = (x.float() for x in (q_g, q_a, v_g, v_a))
+    f_g, f_a, w_g, w_a = floats
+    single = precondition(raw.float(), (f_g, f_a), (w_g, w_a), idle, leading, 1e-4)
+    leads = (q_g[..., :5].mT @ single.double() @ q_a[..., :5]) - (
+        q_g[..., :5].mT @ double @ q_a[..., :5]
+    )
+    assert leads.abs().max() < 0.05 * (q_g[..., :5].mT @ double @ q_a[..., :5]).abs().max()
+    torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3 * double.abs().max())
+
+
+# ---- in steps ----
+
+
+class Net(nn.Module):
+    """Two layers of one shape, of which the second has flatter factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(32, 9, generator=generator, dtype=torch.float64)
+    x = x * torch.logspace(0, -4, 9, dtype=torch.float64)
+    return x, torch.randn(32, 4, generator=generator, dtype=torch.float64)
+
+
+def backward(model: nn.Module, opt: torch.optim.Optimizer, step: int) -> None:
+    x, y = data(step)
+    opt.zero_grad()
+    (model(x) - y).square().sum(1).mean().backward()
+
+
+def made(tolerance: float, model: nn.Module, **options: Any) -> KFACSGD:
+    own = {"damping": 0.05, "kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 1000}
+    return KFACSGD(model, lr=0.01, truncation=tolerance, **{**own, **options})
+
+
+def steps(tolerance: float, count: int, **options: Any) -> list[dict[str, Tensor]]:
+    """What each step took off the weights; all begin at those of the exact one."""
+    torch.manual_seed(0)
+    model = Net().double()
+    exact, found = made(0.0, model, **options), []
+    twin = copy.deepcopy(model)
+    opt = made(tolerance, twin, **options)
+    for step in range(count):
+        with torch.no_grad():
+            for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+                p.copy_(q)
+        backward(model, exact, step)
+        backward(twin, opt, step)
+        exact.step()
+        found.append(ref.take_step(opt, twin))
+    return found
+
+
+def test_it_holds_from_the_step_after_a_refresh_on():
+    exact, cut = steps(0.0, 3), steps(0.9, 3)
+    for name, step in exact[0].items():
+        assert torch.equal(cut[0][name], step), name
+    for before, after in zip(exact[1:], cut[1:], strict=True):
+        for layer in ("first", "second"):
+            # The preconditioned gradient in the factors' own basis: shorter where damping decides.
+            assert not torch.equal(after[f"{layer}.weight"], before[f"{layer}.weight"])
+            assert after[f"{layer}.weight"].norm() < before[f"{layer}.weight"].norm()
+            assert after[f"{layer}.weight"].norm() > before[f"{layer}.weight"].norm() / 1.9
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.9])
+def test_each_layer_by_its_own_count_whatever_it_is_stacked_with(tolerance):
+    """Layers of one shape are multiplied together, by as many as lead in any of them."""
+
+    def after(apart: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Net().double()
+        if apart:  # a shape of its own: its last input is 0, and 0 is all that it adds
+            wider = nn.Linear(10, 9).double()
+            with torch.no_grad():
+                wider.weight.zero_()
+                wider.weight[:, :9] = model.second.weight
+                wider.bias.copy_(model.second.bias)
+            model.second = nn.Sequential(nn.ZeroPad1d((0, 1)), wider)
+        opt = made(tolerance, model)
+        for step in range(4):
+            backward(model, opt, step)
+            opt.step()
+        assert len({len(pair.layers) for pair in opt.preconditioner.layout.pairs}) == 2 - apart
+        second = model.second[1] if apart else model.second
+        return {"first": model.first.weight.detach(), "second": second.weight.detach()[:, :9]}
+
+    together, alone = after(False), after(True)
+    for name, weight in together.items():
+        torch.testing.assert_close(alone[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_a_new_state_in_an_old_count_is_damped_too_much_not_too_little():
+    """In the step of a refresh the count is the older one, of eigenvalues that have grown since."""
+    torch.manual_seed(0)
+    model = Net().double()
+    opt = made(0.1, model, inv_update_steps=2, factor_decay=0.01, staggered=False)
+    for step in range(2):
+        backward(model, opt, step)
+        opt.step()
+    pair = opt.preconditioner.layout.pair_of[opt.preconditioner.layers["first"]]
+    before = pair.tensors["idle"].clone()
+    x, y = data(2)
+    opt.zero_grad()  # curvature a thousand times as large
+    (30 * (model(30 * x) - y)).square().sum(1).mean().backward()
+    gradients = ref.gradients_of(model)
+    taken = ref.take_step(opt, model)
+    factors = {
+        s: opt.preconditioner.layout.factors[opt.preconditioner.layers["first"], s] for s in "ag"
+    }
+    matrix = torch.cat([gradients["first.weight"], gradients["first.bias"][:, None]], 1)
+    step = torch.cat([taken["first.weight"], taken["first.bias"][:, None]], 1) / 0.01
+    bases = [factors[s]["vectors"][0] for s in "ga"]
+    curvature = factors["g"]["values"][0][:, None] * factors["a"]["values"][0][None, :]
+    ratio = (bases[0].mT @ step @ bases[1]) / (bases[0].mT @ matrix @ bases[1])
+    share = ratio * (curvature + 0.05)
+    assert (share < 1 + 1e-6).all()
+    assert share.min() < 0.9  # else nothing was left out that counts now
+    assert not torch.equal(pair.tensors["idle"], before)
+
+
+def test_a_count_is_loaded_and_one_that_is_absent_begins_with_all():
+    torch.manual_seed(0)
+    model = Net().double()
+    opt = made(0.9, model)
+    backward(model, opt, 0)
+    opt.step()
+    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    backward(model, opt, 1)
+    wanted = ref.take_step(opt, model)
+    without = copy.deepcopy(state)
+    for entry in without["state"].values():
+        for name in [n for n in entry if n.endswith("idle")]:
+            del entry[name]
+    for saved, alike in ((state, True), (without, False)):
+        model.load_state_dict(weights)
+        loaded = made(0.9, model)
+        loaded.load_state_dict(copy.deepcopy(saved))
+        backward(model, loaded, 1)
+        got = ref.take_step(loaded, model)
+        assert torch.equal(got["first.weight"], wanted["first.weight"]) is alike
+        if not alike:
+            exact = made(0.0, model)
+            model.load_state_dict(weights)
+            exact.load_state_dict(copy.deepcopy(saved))
+            backward(model, exact, 1)
+            assert torch.equal(ref.take_step(exact, model)["first.weight"], got["first.weight"])
+
+
+def test_products_are_taken_of_what_leads_alone(monkeypatch):
+    """In the two layers of one shape; in the last one all of G's lead."""
+    torch.manual_seed(0)
+    model = Net().double()
+    opt = made(0.9, model)
+    backward(model, opt, 0)
+    opt.step()
+    seen: list[tuple[int, int]] = []
+    into = algebra.into_basis
+
+    def noted(gradient: Tensor, g: Tensor | None, a: Tensor | None) -> Tensor:
+        if len(gradient) == 2:
+            seen.extend((q.shape[1], q.shape[2]) for q in (g, a) if q is not None)
+        return into(gradient, g, a)
+
+    monkeypatch.setattr(algebra, "into_basis", noted)
+    backward(model, opt, 1)
+    opt.step()
+    assert len(seen) == 2
+    assert all(columns < rows for rows, columns in seen)
