@@ -77,6 +77,7 @@ class Run:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
+    """The first with dimensions, if any has: a model may be told a time or a temperature before."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -85,8 +86,13 @@ def _first_tensor(value: Any) -> Tensor | None:
         value = [getattr(value, part.name) for part in dataclasses.fields(value)]
     elif not isinstance(value, list | tuple):
         return None
-    tensors = (_first_tensor(v) for v in value)
-    return next((t for t in tensors if t is not None), None)
+    first: Tensor | None = None
+    for part in value:
+        tensor = _first_tensor(part)
+        if tensor is not None and tensor.dim():
+            return tensor
+        first = tensor if first is None else first
+    return first
 
 
 def _positions(tensor: Tensor) -> int:
@@ -224,6 +230,11 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 class Capture:
     """Owns the hooks on one model for one optimizer; hands moments to ``sink``.
 
@@ -275,6 +286,8 @@ class Capture:
         for layer in layers:
             layer.shared = self.shared
         self._handles = self._attach(model, layers)
+        # With an optimizer that is gone go its hooks: another may be built on the model.
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
         starts = _Hook(self._run_starts)
@@ -313,8 +326,7 @@ class Capture:
         self._handed = former._handed
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
 
     # ---- the model's forward passes ----
 
@@ -324,7 +336,8 @@ class Capture:
         run = calls[-1].what if calls else None
         if run is None and torch.is_grad_enabled() and not _transformed():
             value = args[0] if args else next(iter(kwargs.values()), None)
-            if not isinstance(value, PackedSequence) and _first_tensor(value) is None:
+            first = None if isinstance(value, PackedSequence) else _first_tensor(value)
+            if not isinstance(value, PackedSequence) and (first is None or not first.dim()):
                 value = (*args, *kwargs.values())
             self._close_loose()
             run = self._remember(Run(value, paused=self.paused > 0))

@@ -9,8 +9,9 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -271,7 +272,11 @@ class KFACMixin(Optimizer, Joinable):
             agreement.warn(ranks, misread, _level_of_caller())
         if self._warned_of_settings:
             return
-        found = self._unused() if self._in_eigenbasis else self._beyond_the_clip()
+        found = self._unread()
+        if not found and self._in_eigenbasis:
+            found = self._unused()
+        elif not found:
+            found = self._unread_scale() or self._beyond_the_clip()
         if found:
             self._warned_of_settings = True
             agreement.warn(ranks, found, _level_of_caller())
@@ -288,6 +293,17 @@ class KFACMixin(Optimizer, Joinable):
             text = f"a parameter group has a key that nobody reads, {'; '.join(said)}"
             agreement.warn(self.preconditioner.ranks, text, _level_of_caller())
 
+    def _unread(self) -> str:
+        """Options of the whole optimizer that were put into a group since it was built."""
+        found = [name for group in self.param_groups for name in self._of_all & group.keys()]
+        if not found:
+            return ""
+        return (
+            f"a parameter group has {found[0]!r}, which nobody reads there; it is an option of the "
+            "whole optimizer: pass it as an argument, or, of those that may change, set it as an "
+            "attribute of optimizer.preconditioner"
+        )
+
     def _unused(self) -> str:
         clip, dampings = self.preconditioner.kl_clip, {g["damping"] for g in self.param_groups}
         asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})]
@@ -298,6 +314,20 @@ class KFACMixin(Optimizer, Joinable):
             f'{" and ".join(asked)}: of no use to moments="eigenbasis"; leave it out, or build the '
             'optimizer with moments="parameters"'
         )
+
+    def _unread_scale(self) -> str:
+        """G would be too large by the scale squared, and steps too short to train."""
+        if self.preconditioner.steps > 1 or self.preconditioner.statistics.loss_scale is not None:
+            return ""
+        for caller in _callers():
+            scaler = caller.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                return (
+                    "step() was called by a GradScaler that the optimizer does not know: factors "
+                    "are made of scaled gradients, and weights will hardly move; pass "
+                    "grad_scaler=scaler"
+                )
+        return ""
 
     def _beyond_the_clip(self) -> str:
         if self.preconditioner.kl_clip is None:
@@ -403,13 +433,11 @@ class KFACMixin(Optimizer, Joinable):
         schedules: dict[str, Callable[[int], Any]] = {}
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
-        for field in dataclasses.fields(Options):
-            own = field.name == "kl_clip_lr" or field.name in self.defaults
-            if field.name in param_group and not own:
-                raise ValueError(
-                    f"Invalid {field.name}: {param_group[field.name]!r} in a parameter group; it "
-                    "is one for the whole optimizer, pass it as an argument"
-                )
+        for name in self._of_all & param_group.keys():
+            raise ValueError(
+                f"Invalid {name}: {param_group[name]!r} in a parameter group; it is one for the "
+                "whole optimizer, pass it as an argument"
+            )
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):
@@ -440,6 +468,11 @@ class KFACMixin(Optimizer, Joinable):
                 self.preconditioner.rebuild(self.param_groups)
                 raise
             self._notice_misspelt([group])
+
+    @property
+    def _of_all(self) -> Set[str]:
+        """Options that a group can't have of its own."""
+        return _OF_ALL.difference(self.defaults)
 
     def has_schedule(self, name: str) -> bool:
         """Whether a hyperparameter was given as a callable of the step."""
@@ -616,10 +649,18 @@ def _same(now: Room, before: Room) -> bool:
 def _level_of_caller() -> int:
     """For a warning of the function that asks: how far it is to code that is neither torch's, which
     wraps steps, nor ours."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("torch", "kaisa_optim"):
-        frame, level = frame.f_back, level + 1
-    return level
+    return 1 + sum(1 for _ in _callers(2))
+
+
+def _callers(depth: int = 1) -> Iterator[FrameType]:
+    """From the function that asks on, as long as they are torch's or ours."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals["__name__"].split(".")[0] in (
+        "torch",
+        "kaisa_optim",
+    ):
+        yield frame
+        frame = frame.f_back
 
 
 def _abridged(names: list[str], limit: int = 10) -> str:
@@ -742,6 +783,7 @@ def _own_parameters() -> dict[str, inspect.Parameter]:
 
 
 _OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
+_OF_ALL = frozenset(field.name for field in dataclasses.fields(Options)) - {"kl_clip_lr"}
 
 
 def _is_the_bases(name: str, base: type[Optimizer]) -> bool:

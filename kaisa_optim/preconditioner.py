@@ -10,7 +10,7 @@ import itertools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ _SCHEDULED = (
     "loss_terms",
     "statistics_fraction",
 )
+_PATIENCE = 20  # steps
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
 _FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
@@ -115,6 +116,9 @@ class Preconditioner:
             lag=options.refresh_lag,
         )
         self.fed: set[Layer] = set()  # have a running average
+        # Whose turn to gather has passed without a pass through them, and in how many steps since
+        # they had a gradient all the same.
+        self.overdue: dict[Layer, int] = {}
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # from what entries there followed
         self.shelf = Shelf()  # the factors that this rank keeps
@@ -565,8 +569,27 @@ class Preconditioner:
             for _ in range(2)
         )
         seen = {layer: total for layer, total in totals.items() if any(total)}
+        self._note_overdue(seen, dict(zip(layers, present, strict=True)))
         giving = {layer: givers[layer] for layer in seen}
         return Tally(own_terms, terms, seen, giving, drawn > 0)
+
+    def _note_overdue(self, seen: Collection[Layer], present: Mapping[Layer, float]) -> None:
+        """What is in use in some steps alone must not miss its turns for ever: it gathers next."""
+        assert self._capture is not None
+        self.overdue = {
+            layer: self.overdue.get(layer, 0) + (present[layer] > 0)
+            for layer in self._capture.wanted
+            if layer not in seen and layer in self.fed
+        }
+        for layer, steps in self.overdue.items():
+            if steps == _PATIENCE and not self._capture.was_paused:
+                agreement.warn(
+                    self.ranks,
+                    f"layer {layer.name!r} has had a gradient in {steps} steps that were to gather "
+                    "its statistics, but no pass came through its module: older factors stay in "
+                    "use; its weight may by now be in use outside of its module's forward",
+                    stacklevel=2,
+                )
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         """What must be alike on all ranks in a step."""
@@ -657,16 +680,23 @@ class Preconditioner:
         )
         self._refused = None
         layers = list(self.layers.values())
-        flags = [x in known for known in (self.fed, self.second_order.ready) for x in layers]
+        ready_here, overdue_here = self.second_order.ready, self.overdue
+        flags = [x in known for known in (self.fed, ready_here, overdue_here) for x in layers]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
         mine = [self._lacks_halves(), *flags, *counts]
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         lacking, *word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
         self.second_order.halves = not lacking
-        fed, ready, failures = (word[i::1][: len(layers)] for i in range(0, len(word), len(layers)))
+        fed, ready, overdue, failures = (
+            word[i : i + len(layers)] for i in range(0, len(word), len(layers))
+        )
         for i, layer in enumerate(layers):
+            if overdue[i]:
+                self.overdue.setdefault(layer, 0)
             if fed[i] < self.ranks.world:
                 self.forget(layer)
+                if fed[i]:  # ranks that had it did not gather, but K has their terms
+                    self.statistics.drop(layer)
             elif ready[i] < self.ranks.world:
                 self.second_order.ready.discard(layer)
             if failures[i]:
@@ -961,7 +991,8 @@ class Preconditioner:
         capture.sample = sample_of(fraction, self.steps // interval + extra)
         turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
         early = self.steps in self.options.early  # with the statistics of that very step
-        capture.wanted = frozenset(self.active) if early else turn
+        overdue = self.overdue.keys() & self.active
+        capture.wanted = frozenset(self.active) if early else turn | overdue
 
     def _gathering_steps(self) -> int:
         """In how many steps of an interval some layers gather statistics."""
@@ -1132,6 +1163,7 @@ class Preconditioner:
     def forget(self, layer: Layer) -> None:
         """Drop what is known of a layer: it is estimated anew when it is next used."""
         self.fed.discard(layer)
+        self.overdue.pop(layer, None)
         self.second_order.forget(layer)
         if self._capture is not None:
             self._capture.missing.add(layer)

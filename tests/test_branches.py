@@ -1,6 +1,8 @@
 """K where passes take different ways through a model, whosever turn it is to gather statistics."""
 
 import copy
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -283,3 +285,107 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
         seen.append(bool(opt.preconditioner.statistics.gathered))
         opt.step()
     assert seen == [i % 3 == 0 for i in range(7)]
+
+
+# ---- layers that are in use in some steps alone ----
+
+
+def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]]:
+    """By one way, and in every ``period``-th step by the other; of which layers G has changed."""
+    found = []
+    for i in steps:
+        opt.zero_grad()
+        before = {x.name: output_factor(opt, x.name).clone() for x in opt.preconditioner.fed}
+        backward(model, i, "b" if i % period == period - 1 else "a")
+        opt.step()
+        after = {x.name: output_factor(opt, x.name) for x in opt.preconditioner.fed}
+        found.append({n for n in after if n not in before or not torch.equal(before[n], after[n])})
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
+@pytest.mark.parametrize("period", [2, 5])
+def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
+    """Else a layer whose use shares a period with the turns would gather once, or never again."""
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, **options)
+    found = train(model, opt, range(100), period)
+    for name in ("a", "b", "head"):
+        assert 10 <= sum(name in new for new in found) <= 12, name
+
+
+def test_an_overdue_turn_is_saved():
+    model, other = Branches(), Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=4, staggered=False)
+    train(model, opt, range(4), 2)
+    train(model, opt, range(4, 5), 2)  # it was the turn of b, too
+    other.load_state_dict(model.state_dict())
+    resumed = KFACSGD(other, lr=0.1, factor_update_steps=4, staggered=False)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert gathering(resumed) == gathering(opt) == {"b"}
+    assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    former = copy.deepcopy(opt.state_dict())  # as versions before have saved it
+    for entry in former["state"].values():
+        entry["kfac_status"] = entry["kfac_status"][:8] if "kfac_status" in entry else None
+    former["state"] = {
+        i: {k: v for k, v in entry.items() if v is not None} for i, entry in former["state"].items()
+    }
+    resumed.load_state_dict(former)
+    assert resumed.preconditioner.fed == set(resumed.preconditioner.layers.values())
+
+
+def test_a_layer_that_is_no_longer_seen_is_named():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=1)
+    train(model, opt, range(3), 1000)
+    plain = model.a.weight, model.a.bias
+    del model._modules["a"]
+    object.__setattr__(model, "a", lambda x: nn.functional.linear(x, *plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(3, 22), 1000)
+    with pytest.warns(UserWarning, match="layer 'a' has had a gradient in 20 steps .* older facto"):
+        train(model, opt, range(22, 24), 1000)
+
+
+class Timed(nn.Module):
+    """Told a number before the batch, as models of flows are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return self.layer(x) * t
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_number_before_the_batch_is_no_batch(by_name):
+    torch.manual_seed(0)
+    model = Timed()
+    opt = KFACSGD(model, lr=0.1)
+    gradients = gradients_of(model.layer)
+    t, x = torch.tensor(0.5), normal(8, 6)
+    (model(t=t, x=x) if by_name else model(t, x)).square().sum(1).mean().backward()
+    opt.step()
+    assert_close(output_factor(opt, "layer"), 8 * gradients[0].mT @ gradients[0])
+
+
+# ---- hooks ----
+
+
+def test_the_hooks_of_an_optimizer_that_is_gone_are_gone():
+    model = Branches()
+
+    def count() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    opt = KFACSGD(model, lr=0.1)
+    backward(model, 0, "a")
+    opt.step()
+    assert count() > 0
+    del opt
+    gc.collect()
+    assert count() == 0

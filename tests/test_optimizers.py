@@ -1389,6 +1389,38 @@ def test_factors_do_not_depend_on_the_loss_scale(form):
     assert_same(results[2], results[0])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("cls", "told", "enabled", "says"),
+    [
+        (KFACSGD, False, True, True),
+        (KFACSGD, True, True, False),
+        (KFACSGD, False, False, False),
+        (KFACAdam, False, True, False),  # its directions do not depend on the scale of G
+    ],
+)
+def test_a_scaler_that_was_not_given_is_named(cls, told, enabled, says):
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    opt = cls(model, lr=0.1, **({"grad_scaler": scaler} if told else {}))
+    if says:
+        with pytest.warns(UserWarning, match=r"called by a GradScaler .* pass grad_scaler=scaler"):
+            scaled_training(model, opt, scaler, [0])
+    scaled_training(model, opt, scaler, [1, 2])  # once
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_option_that_nobody_reads_in_a_group_is_named_once():
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    train(model, opt, [0])
+    opt.param_groups[0]["inv_update_steps"] = 1
+    with pytest.warns(UserWarning, match=r"'inv_update_steps', which nobody reads .*preconditi"):
+        train(model, opt, [1])
+    train(model, opt, [2])
+
+
+@pytest.mark.filterwarnings("ignore:step.. was called by a GradScaler")
 def test_without_the_option_the_scale_is_in_the_factors():
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

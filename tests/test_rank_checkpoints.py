@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from dataclasses import dataclass, field
@@ -330,7 +331,9 @@ def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
     return {(x.name, s): f["average"].clone() for (x, s), f in factors.items()}
 
 
-def loads_one_share(plan: Plan, path: str) -> tuple[Loaded, list[dict[tuple[str, str], Tensor]]]:
+def loads_one_share(
+    plan: Plan, path: str, paused: bool
+) -> tuple[Loaded, list[dict[tuple[str, str], Tensor]]]:
     """All load what rank 0 had; with the averages of a run that nothing interrupts, and of one that
     begins where the other goes on."""
     model, opt = pair(plan)
@@ -345,8 +348,9 @@ def loads_one_share(plan: Plan, path: str) -> tuple[Loaded, list[dict[tuple[str,
         warnings.simplefilter("always")
         target.load_state_dict(saved["optimizer"])
     fed = [{layer.name for layer in target.preconditioner.fed}]
-    # What some ranks lack is lacking on all of them, also while nothing is gathered.
-    with target.preconditioner.paused():
+    # What some ranks lack is lacking on all of them, also while nothing is gathered; else the ranks
+    # that lack it gather it alone, which must not count.
+    with target.preconditioner.paused() if paused else contextlib.nullcontext():
         learn(other, target, range(3, 4))
     learn(model, opt, range(3, 4))
     begun, new = pair(plan)
@@ -361,10 +365,11 @@ def loads_one_share(plan: Plan, path: str) -> tuple[Loaded, list[dict[tuple[str,
 
 
 @pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"colocate_factors": False}])
+@pytest.mark.parametrize("paused", [True, False])
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_factors_that_are_missing_are_named_and_estimated_anew(spread, tmp_path):
+def test_factors_that_are_missing_are_named_and_estimated_anew(spread, paused, tmp_path):
     plan = Plan(options={**spread, "staggered": False})
-    ranks = run(2, loads_one_share, plan, str(tmp_path / "state"))
+    ranks = run(2, loads_one_share, plan, str(tmp_path / "state"), paused)
     every = {"0", "1", "3", "4"}
     missing = every - ranks[1][0].fed[0]
     assert missing and (missing < every or "assignment" not in spread)
