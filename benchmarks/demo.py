@@ -429,12 +429,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def gradient_traffic(world: int) -> str:
     """What the raw gradients' all-reduce brings, which all optimizers pay."""
     size = sum(p.numel() * p.element_size() for p in network().parameters())
@@ -454,8 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     place = options.place
     place.join()
-    # Ranks must not fight over the cores; and the tensors are small: more threads don't pay.
-    torch.set_num_threads(max(1, min(4, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
+    torch.set_num_threads(1)  # the tensors are small: more don't pay, and would wait for each other
     data = Digits.load(place.device)
     recipes = RECIPES[:2] if options.short else RECIPES
     kfac = dict(KFAC)

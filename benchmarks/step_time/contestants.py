@@ -24,6 +24,7 @@ NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
 TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
+TRUNCATION = 0.1  # of the damping, up to which curvature is taken for none
 # What the papers' code leaves out.
 BEYOND_PAPERS = "Embedding|Norm"
 
@@ -208,6 +209,8 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
 OURS = {
     "KFACSGD": ours(),
     "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
+    "KFACSGD, truncated": ours(truncation=TRUNCATION),
+    "KFACSGD, truncated, bases followed": ours(truncation=TRUNCATION, basis_tolerance=TOLERANCE),
     "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),

@@ -100,7 +100,8 @@ def measure(
                 then = [round_["SGD"] for round_ in found]
                 quiet = paced(quiet, then, trainers["SGD"].run(TURN))
                 one.stages, one.slowest = stages([t for round_ in own for t in round_], quiet)
-                one.floor = 1 + trainer(preconditioning) / operations
+                applied = trainer(preconditioning)
+                one.floor = None if applied is None else 1 + applied / operations
             if settings.device == "cuda":
                 one.host_syncs = trainer(host_syncs, every)
             results.append(one)
@@ -159,8 +160,11 @@ def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str
     return dict(zip(STAGES, amounts, strict=True)), slowest
 
 
-def preconditioning(trainer: Trainer) -> int:
+def preconditioning(trainer: Trainer) -> int | None:
+    """None where it follows from the eigenvalues, and not from shapes alone."""
     kfac = trainer.optimizers[0].preconditioner
+    if kfac.options.truncation:
+        return None
     return applying(kfac.layers.values(), kfac.options.compute_method == "inverse")
 
 
