@@ -649,7 +649,7 @@ def _same(now: Room, before: Room) -> bool:
 def _level_of_caller() -> int:
     """For a warning of the function that asks: how far it is to code that is neither torch's, which
     wraps steps, nor ours."""
-    return 1 + sum(1 for _ in _callers(2))
+    return 1 + len(list(_callers(2)))
 
 
 def _callers(depth: int = 1) -> Iterator[FrameType]:
