@@ -76,6 +76,11 @@ class Run:
             self.positions = _positions(tensor)
 
 
+def _has_examples(value: Any) -> bool:
+    tensor = None if isinstance(value, PackedSequence) else _first_tensor(value)
+    return isinstance(value, PackedSequence) or (tensor is not None and tensor.dim() > 0)
+
+
 def _first_tensor(value: Any) -> Tensor | None:
     """The first with dimensions, if any has: a model may be told a time or a temperature before."""
     if isinstance(value, Tensor):
@@ -335,10 +340,8 @@ class Capture:
         calls = self._local.calls
         run = calls[-1].what if calls else None
         if run is None and torch.is_grad_enabled() and not _transformed():
-            value = args[0] if args else next(iter(kwargs.values()), None)
-            first = None if isinstance(value, PackedSequence) else _first_tensor(value)
-            if not isinstance(value, PackedSequence) and (first is None or not first.dim()):
-                value = (*args, *kwargs.values())
+            given = (*args, *kwargs.values())
+            value = next(filter(_has_examples, given), given)
             self._close_loose()
             run = self._remember(Run(value, paused=self.paused > 0))
         calls.append(_Entered(run, _frame_of_call()))

@@ -103,7 +103,7 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
         [p.grad is not None for p in kfac.parameters],
         [layer.covers for layer in kfac.layers.values()],
         set(kfac.fed),
-        set(kfac.overdue),
+        dict(kfac.overdue),
         set(second.ready),
         dict(second.failures),
         dict(second.under_way.begun),
@@ -146,12 +146,13 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 
 
 def _status(kfac: Preconditioner, layer: Layer, convention: int) -> list[int]:
-    """The last but one: in which steps what is under way of A and of G has begun; else -1."""
+    """First whether there are factors, and twice how long they are overdue; last in which steps
+    what is under way of A and of G has begun, else -1."""
     second = kfac.second_order
-    flags = (layer in kfac.fed, layer in second.ready, *layer.covers)
+    fed = (layer in kfac.fed) + 2 * kfac.overdue.get(layer, 0)
+    flags = (fed, layer in second.ready, *layer.covers)
     begun = [second.under_way.begun.get((layer, side), -1) for side in "ag"]
-    failures, overdue = second.failures.get(layer, 0), int(layer in kfac.overdue)
-    return [*map(int, flags), failures, convention, *begun, overdue]
+    return [*map(int, flags), second.failures.get(layer, 0), convention, *begun]
 
 
 def _convention(kfac: Preconditioner) -> int:
@@ -312,7 +313,7 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         )
 
 
-_STATUS_SHAPES = (9,), (8,), (6,)  # without what is overdue; without what is under way
+_STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
 
 
 def _shapes(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -394,8 +395,7 @@ def _restore_layer(
     views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
-    fed, ready, _, _, failures, _, *rest = status.tolist()
-    begun, overdue = rest[:2], rest[2:]
+    fed, ready, _, _, failures, _, *begun = status.tolist()
     second_order_present = True
     for name, view in views.items():
         if name in entry:
@@ -410,8 +410,8 @@ def _restore_layer(
             second_order_present = second_order_present and name.endswith("rejected")
     if fed:
         kfac.fed.add(layer)
-        if any(overdue):
-            kfac.overdue[layer] = 0
+        if fed > 1:
+            kfac.overdue[layer] = fed // 2
     if ready and second_order_present:
         kfac.second_order.ready.add(layer)
     if failures:

@@ -295,7 +295,9 @@ class KFACMixin(Optimizer, Joinable):
 
     def _unread(self) -> str:
         """Options of the whole optimizer that were put into a group since it was built."""
-        found = [name for group in self.param_groups for name in self._of_all & group.keys()]
+        found = [
+            name for group in self.param_groups for name in sorted(self._of_all & group.keys())
+        ]
         if not found:
             return ""
         return (
@@ -317,7 +319,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def _unread_scale(self) -> str:
         """G would be too large by the scale squared, and steps too short to train."""
-        if self.preconditioner.steps > 1 or self.preconditioner.statistics.loss_scale is not None:
+        if self.preconditioner.statistics.loss_scale is not None:
             return ""
         for caller in _callers():
             scaler = caller.f_locals.get("self")
@@ -433,7 +435,7 @@ class KFACMixin(Optimizer, Joinable):
         schedules: dict[str, Callable[[int], Any]] = {}
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
-        for name in self._of_all & param_group.keys():
+        for name in sorted(self._of_all & param_group.keys()):
             raise ValueError(
                 f"Invalid {name}: {param_group[name]!r} in a parameter group; it is one for the "
                 "whole optimizer, pass it as an argument"

@@ -10,7 +10,7 @@ import itertools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ _SCHEDULED = (
     "statistics_fraction",
 )
 _PATIENCE = 20  # steps
+_GIVEN_UP = 10  # intervals between statistics
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
 _FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
@@ -116,9 +117,10 @@ class Preconditioner:
             lag=options.refresh_lag,
         )
         self.fed: set[Layer] = set()  # have a running average
-        # Whose turn to gather has passed without a pass through them, and in how many steps since
-        # they had a gradient all the same.
+        # Whose turn to gather has passed without a pass through them: for how many steps, and in
+        # how many of these they had a gradient all the same.
         self.overdue: dict[Layer, int] = {}
+        self._unseen: dict[Layer, int] = {}
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # from what entries there followed
         self.shelf = Shelf()  # the factors that this rank keeps
@@ -555,7 +557,7 @@ class Preconditioner:
             self._compare_weights()
         if captured:
             self._silent = 0
-        elif capture.wanted and graded:
+        elif capture.wanted - self.overdue.keys() and graded:
             # Once they have statistics, a step may have passed by the layers whose turn it was.
             self._silent += 1
             if capture.missing.issuperset(layers) or self._silent >= self._gathering_steps():
@@ -573,21 +575,22 @@ class Preconditioner:
         giving = {layer: givers[layer] for layer in seen}
         return Tally(own_terms, terms, seen, giving, drawn > 0)
 
-    def _note_overdue(self, seen: Collection[Layer], present: Mapping[Layer, float]) -> None:
+    def _note_overdue(self, seen: Mapping[Layer, Any], present: Mapping[Layer, float]) -> None:
         """What is in use in some steps alone must not miss its turns for ever: it gathers next."""
         assert self._capture is not None
-        self.overdue = {
-            layer: self.overdue.get(layer, 0) + (present[layer] > 0)
-            for layer in self._capture.wanted
-            if layer not in seen and layer in self.fed
-        }
-        for layer, steps in self.overdue.items():
-            if steps == _PATIENCE and not self._capture.was_paused:
+        for layer in seen:
+            self.overdue.pop(layer, None)
+            self._unseen.pop(layer, None)
+        for layer in self._capture.wanted - seen.keys() & self.fed:
+            self.overdue[layer] = self.overdue.get(layer, 0) + 1
+            steps = self._unseen[layer] = self._unseen.get(layer, 0) + (present[layer] > 0)
+            if steps == _PATIENCE and not self._capture.was_paused and present[layer]:
                 agreement.warn(
                     self.ranks,
                     f"layer {layer.name!r} has had a gradient in {steps} steps that were to gather "
                     "its statistics, but no pass came through its module: older factors stay in "
-                    "use; its weight may by now be in use outside of its module's forward",
+                    "use; its weight may by now be in use outside of its module's forward, or its "
+                    "gradient be kept at zero",
                     stacklevel=2,
                 )
 
@@ -680,19 +683,23 @@ class Preconditioner:
         )
         self._refused = None
         layers = list(self.layers.values())
-        ready_here, overdue_here = self.second_order.ready, self.overdue
-        flags = [x in known for known in (self.fed, ready_here, overdue_here) for x in layers]
+        known = self.fed, self.second_order.ready
+        flags: list[float] = [x in some for some in known for x in layers]
+        late = [self.overdue.get(x, 0) for x in layers]
+        flags += [*late, *(n**2 for n in late)]
         counts = [self.second_order.failures.get(x, 0) for x in layers]
         mine = [self._lacks_halves(), *flags, *counts]
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         lacking, *word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
         self.second_order.halves = not lacking
-        fed, ready, overdue, failures = (
+        fed, ready, overdue, squares, failures = (
             word[i : i + len(layers)] for i in range(0, len(word), len(layers))
         )
         for i, layer in enumerate(layers):
-            if overdue[i]:
-                self.overdue.setdefault(layer, 0)
+            if not agreement.alike(self.ranks.world, overdue[i], squares[i]):
+                self.overdue[layer] = 1
+                self.statistics.drop(layer)  # some ranks have gathered it alone
+                self._aim()
             if fed[i] < self.ranks.world:
                 self.forget(layer)
                 if fed[i]:  # ranks that had it did not gather, but K has their terms
@@ -991,7 +998,8 @@ class Preconditioner:
         capture.sample = sample_of(fraction, self.steps // interval + extra)
         turn = self._turns("gathering", interval).get(self.steps % interval, frozenset())
         early = self.steps in self.options.early  # with the statistics of that very step
-        overdue = self.overdue.keys() & self.active
+        # Not what has had no pass for long: it may never again, and ranks would ask for ever.
+        overdue = {x for x in self.active if 0 < self.overdue.get(x, 0) < _GIVEN_UP * interval}
         capture.wanted = frozenset(self.active) if early else turn | overdue
 
     def _gathering_steps(self) -> int:
@@ -1164,6 +1172,7 @@ class Preconditioner:
         """Drop what is known of a layer: it is estimated anew when it is next used."""
         self.fed.discard(layer)
         self.overdue.pop(layer, None)
+        self._unseen.pop(layer, None)
         self.second_order.forget(layer)
         if self._capture is not None:
             self._capture.missing.add(layer)
@@ -1338,6 +1347,8 @@ class Preconditioner:
         how = self.options.compute_method
         if self.second_order.moments:
             how += ", moments in the eigenbasis"
+        if self.options.truncation:
+            how += f", truncation {self.options.truncation:g}"
         if self.second_order.nesterov:
             how += ", Nesterov's momentum"
         if self.second_order.orthogonal:

@@ -422,9 +422,9 @@ class SecondOrder:
                 scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
     def count(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
-        """Of layers with a new state, how many eigenvectors lead from the next step on."""
-        if self.truncation is not None and layers:
-            self.truncation.count(layout, layers, damping_of)
+        """How many eigenvectors lead from the next step on; ``layers`` have a new state."""
+        if self.truncation is not None:
+            self.truncation.count(layout, self.ready, set(layers), damping_of)
 
     def _bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None where none moves."""

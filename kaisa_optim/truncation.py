@@ -6,14 +6,15 @@ eigenvectors. With those that lead, Q̂ of either factor, and σ the largest s o
     Q_G (V / (s + γ)) Q_Aᵀ ≈ ∇ / (γ + σ) + Q̂_G (V̂ ∘ (1 / (s + γ) - 1 / (γ + σ))) Q̂_Aᵀ,
 
 V̂ = Q̂_Gᵀ ∇ Q̂_A. It is exact for all s among those that lead, and damps the others by at most σ too
-much, never too little. How many lead is counted on the device at refreshes, such that σ is at most
-τγ, and holds from the next step on: by then the host knows it without waiting. All workers of a
-layer have the same eigenvalues and damping, so they count alike.
+much, never too little. How many lead is counted on the device at refreshes, and where the damping
+has fallen, such that σ is at most τγ; it holds from the next step on: by then the host knows it
+without waiting. All workers of a layer have the same eigenvalues and damping, so they count alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from .layers import Basis, Layer
 from .stacks import WITH_STREAMS, Layout, Pair, Specs
 
 Leading = tuple[int, int]  # eigenvectors of G and of A
+_NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
 
 
 def specs(count: int) -> Specs:
-    """How many of the last eigenvectors of G and of A are left out; none, until it is known."""
-    return {"idle": ((count, 2), torch.int32)}
+    """How many of the last eigenvectors of G and of A are left out, none until it is known; and for
+    which damping, in notches."""
+    return {"idle": ((count, 3), torch.int32)}
 
 
 class Truncation:
@@ -47,17 +50,24 @@ class Truncation:
         self._leading.clear()
 
     def count(
-        self, layout: Layout, layers: Sequence[Layer], damping_of: Callable[[Layer], float]
+        self,
+        layout: Layout,
+        ready: Collection[Layer],
+        renewed: Collection[Layer],
+        damping_of: Callable[[Layer], float],
     ) -> None:
-        """Count anew for layers with a new state; it holds from the next step on."""
+        """Count anew for layers with a new state or a lower damping, from the next step on."""
         changed: dict[Pair, None] = {}
-        for layer in layers:
-            pair = layout.pair_of.get(layer)
-            if pair is None or 1 in pair.shape[1:]:  # where nothing is to be spared
+        for layer, pair in layout.pair_of.items():
+            if layer not in ready or 1 in pair.shape[1:]:  # where nothing is to be spared
+                continue
+            notch = math.floor(math.log(damping_of(layer), _NOTCH))
+            if layer not in renewed and notch >= self._of(pair)[pair.slots[layer].start][2]:
                 continue
             g, a = (layout.factors[layer, side]["values"] for side in "ga")
-            floor = self.tolerance * damping_of(layer)
+            floor = self.tolerance * _NOTCH**notch
             idle = pair.tensors["idle"][pair.slots[layer]]
+            idle[:, 2] = notch
             for i, (own, other, stack) in enumerate(((g, a, pair.g), (a, g, pair.a))):
                 if not stack.key.diagonal:  # there is nothing to multiply by
                     idle[:, i] = _idle(own, other, floor)
@@ -74,7 +84,7 @@ class Truncation:
             idle, (_, g, a) = self._of(pair), pair.shape
             rows = [row for layer in members for row in idle[pair.slots[layer]]]
             most = g - min(row[0] for row in rows), a - min(row[1] for row in rows)
-            self._leading[pair] = members, most if any(map(any, rows)) else None
+            self._leading[pair] = members, most if any(r[0] or r[1] for r in rows) else None
         return self._leading[pair][1]
 
     def _of(self, pair: Pair) -> list[list[int]]:
@@ -88,7 +98,8 @@ class Truncation:
 
 
 def _idle(values: Tensor, others: Tensor, floor: float) -> Tensor:
-    """How many of the last ``values`` ``[k, n]`` are at most ``floor`` times any of the others."""
+    """How many of the last ``values`` ``[k, n]`` have no product with one of the others above
+    ``floor``."""
     leads = values * others.amax(1, keepdim=True) > floor
     return (leads.flip(1).cumsum(1) == 0).sum(1)
 

@@ -326,14 +326,49 @@ def test_an_overdue_turn_is_saved():
     assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
-    former = copy.deepcopy(opt.state_dict())  # as versions before have saved it
-    for entry in former["state"].values():
-        entry["kfac_status"] = entry["kfac_status"][:8] if "kfac_status" in entry else None
-    former["state"] = {
-        i: {k: v for k, v in entry.items() if v is not None} for i, entry in former["state"].items()
-    }
-    resumed.load_state_dict(former)
-    assert resumed.preconditioner.fed == set(resumed.preconditioner.layers.values())
+
+
+def test_what_is_not_seen_for_long_is_waited_for_in_its_own_turns_alone():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
+    train(model, opt, range(2), 2)
+    asked = []
+    for i in range(2, 50):
+        asked.append("b" in gathering(opt))
+        train(model, opt, range(i, i + 1), 1000)
+    assert all(asked[:20])
+    assert asked[30:] == [True, False] * 9
+    resumed = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert gathering(resumed) == gathering(opt)
+    train(model, opt, range(1), 1)  # by way of b, in its turn
+    assert "b" not in {layer.name for layer in opt.preconditioner.overdue}
+
+
+class Beside(nn.Module):
+    """Three layers, or a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, covered: bool) -> Tensor:
+        return sum(layer(x) for layer in self.layers) if covered else self.own * x[:, :3]
+
+
+@pytest.mark.parametrize("length", [3, 5, 7])
+def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
+    """A layer that is overdue is asked in each step: those without a pass are no fault."""
+    model = Beside()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
+    for i in range(60):
+        opt.zero_grad(set_to_none=False)
+        out = model(normal(8, 6, seed=i).float(), i // length % 2 == 0)
+        out.square().mean().backward()
+        opt.step()
 
 
 def test_a_layer_that_is_no_longer_seen_is_named():
