@@ -314,6 +314,33 @@ def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
         assert 10 <= sum(name in new for new in found) <= 12, name
 
 
+def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
+    """By way of b in every fifth step of the last rank; what is overdue on each after each step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Branches()
+    wrapped = DDP(model, find_unused_parameters=True)
+    opt = KFACSGD(wrapped, lr=0.1, factor_update_steps=10, grad_worker_fraction=fraction)
+    found = []
+    for i in range(40):
+        opt.zero_grad()
+        way = "b" if i % 5 == 4 and rank == world - 1 else "a"
+        backward(wrapped, 10 * i + rank, way)
+        opt.step()
+        everywhere: list[Any] = [None] * world
+        mine = {layer.name: steps for layer, steps in opt.preconditioner.overdue.items()}
+        dist.all_gather_object(everywhere, mine)
+        found.append(everywhere)
+    return found
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_ranks_wait_alike_for_what_is_overdue(fraction):
+    found = run(2, now_and_then_on_one_rank, fraction)[0]
+    assert all(one == other for one, other in found)
+    late = ["b" in one for one, _ in found]
+    assert any(late) and not all(late[5:])  # and no longer once it has been seen
+
+
 def test_an_overdue_turn_is_saved():
     model, other = Branches(), Branches()
     opt = KFACSGD(model, lr=0.1, factor_update_steps=4, staggered=False)
