@@ -77,8 +77,10 @@ class Run:
 
 
 def _has_examples(value: Any) -> bool:
-    tensor = None if isinstance(value, PackedSequence) else _first_tensor(value)
-    return isinstance(value, PackedSequence) or (tensor is not None and tensor.dim() > 0)
+    if isinstance(value, PackedSequence):
+        return True
+    tensor = _first_tensor(value)
+    return tensor is not None and tensor.dim() > 0
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -20,6 +20,28 @@ from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
 
+class Notes:
+    """Numbers on their way from a device to the host, beside the work that follows."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[Any, tuple[Tensor, Any]] = {}
+
+    def send(self, of: Any, numbers: Tensor) -> None:
+        if numbers.device.type in WITH_STREAMS:
+            self._arriving[of] = _sent(numbers)
+
+    def read(self, of: Any, numbers: Tensor) -> list[Any]:
+        """As they were sent; what was not is waited for."""
+        if of not in self._arriving:
+            return numbers.cpu().tolist()
+        host, arrival = self._arriving.pop(of)
+        arrival.synchronize()
+        return host.tolist()
+
+    def clear(self) -> None:
+        self._arriving.clear()
+
+
 class Tracking:
     """Which factors are decomposed at a refresh, and which bases follow."""
 
@@ -29,14 +51,14 @@ class Tracking:
         self.number = 0  # of the turn; it grows from each turn of a factor to its next
         self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
         self.stale: set[Key] = set()  # their bases no longer fit
-        self._arriving: dict[Stack, tuple[Tensor, Any]] = {}
+        self._notes = Notes()
 
     def specs(self, count: int) -> Specs:
         """What an owner keeps of ``count`` factors."""
         return {"stale": ((count,), torch.int32)} if self.tolerance else {}
 
     def lay_out(self, shelf: Shelf) -> None:
-        self._arriving.clear()  # of stacks that are gone
+        self._notes.clear()  # of stacks that are gone
         for stack in shelf.stacks.values():
             stack.new(self.specs(stack.count))
 
@@ -68,7 +90,7 @@ class Tracking:
         keys = [(layer, side) for layer in self.asked for side in "ag"]
         self.stale.update(key for key, flag in zip(keys, flags, strict=True) if flag)
         self.asked = []
-        self._arriving.clear()
+        self._notes.clear()
 
     # ---- what an owner finds out ----
 
@@ -85,8 +107,7 @@ class Tracking:
     def send(self, shelf: Shelf) -> None:
         """Start the notes' way to the host, beside the work that follows."""
         for stack in shelf.stacks.values() if self.asked else ():
-            if stack.key.device.type in WITH_STREAMS:
-                self._arriving[stack] = sent_to_host(stack.tensors["stale"])
+            self._notes.send(stack, stack.tensors["stale"])
 
     def flags(self, shelf: Shelf) -> list[float]:
         """This rank's notes on what was asked, A and G of each layer; 0 for what others keep."""
@@ -95,19 +116,13 @@ class Tracking:
         for key in [(layer, side) for layer in self.asked for side in "ag"]:
             factor = shelf.factors.get(key)
             if factor is not None and factor.stack not in notes:
-                notes[factor.stack] = self._arrived(factor.stack).tolist()
+                stale = factor.stack.tensors["stale"]
+                notes[factor.stack] = self._notes.read(factor.stack, stale)
             answers.append(float(factor is not None and any(notes[factor.stack][factor.slots])))
         return answers
 
-    def _arrived(self, stack: Stack) -> Tensor:
-        if stack not in self._arriving:
-            return stack.tensors["stale"].cpu()
-        host, arrival = self._arriving.pop(stack)
-        arrival.synchronize()
-        return host
 
-
-def sent_to_host(notes: Tensor) -> tuple[Tensor, Any]:
+def _sent(notes: Tensor) -> tuple[Tensor, Any]:
     """Where the notes will be on the host, and the event of their arrival."""
     host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
     host.copy_(notes, non_blocking=True)

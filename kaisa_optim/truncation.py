@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import algebra, tracking
+from . import algebra
 from .layers import Basis, Layer
-from .stacks import WITH_STREAMS, Layout, Pair, Specs
+from .stacks import Layout, Pair, Specs
+from .tracking import Notes
 
 Leading = tuple[int, int]  # eigenvectors of G and of A
 _NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
@@ -40,13 +40,13 @@ class Truncation:
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance  # τ
         self._known: dict[Pair, list[list[int]]] = {}  # "idle", on the host
-        self._arriving: dict[Pair, tuple[Tensor, Any]] = {}
+        self._notes = Notes()
         self._leading: dict[Pair, tuple[Sequence[Layer], Leading | None]] = {}
 
     def clear(self) -> None:
         """The device has other numbers now: those of a new layout, or loaded ones."""
         self._known.clear()
-        self._arriving.clear()
+        self._notes.clear()
         self._leading.clear()
 
     def count(
@@ -75,8 +75,7 @@ class Truncation:
         for pair in changed:
             self._known.pop(pair, None)
             self._leading.pop(pair, None)
-            if pair.g.key.device.type in WITH_STREAMS:
-                self._arriving[pair] = tracking.sent_to_host(pair.tensors["idle"])
+            self._notes.send(pair, pair.tensors["idle"])
 
     def leading(self, pair: Pair, members: Sequence[Layer]) -> Leading | None:
         """The most that lead in one of these layers; None where nothing is left out."""
@@ -89,11 +88,7 @@ class Truncation:
 
     def _of(self, pair: Pair) -> list[list[int]]:
         if pair not in self._known:
-            host = pair.tensors["idle"]
-            if pair in self._arriving:
-                host, arrival = self._arriving.pop(pair)
-                arrival.synchronize()
-            self._known[pair] = host.cpu().tolist()
+            self._known[pair] = self._notes.read(pair, pair.tensors["idle"])
         return self._known[pair]
 
 
