@@ -4,7 +4,8 @@ from .assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssig
 from .damping import AdaptiveDamping
 from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
-from .optimizers import KFACLAMB, KFACSGD, KFACAdam, with_kfac
+from .muon import Muon
+from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from .scheduler import KFACParamScheduler, decay_at
 
 __version__ = "0.1.0"
@@ -17,10 +18,12 @@ __all__ = [
     "Grid",
     "Hybrid",
     "KFACAdam",
+    "KFACMuon",
     "KFACParamScheduler",
     "Layer",
     "LayerWise",
     "Moments",
+    "Muon",
     "Opt",
     "Placement",
     "Task",

@@ -31,6 +31,7 @@ _STATE = (
     "eigenvalues",
     "corrected_eigenvalues",
     "inverses",
+    "roots",
     "eigenvalue_products",
     "moments",
 )
@@ -100,7 +101,7 @@ class Account:
     method: str = "eigen"
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
-    moments: bool = False  # Adam's, kept in the eigenbasis
+    moments: int = 0  # for each number of a gradient; Adam's have a count, too
     tracked: bool = False  # bases follow where they still fit
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
@@ -134,8 +135,8 @@ class Account:
                 own["counters"] += work.task.blocks * (work.itemsize + 4 + 4 * self.tracked)
                 for kind, size in self._state(factor).items():
                     column[kind] += size
-            if self.moments:
-                column["moments"] += 2 * _gradient(work) * work.itemsize
+            column["moments"] += self.moments * _gradient(work) * work.itemsize
+            if self.moments == 2:
                 column["counters"] += work.task.blocks * work.itemsize
             if self.correction:
                 column["corrected_eigenvalues"] += _gradient(work) * work.itemsize
@@ -154,8 +155,8 @@ class Account:
     def _state(self, factor: _Factor) -> Usage:
         """What every gradient worker has of a factor."""
         stored = self.state_bytes or factor.work.itemsize
-        if self.method == "inverse":
-            return {"inverses": factor.elements * stored}
+        if self.method != "eigen":
+            return {f"{self.method}s": factor.elements * stored}
         values = {"eigenvalues": factor.values * factor.work.itemsize}
         return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
 
@@ -340,8 +341,8 @@ class Account:
         return got
 
     def _sent(self, factor: _Factor) -> int:
-        """A factor's state on the wire; of an inverse, half."""
-        if self.method == "inverse":
+        """A factor's state on the wire; of an inverse or a root, half."""
+        if self.method != "eigen":
             return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
         return cargo_bytes(self._state(factor).values())
 
@@ -439,9 +440,9 @@ class Papers:
     def _state(self, work: Work, packed: bool) -> Iterator[tuple[int, str, int]]:
         """A decomposition's parts: the rank that makes it, its kind, its bytes."""
         for factor in _factors(work):
-            if self.account.method == "inverse":
+            if self.account.method != "eigen":
                 numbers = factor.size if packed else factor.elements
-                yield factor.owner, "inverses", numbers * work.itemsize
+                yield factor.owner, f"{self.account.method}s", numbers * work.itemsize
                 continue
             if not factor.diagonal:
                 yield factor.owner, "eigenvectors", factor.elements * work.itemsize

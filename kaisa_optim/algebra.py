@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
+
 _WIDE = 256  # from here on half of a symmetric product is saved by parts
 _TALL = 32  # rows for each column from which it is saved from half as many columns on, by oneDNN
 _ALIGNED = 16  # columns that products take at a time
@@ -26,7 +28,7 @@ _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
 _TURNS = 8  # until each of the others has been looked at
 _ROUNDS = 2  # of rotations among those that lead
-# Polynomials in a singular value s, a s + b s³ + c s⁵, that one after the other take all from 0.02
+# Those that one after the other take all singular values from 0.02
 # to 1 to about 1 (0.9 to 1.1): each is the nearest to 1 on where the last one leaves them, as in
 # Polar Express (Amsel et al., 2025). Muon's five, all alike, come to 0.7 to 1.14.
 _TOWARDS_ONE = (
@@ -425,6 +427,26 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
     return torch.cholesky_inverse(lower)
 
 
+def damped_root(factors: Tensor, damping: Tensor) -> Tensor:
+    """R of (F / f̄ + γI)⁻¹ = R Rᵀ, f̄ the mean eigenvalue, upper triangular, γ ``[k]``.
+
+    A factor that is zero has no scale; NaN where the damped one is not positive definite.
+    """
+    damped = factors / _or_one(mean_eigenvalue(factors, diagonal=False))[:, None, None]
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    lower, info = torch.linalg.cholesky_ex(damped)
+    lower.masked_fill_((info != 0)[:, None, None], torch.nan)
+    eye = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
+    # Of two roots of the inverse, the transposed inverse of the lower one is at hand.
+    return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT.contiguous()
+
+
+def damped_root_of_diagonal(factors: Tensor, damping: Tensor) -> Tensor:
+    """The same of factors ``[k, n]``."""
+    scale = _or_one(mean_eigenvalue(factors, diagonal=True))[:, None]
+    return (factors / scale + damping[:, None]).rsqrt()
+
+
 def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
     """v_G v_Aᵀ + γ, ``[k, g, a]``."""
     return (values_g[:, :, None] * values_a[:, None, :]).add_(damping)
@@ -498,7 +520,8 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
     wide *= _BELOW_ONE / _or_one(norm)
-    found = _towards_one(wide, in_half)
+    polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
+    found = _towards_one(wide, polynomials, in_half)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
     moves = (largest * (norm / (root * _STILL))).clamp_(max=1.0)
@@ -511,15 +534,43 @@ def _or_one(norms: Tensor) -> Tensor:
     return torch.where(norms == 0, 1.0, norms)
 
 
-def _towards_one(wide: Tensor, in_half: bool) -> Tensor:
-    """``wide`` matrices of a norm just below 1, with singular values nearly equal.
+def polar(
+    matrices: Tensor,
+    root: Tensor | None,
+    polynomials: Sequence[Polynomial],
+    eps: float,
+    *,
+    in_half: bool,
+) -> Tensor:
+    """R X', of ``[k, g, a]``: X = Rᵀ M of norm 1, and X' what the polynomials make of it.
+
+    ``root`` is R, ``[k, n, n]``, or its diagonal ``[k, n]``; ``None`` stands for the identity.
+    """
+    if root is not None and root.dim() == 2:
+        scale = root[:, :, None]
+        return polar(scale * matrices, None, polynomials, eps, in_half=in_half).mul_(scale)
+    g, a = matrices.shape[1:]
+    if root is not None and not in_half and a > 2 * g:  # then M is multiplied but twice
+        gram = product(root.mT, product(product(matrices, matrices.mT), root))
+        square = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=eps**2)
+        inner = orthogonalizer(gram / square, polynomials).div_(square.sqrt())
+        return product(product(root, product(inner, root.mT)), matrices)
+    if root is not None and in_half:  # as what it multiplies is
+        root = root.bfloat16()
+    x = between(None if root is None else root.mT, matrices, None)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    wide = _towards_one(x.mT if g > a else x, polynomials, in_half)
+    return between(root, wide.mT if g > a else wide, None)
+
+
+def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
+    """``wide`` matrices of a norm of 1 at most, with singular values nearly equal.
 
     A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X: so it is done in bfloat16, where that is
     fast, as Muon does (Jordan et al., 2024). Else by powers of the first X Xᵀ, which commute, so
     that the long side is multiplied but twice; this needs full precision, as what is rounded in
     X Xᵀ grows.
     """
-    polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     if not in_half:
         return product(orthogonalizer(product(wide, wide.mT), polynomials), wide)
     x = wide.bfloat16()
@@ -530,7 +581,7 @@ def _towards_one(wide: Tensor, in_half: bool) -> Tensor:
     return x.to(wide.dtype)
 
 
-def orthogonalizer(gram: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
+def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     """Q, with Q X what these polynomials, one after the other, make of X; from X Xᵀ alone."""
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):

@@ -19,6 +19,7 @@ class Coverage:
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
+    tables: dict[str, nn.Parameter] = field(default_factory=dict)  # where matrices alone are wanted
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -41,8 +42,12 @@ def cover(
     max_factor_size: float,
     papers_only: bool,
     warn: Callable[[str, int], None] | None,
+    matrices_by_output: bool = False,
 ) -> Coverage:
-    """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
+    """Match the model's modules with the layer kinds, for the parameters in ``trained``.
+
+    With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
+    """
     names = _parameter_names(model)
     _check_trained(trained, names)
     skipped_by = _skipped_modules(model, skip_layers, warn)
@@ -82,6 +87,11 @@ def cover(
             if layer.bias in reasons:
                 layer.bias = None
             layer.wide = max_factor_size
+            if matrices_by_output and layer.diagonal_input and layer.weight in trained:
+                found.tables[names[layer.weight][0]] = layer.weight
+                reasons[layer.weight] = _TABLE
+                continue
+            layer.without_input = matrices_by_output
             has_bias = layer.bias is not None and layer.bias in trained
             layer.trained = (layer.weight in trained, has_bias)
             if any(layer.trained):
@@ -123,6 +133,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
+_TABLE = "a table, of which a step sees some rows"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
 
 

@@ -239,6 +239,8 @@ def _check_options(optimizer: KFACMixin) -> None:
     wrong, why = "", ""
     if optimizer.has_schedule("damping"):
         wrong, why = "a callable damping", "it would be overwritten: give the optimizer a number"
+    elif options.moments == "metric":
+        wrong, why = "KFACMuon", "its damping is no length of a step: leave it out"
     elif options.moments == "eigenbasis":
         wrong, why = 'moments="eigenbasis"', 'it uses no damping: take moments="parameters"'
     elif options.compute_method != "eigen" or options.compute_eigenvalue_outer_product:

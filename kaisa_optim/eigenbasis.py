@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from . import muon
 from .algebra import out_of_basis
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
 from .stacks import Specs
@@ -202,6 +203,8 @@ def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
 def _move(
     optimizer: Optimizer, group: Group, params: list[Tensor], directions: list[Tensor]
 ) -> None:
+    if isinstance(optimizer, muon.Muon):
+        return muon.descend(group, params, directions)
     lr, decay, decoupled = group["lr"], group["weight_decay"], _decoupled(optimizer, group)
     if isinstance(optimizer, LAMB):
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
@@ -220,6 +223,8 @@ def _move(
 
 def _decoupled(optimizer: Optimizer, group: Group) -> bool:
     """Whether weight decay passes the moments by, as in AdamW and in LAMB's own mode."""
+    if isinstance(optimizer, muon.Muon):
+        return True
     if isinstance(optimizer, LAMB):
         return bool(group["adam_w_mode"])
     return isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import agreement, algebra, checkpoint, eigenbasis
+from . import agreement, algebra, checkpoint, eigenbasis, metric
 from .assignment import WorkAssignment
 from .lamb import LAMB
+from .muon import Muon
 from .options import (
     DAMPING,
     KL_CLIP,
@@ -29,6 +30,7 @@ from .options import (
     Number,
     Options,
     check_callable,
+    differs,
     meant,
     option_against_eigenbasis,
     unexpected,
@@ -63,7 +65,7 @@ class KFACMixin(Optimizer, Joinable):
         params: nn.Module | Iterable[Any] | None = None,
         *args: Any,
         model: nn.Module | None = None,
-        damping: Number = DAMPING,
+        damping: Number | None = None,
         factor_decay: Number = 0.95,
         kl_clip: Number | None = KL_CLIP,
         kl_clip_lr: str | None = None,
@@ -158,11 +160,18 @@ class KFACMixin(Optimizer, Joinable):
         if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses
             params = list(params)
             groups = [group for group in params if isinstance(group, dict)]
+        if damping is None:
+            damping = _own_parameters(self._base)["damping"].default
         given = {**asked, "damping": damping, "moments": moments}
         against = _against_the_eigenbasis(kwargs, given, groups)
         why = _why_not_in_the_eigenbasis(self._base, moments, against)
         opts_out = against if moments is None and self._base in eigenbasis.BASES else ""
-        if moments is None:
+        if self._base is Muon:
+            _refuse_beside_the_metric(title, given)
+            moments = "metric"
+        elif moments == "metric":
+            raise ValueError('Invalid moments: "metric" is KFACMuon\'s own; leave it out')
+        elif moments is None:
             moments = "parameters" if why else "eigenbasis"
             if not why:  # by name it is Adam itself, in another basis
                 asked = {**dict.fromkeys(_OF_MOMENTS, True), **asked}
@@ -234,8 +243,8 @@ class KFACMixin(Optimizer, Joinable):
         self._refuse_join_of_the_model_alone()
         # Some call step() under autocast, which is for the model's passes.
         with algebra.without_autocast(self.join_device.type), _gradients(self._joined_gradients()):
-            if self._in_eigenbasis:
-                self._step_in_eigenbasis()
+            if self._keeps_moments:
+                self._step_with_moments()
             else:
                 new = self.preconditioner.step(self.param_groups)
                 self._make_room({})
@@ -246,7 +255,7 @@ class KFACMixin(Optimizer, Joinable):
         self._notice_settings()
         return loss
 
-    def _step_in_eigenbasis(self) -> None:
+    def _step_with_moments(self) -> None:
         """The base steps only those parameters whose moments are its own."""
         with _gradients(eigenbasis.limited(self)):
             with _gradients(eigenbasis.taken_in(self)):
@@ -273,7 +282,7 @@ class KFACMixin(Optimizer, Joinable):
         if self._warned_of_settings:
             return
         found = self._unread()
-        if not found and self._in_eigenbasis:
+        if not found and self._keeps_moments:
             found = self._unused()
         elif not found:
             found = self._unread_scale() or self._beyond_the_clip()
@@ -308,8 +317,10 @@ class KFACMixin(Optimizer, Joinable):
 
     def _unused(self) -> str:
         clip, dampings = self.preconditioner.kl_clip, {g["damping"] for g in self.param_groups}
-        asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})]
-        asked += [f"kl_clip {clip!r}"] * (clip not in (None, KL_CLIP))
+        unread = [f"kl_clip {clip!r}"] * (clip not in (None, KL_CLIP))
+        if self._base is Muon:
+            return f"{unread[0]}: of no use to KFACMuon; leave it out" if unread else ""
+        asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})] + unread
         if not asked:
             return ""
         return (
@@ -358,8 +369,9 @@ class KFACMixin(Optimizer, Joinable):
         )
 
     @property
-    def _in_eigenbasis(self) -> bool:
-        return self.preconditioner.options.moments == "eigenbasis"
+    def _keeps_moments(self) -> bool:
+        """Whether K-FAC keeps the moments of what it covers, and makes the steps' directions."""
+        return self.preconditioner.options.moments != "parameters"
 
     def _base_step(self) -> None:
         step: Any = self._base.step
@@ -537,7 +549,7 @@ class KFACMixin(Optimizer, Joinable):
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal fresh
-            if self._in_eigenbasis:
+            if self._kfac_options.moments == "eigenbasis":
                 for group in loaded["param_groups"]:
                     eigenbasis.check(self, group)
             loaded = loaded.copy()
@@ -575,7 +587,7 @@ class KFACMixin(Optimizer, Joinable):
             ranks = self.preconditioner.ranks
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
-            moments = ", and their moments begin at zero" if self._in_eigenbasis else ""
+            moments = ", and their moments begin at zero" if self._keeps_moments else ""
             warnings.warn(
                 "the checkpoint holds no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; they are estimated anew, from the "
@@ -778,10 +790,20 @@ def _refuse_unknown(title: str, given: Iterable[str], theirs: Mapping[str, Any])
             raise unexpected(title, name, _own_parameters(), theirs)
 
 
-def _own_parameters() -> dict[str, inspect.Parameter]:
+def _own_parameters(base: type[Optimizer] = Optimizer) -> dict[str, inspect.Parameter]:
     """K-FAC's, which are by keyword only."""
-    parameters = inspect.signature(KFACMixin.__init__).parameters
+    parameters = dict(inspect.signature(KFACMixin.__init__).parameters)
+    default = metric.DAMPING if base is Muon else DAMPING
+    parameters["damping"] = parameters["damping"].replace(default=default)
     return {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _refuse_beside_the_metric(title: str, given: dict[str, Any]) -> None:
+    defaults = {name: p.default for name, p in _own_parameters().items()}
+    for name in ("moments", *metric.WITHOUT):
+        value = given.get(name, defaults[name])
+        if differs(value, defaults[name]):
+            raise ValueError(f"Invalid {name}: {value!r}; {title} has no use for it, leave it out")
 
 
 _OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
@@ -814,7 +836,10 @@ def _against_the_eigenbasis(theirs: dict[str, Any], ours: dict[str, Any], groups
 
 def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
-    own = _own_parameters()
+    own = _own_parameters(base)
+    if base is Muon:
+        for name in ("moments", *metric.WITHOUT):
+            del own[name]
     theirs = inspect.signature(base.__init__).parameters
     for name in _OF_MOMENTS:
         if _is_the_bases(name, base):
@@ -878,6 +903,22 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
     """
 
     _base = torch.optim.Adam
+
+
+@_sign
+class KFACMuon(KFACMixin, Muon):
+    """:class:`Muon` with K-FAC inside: what it makes orthogonal is so in the metric of G.
+
+    Of a momentum M of a covered matrix or kernel it takes the step L polar(L M),
+    L = (G / ḡ + λI)^-½, with ḡ G's mean eigenvalue and λ the ``damping``. AdamW takes embeddings,
+    what has fewer than two dimensions, and groups with ``use_muon=False``; matrices that K-FAC does
+    not cover take Muon's own step.
+    """
+
+    _base = Muon
+
+    def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
+        return p not in self.preconditioner.companions
 
 
 @_sign

@@ -212,6 +212,12 @@ _OF_PARAMETERS = (
 )
 
 
+def differs(value: Any, default: Any) -> bool:
+    """Whether an option was asked for. It has not been checked yet: a tensor's == would be one."""
+    plain = isinstance(value, int | float | str)
+    return value is not default and not (plain and value == default)
+
+
 def option_against_eigenbasis(
     asked: dict[str, Any], defaults: dict[str, Any], groups: Iterable[dict[str, Any]]
 ) -> str:
@@ -219,9 +225,7 @@ def option_against_eigenbasis(
     given = [(name, asked[name], "") for name in _OF_PARAMETERS]
     given += [("damping", g["damping"], " in a parameter group") for g in groups if "damping" in g]
     for name, value, where in given:
-        # No value has been checked yet: a tensor's == would be one, too.
-        plain = isinstance(value, int | float | str)
-        if value is not defaults[name] and not (plain and value == defaults[name]):
+        if differs(value, defaults[name]):
             return f"{name}={value!r}{where}"
     # A number may be what another optimizer left in a group that is used again.
     current = any(group.get("kl_clip_lr") == "current" for group in groups)
@@ -281,7 +285,7 @@ class Options:
                 'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
                 'loss_reduction; remove them, or use normalization="fisher"'
             )
-        _one_of("moments", self.moments, ("parameters", "eigenbasis"))
+        _one_of("moments", self.moments, ("parameters", "eigenbasis", "metric"))
         if self.moments == "eigenbasis" and (
             self.compute_method != "eigen"
             or self.compute_eigenvalue_outer_product
@@ -377,7 +381,8 @@ class Options:
             follows = self.moments == "eigenbasis" and not (rounded or self.papers)
             self._settle("basis_tolerance", _FOLLOWED if follows else 0.0)
         if self.inv_update_steps is None:
-            often = self.moments == "eigenbasis" and self.basis_tolerance
+            follows = self.moments == "eigenbasis" and bool(self.basis_tolerance)
+            often = follows or self.moments == "metric"
             self._settle("inv_update_steps", _OFTEN if often else _SELDOM)
 
     def _check_lag(self) -> None:

@@ -10,13 +10,13 @@ import itertools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import agreement, correction, eigenbasis, fisher, gradients, sharding
+from . import agreement, correction, eigenbasis, fisher, gradients, metric, muon, sharding
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
@@ -94,6 +94,8 @@ class Preconditioner:
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
+        self.companions: set[Tensor] = set()  # of KFACMuon, what AdamW steps
+        self._companion_names: list[str] = []
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
             self.ranks,
@@ -108,7 +110,7 @@ class Preconditioner:
             stored_product=options.compute_eigenvalue_outer_product,
             dtype=options.inv_dtype,
             max_failures=options.max_failures,
-            moments=options.moments == "eigenbasis",
+            moments=options.moments,
             nesterov=options.nesterov,
             orthogonal=options.orthogonal,
             tolerance=options.tolerance,
@@ -220,7 +222,7 @@ class Preconditioner:
 
     @property
     def _clip(self) -> float | None:
-        """The clip's limit; directions of moments in the eigenbasis have a length already."""
+        """The clip's limit; directions that are made of moments have a length already."""
         return None if self.second_order.moments else self.kl_clip
 
     @property
@@ -787,7 +789,7 @@ class Preconditioner:
                 pair, raw, members, damping_of, taken
             )
         # Of all layers, so that all ranks refuse what does not fit one of them.
-        of_group = [eigenbasis.settings(group) for group in groups]
+        of_group = self._settings_of_groups(groups)
         if all(one == of_group[0] for one in of_group):
             settings_of = dict.fromkeys(self.active, of_group[0])
         else:
@@ -1016,9 +1018,11 @@ class Preconditioner:
             )
         return values.pop()
 
-    def _settings(
-        self, groups: list[Group], of_group: list[eigenbasis.Settings], layer: Layer
-    ) -> eigenbasis.Settings:
+    def _settings_of_groups(self, groups: list[Group]) -> list[Any]:
+        kind = metric if self.second_order.metric else eigenbasis
+        return [kind.settings(group) for group in groups]
+
+    def _settings(self, groups: list[Group], of_group: list[Any], layer: Layer) -> Any:
         """How a layer's moments move; its weight and bias must agree on it."""
         numbers = sorted({self._group_of[p] for p in layer.parameters})
         found = [of_group[i] for i in numbers]
@@ -1059,6 +1063,7 @@ class Preconditioner:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
+        self._hand_over(groups, found)
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         for layer in self.statistics.gathered.keys() - set(self.layers.values()):
@@ -1082,22 +1087,29 @@ class Preconditioner:
         self.lay_out()
         self._aim()
 
+    def _trained_by_it(self, groups: list[Group]) -> Set[Tensor]:
+        """The parameters that K-FAC is to cover where it can: of KFACMuon, Muon's."""
+        if not self.second_order.metric:
+            return self._group_of.keys()
+        return {p for p, i in self._group_of.items() if muon.takes_muon(groups[i], p)}
+
     def _covered_by_all(self, groups: list[Group]) -> Coverage:
         """What is covered, found alike on all ranks; else every rank raises."""
         error: Exception | None = None
         found = Coverage()
         try:
             refuse_flattened(self.model)
-            of_group = [eigenbasis.settings(g) for g in groups] if self.second_order.moments else []
+            of_group = self._settings_of_groups(groups) if self.second_order.moments else []
             found = cover(
                 unwrapped(self.model),
-                self._group_of,
+                self._trained_by_it(groups),
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
                 papers_only=self.options.papers,
                 warn=functools.partial(agreement.warn, self.ranks)
                 if self._capture is None
                 else None,
+                matrices_by_output=self.second_order.metric,
             )
             if self.options.correction == "examples":
                 world = self.ranks.world
@@ -1163,6 +1175,20 @@ class Preconditioner:
 
     def _basis_of(self, layer: Layer) -> Basis | None:
         return self.second_order.basis(self.layout, layer)
+
+    def _hand_over(self, groups: list[Group], found: Coverage) -> None:
+        """To AdamW, what is not Muon's: tables, too, unless they were given to Muon by name."""
+        if not self.second_order.metric:
+            return
+        muons = self._trained_by_it(groups)
+        named = unwrapped(self.model).named_parameters()
+        rest = {name: p for name, p in named if p in self._group_of and p not in muons}
+        for name, p in found.tables.items():
+            if groups[self._group_of[p]]["use_muon"] is None:
+                rest[name] = p
+                self.uncovered.pop(name, None)
+        self.companions = set(rest.values())
+        self._companion_names = list(rest)
 
     def _detach(self) -> None:
         if self._capture is not None:
@@ -1270,9 +1296,11 @@ class Preconditioner:
             "vectors": "eigenvectors",
             "values": "eigenvalues",
             "inverse": "inverses",
+            "root": "roots",
             "scale": "eigenvalue_products",
             "exp_avg": "moments",
             "exp_avg_sq": "moments",
+            "momentum": "moments",
             "corrected": "corrected_eigenvalues",
         }
         usage: dict[str, int] = {}
@@ -1323,7 +1351,7 @@ class Preconditioner:
             method=second_order.method,
             split=second_order.split,
             stored_product=second_order.stored_product,
-            moments=second_order.moments,
+            moments=second_order.metric or 2 * second_order.moments,
             tracked=options.tolerance > 0,
             truncated=options.truncation > 0,
             correction=second_order.correction,
@@ -1345,7 +1373,9 @@ class Preconditioner:
 
     def __repr__(self) -> str:
         how = self.options.compute_method
-        if self.second_order.moments:
+        if self.second_order.metric:
+            how = "roots of G, momentum in its metric"
+        elif self.second_order.moments:
             how += ", moments in the eigenbasis"
         if self.options.truncation:
             how += f", truncation {self.options.truncation:g}"
@@ -1361,6 +1391,7 @@ class Preconditioner:
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),
             ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),
+            ("AdamW", self._companion_names),
             ("skipped", [f"{name}: matches {why!r}" for name, why in self.skipped.items()]),
         ):
             if entries:
@@ -1418,8 +1449,7 @@ def _for_shards(options: Options, world: int) -> work.WorkAssignment:
 def _task(layer: Layer) -> Task:
     """A layer's work; by what it trains, whether frozen at the moment or not."""
     a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
-    diagonal_a = layer.diagonal_input or a > layer.wide
-    return Task(layer.name, a, g, diagonal_a, g > layer.wide, layer.blocks)
+    return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)
 
 
 def _gradient_bytes(layer: Layer) -> int:

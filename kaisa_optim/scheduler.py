@@ -105,8 +105,10 @@ class KFACParamScheduler:
                     f"Invalid {name}: the optimizer was given a callable for it already; give it a "
                     "number, or leave it out here"
                 )
-            eigenbasis = optimizer.preconditioner.options.moments == "eigenbasis"
-            if eigenbasis and name in ("damping", "kl_clip"):
+            moments = optimizer.preconditioner.options.moments
+            if moments == "metric" and name == "kl_clip":
+                raise ValueError("Invalid kl_clip: KFACMuon has no use for it; leave it out here")
+            if moments == "eigenbasis" and name in ("damping", "kl_clip"):
                 raise ValueError(
                     f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
                     'leave it out here, or build the optimizer with moments="parameters"'

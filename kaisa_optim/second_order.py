@@ -7,12 +7,12 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import agreement, algebra, correction, eigenbasis, truncation
+from . import agreement, algebra, correction, eigenbasis, metric, truncation
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .eigenbasis import Settings
@@ -46,7 +46,9 @@ OwnerOf = Callable[[Layer, str], int]
 # calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
-_MULTIPLIED = "vectors", "inverse"  # with gradients
+_MULTIPLIED = "vectors", "inverse", "root"  # with gradients
+# What workers have of a factor, by how it is prepared.
+_STATE = {"eigen": ("values", "vectors"), "inverse": ("inverse",), "root": ("root",)}
 
 
 @dataclass
@@ -94,7 +96,7 @@ class SecondOrder:
         stored_product: bool,
         dtype: torch.dtype | None,
         max_failures: int,
-        moments: bool,
+        moments: str,
         nesterov: bool,
         orthogonal: bool,
         tolerance: float,
@@ -106,12 +108,13 @@ class SecondOrder:
         self.tracking = Tracking(tolerance)
         self.truncation = Truncation(truncation) if truncation else None
         self.under_way = UnderWay(lag)
-        self.moments = moments  # Adam's are kept, in the eigenbasis
+        self.moments = moments != "parameters"  # they are kept where gradients are multiplied
+        self.metric = moments == "metric"  # a momentum of Muon's, in place of Adam's
         self.nesterov = nesterov  # and lead one step ahead
         self.orthogonal = orthogonal  # and their directions have nearly equal singular values
         self.correction = correction  # of the eigenvalues: by "examples", by "gradients"
         self.parted = False  # A and G of a layer may lie on two ranks
-        self.method = method
+        self.method = "root" if self.metric else method
         self.split = split
         self.stored_product = stored_product
         self.dtype = dtype
@@ -133,8 +136,8 @@ class SecondOrder:
     def specs(self, key: StackKey, count: int) -> Specs:
         """What workers have of ``count`` factors of one shape."""
         dtype = self.dtype or key.dtype
-        if self.method == "inverse":
-            return {"inverse": (key.shape(count), dtype)}
+        if self.method != "eigen":
+            return {self.method: (key.shape(count), dtype)}
         specs: Specs = {"values": ((count, key.size), key.dtype)}
         if not key.diagonal:
             specs["vectors"] = (key.shape(count), dtype)
@@ -143,7 +146,8 @@ class SecondOrder:
     def pair_specs(self, count: int, g: int, a: int, arithmetic: torch.dtype) -> Specs:
         """The same of ``count`` pairs of factors."""
         if self.moments:
-            return eigenbasis.specs(count, g, a, arithmetic)
+            kind = metric if self.metric else eigenbasis
+            return kind.specs(count, g, a, arithmetic)
         if self.correction:
             return correction.specs(count, g, a, arithmetic)
         if self.truncation is not None:
@@ -356,12 +360,13 @@ class SecondOrder:
             self.ranks.spread(circles, device, "second_order")
 
     def _shipment(self, layout: Layout, root: int, keys: list[Key], size: int) -> Shipment:
-        """State of some factors; halves of inverses live from their packing to their arrival."""
+        """State of some factors; halves of matrices live from their packing to their arrival."""
         packed: list[tuple[Factor, Tensor]] = []
 
         def unpack() -> None:
             for factor, half in packed:
-                factor["inverse"].copy_(algebra.unpack(half, factor.stack.key.size))
+                whole = algebra.unpack(half, factor.stack.key.size)
+                factor[self.method].copy_(whole.triu_() if self.method == "root" else whole)
             packed.clear()
 
         return Shipment(root, size, functools.partial(self._states, layout, keys, packed), unpack)
@@ -375,24 +380,28 @@ class SecondOrder:
         layer, side = key
         shape = stack_key(layer, side)
         specs = self.specs(shape, layer.blocks)
-        if self.method == "inverse" and not shape.diagonal:
-            dtype = specs["inverse"][1]
+        if self.method != "eigen" and not shape.diagonal:
+            dtype = specs[self.method][1]
             specs = {"half": ((layer.blocks, algebra.packed_size(shape.size)), dtype)}
         return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
 
     def _states(
         self, layout: Layout, keys: list[Key], packed: list[tuple[Factor, Tensor]]
     ) -> list[Tensor]:
-        """What there is to send of factors; an inverse goes as half of it, noted in ``packed``."""
+        """What there is to send of factors; an inverse or a root goes as half of it, noted in
+        ``packed``."""
         tensors = []
         for key in keys:
             factor = layout.factors[key]
             shape = factor.stack.key
-            if self.method != "inverse" or shape.diagonal:
+            if self.method == "eigen" or shape.diagonal:
                 tensors += [factor[name] for name in self.specs(shape, key[0].blocks)]
             else:
                 # Its root unpacks it, too, so that all have the same bits.
-                tensors.append(algebra.pack(factor["inverse"]))
+                whole = factor[self.method]
+                if self.method == "root":  # packed is what is symmetric
+                    whole = whole + whole.triu(1).mT
+                tensors.append(algebra.pack(whole))
                 packed.append((factor, tensors[-1]))
         return tensors
 
@@ -426,9 +435,14 @@ class SecondOrder:
         if self.truncation is not None:
             self.truncation.count(layout, self.ready, set(layers), damping_of)
 
+    @property
+    def _is_in_bases(self) -> bool:
+        """Whether something is kept of gradients that turns with the eigenvectors."""
+        return self.correction is not None or (self.moments and not self.metric)
+
     def _bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
         """Copies of the bases that moments are in, before a refresh; None where none moves."""
-        if not (self.moments or self.correction):
+        if not self._is_in_bases:
             return {}
         copies = {}
         for layer in due:
@@ -447,7 +461,7 @@ class SecondOrder:
         """Express moments in the new bases; those of layers without an older one start anew."""
         for layer in layers:
             pair = layout.pair_of.get(layer)
-            if pair is None or not (self.moments or self.correction):
+            if pair is None or not self._is_in_bases:
                 continue
             slots = pair.slots[layer]
             if layer not in before:
@@ -468,13 +482,15 @@ class SecondOrder:
         self, shelf: Shelf, due: Sequence[Layer], damping_of: DampingOf
     ) -> dict[Key, Tensor]:
         """What to add to the diagonals of each factor, ``[blocks]``; nothing for eigen."""
-        if self.method != "inverse":
+        if self.method == "eigen":
             return {}
         shifts: dict[Key, Tensor] = {}
         for layers in by_place(due):
             key = stack_key(layers[0], "g")
             damping = per_block(layers, damping_of, key)
-            if self.split == "full":
+            if self.metric:
+                both = torch.zeros_like(damping), damping
+            elif self.split == "full":
                 both = damping, damping
             else:
                 both = algebra.split_damping(damping, *self._means(shelf, layers, key))
@@ -508,7 +524,10 @@ class SecondOrder:
         """Decompose these factors; the layers of those that failed every attempt."""
         average = self._averages(stack, factors)
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        results, good = (_diagonals if stack.key.diagonal else _robustly)(average, shift)
+        if stack.key.diagonal:
+            results, good = _diagonals(average, shift, self.method)
+        else:
+            results, good = _robustly(average, shift, self.method)
         return self._enter(stack, factors, layout, results, good)
 
     def _enter(
@@ -523,8 +542,9 @@ class SecondOrder:
         state, slots = self._state(stack, factors, layout)
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors, stack)] = 0
-        names = ("inverse",) if self.method == "inverse" else ("values", "vectors")
-        for name, result in zip(names, results, strict=False):  # of diagonal ones the first alone
+        for name, result in zip(
+            _STATE[self.method], results, strict=False
+        ):  # of diagonal ones the first alone
             kept = state[name]
             new = _stored(result, kept.dtype).to(kept.device)
             if not good.all():
@@ -631,12 +651,15 @@ class SecondOrder:
         gradient: Tensor,
         members: list[Layer],
         present: list[bool],
-        settings_of: Mapping[Layer, Settings],
+        settings_of: Mapping[Layer, Any],
     ) -> Tensor:
-        """Adam's directions from moments in the eigenbasis; these move where there are gradients.
+        """Adam's directions from moments in the eigenbasis, or Muon's in the metric of G; these
+        move where there are gradients.
 
         Called once a step for each layer.
         """
+        if self.metric:
+            return self._in_metric(pair, gradient, members, present, settings_of)
         slots = _slots(pair, members)
         of = self._picked(pair, slots, gradient)
         g, a = of("g", "vectors"), of("a", "vectors")
@@ -652,16 +675,40 @@ class SecondOrder:
         # Not tables, nor what is too wide for a factor; and a vector is as it should be.
         if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
             # Before it is turned back, which comes to the same.
-            in_half = self._multiplies_in_half(torch.bfloat16, found) and not algebra.narrow(found)
+            in_half = self._orthogonal_in_half(found)
             with algebra.full_precision(found.device.type):
                 found = algebra.orthogonalized(found, in_half=in_half)
             if in_half:  # as it was already
                 g, a = g.bfloat16(), a.bfloat16()
         return algebra.out_of_basis(found, g, a)
 
+    def _in_metric(
+        self,
+        pair: Pair,
+        gradient: Tensor,
+        members: list[Layer],
+        present: list[bool],
+        settings_of: Mapping[Layer, metric.Settings],
+    ) -> Tensor:
+        """Each of the members' settings apart, of which there is one as a rule."""
+        own, *others = dict.fromkeys(settings_of[layer] for layer in members)
+        if others:
+            parts = gradient.split([layer.blocks for layer in members])
+            each = zip(members, parts, present, strict=True)
+            return torch.cat([self._in_metric(pair, g, [x], [p], settings_of) for x, g, p in each])
+        slots = _slots(pair, members)
+        given = None
+        if not all(present):
+            given = per_block(members, _among(members, present), pair.g.key) > 0
+        root = self._picked(pair, slots, gradient)("g", "root")
+        assert root is not None
+        in_half = self._orthogonal_in_half(gradient)
+        with algebra.full_precision(gradient.device.type):
+            return metric.direction(pair.tensors, slots, gradient, given, root, own, in_half)
+
     def lacks_halves(self, devices: Iterable[torch.device]) -> bool:
         """Whether some product in bfloat16 that is asked for would be none on these devices."""
-        if not (self.orthogonal or self.dtype == torch.bfloat16):
+        if not (self.orthogonal or self.metric or self.dtype == torch.bfloat16):
             return False
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
         return not all(algebra.multiplies_in_half(torch.bfloat16, one) for one in ones)
@@ -671,6 +718,9 @@ class SecondOrder:
             return algebra.multiplies_in_half(dtype, like)
         # As agreed, also where this rank's device has changed since: weights must not drift apart.
         return self.halves and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
+
+    def _orthogonal_in_half(self, matrices: Tensor) -> bool:
+        return self._multiplies_in_half(torch.bfloat16, matrices) and not algebra.narrow(matrices)
 
     def _picked(
         self, pair: Pair, slots: slice | Tensor, like: Tensor
@@ -756,19 +806,22 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def _decompose(matrices: Tensor, damping: Tensor | None) -> tuple[Tensor, ...]:
+def _decompose(matrices: Tensor, damping: Tensor | None, method: str) -> tuple[Tensor, ...]:
     if damping is None:
         return algebra.eigendecompose(matrices)
-    return (algebra.damped_inverse(matrices, damping),)
+    by = algebra.damped_root if method == "root" else algebra.damped_inverse
+    return (by(matrices, damping),)
 
 
-def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+def _robustly(
+    matrices: Tensor, damping: Tensor | None, method: str
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Decompose a batch; retry what fails, one by one.
 
     With the results come flags, on the host: which of the batch are good.
     """
     try:
-        results = _decompose(matrices, damping)
+        results = _decompose(matrices, damping, method)
         good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).cpu()
     except LinAlgError:
         results = (torch.zeros_like(matrices),)
@@ -777,7 +830,7 @@ def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, .
         good = torch.zeros(len(matrices), dtype=torch.bool, device="cpu")
     for i in good.logical_not().nonzero().flatten().tolist():
         shift = None if damping is None else damping[i : i + 1]
-        for attempt in _attempts(matrices[i : i + 1], shift):
+        for attempt in _attempts(matrices[i : i + 1], shift, method):
             if all(part.isfinite().all() for part in attempt):
                 for result, part in zip(results, attempt, strict=True):
                     result[i] = part[0]
@@ -788,17 +841,24 @@ def _robustly(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, .
 
 def _decompose_beside(averages: Tensor, rejected: Tensor, *, diagonal: bool) -> tuple[Tensor, ...]:
     """Eigenvalues, eigenvectors; on the host, which are good, and of which sums were left out."""
-    results, good = (_diagonals if diagonal else _robustly)(averages, None)
+    results, good = (_diagonals if diagonal else _robustly)(averages, None, "eigen")
     return *results, good, (rejected > 0).cpu()
 
 
-def _diagonals(matrices: Tensor, damping: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+def _diagonals(
+    matrices: Tensor, damping: Tensor | None, method: str
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """The same of diagonal factors, of which none fails but what is not finite."""
-    new = matrices.clamp(min=0) if damping is None else 1 / (matrices + damping[:, None])
+    if damping is None:
+        new = matrices.clamp(min=0)
+    elif method == "root":
+        new = algebra.damped_root_of_diagonal(matrices, damping)
+    else:
+        new = 1 / (matrices + damping[:, None])
     return (new,), (matrices.isfinite() & new.isfinite()).all(1).cpu()
 
 
-def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+def _attempts(matrix: Tensor, damping: Tensor | None, method: str) -> Iterator[tuple[Tensor, ...]]:
     """Alone, in float64, with jitter on the diagonal, and on the CPU."""
     double = matrix.double()
     scale = double.diagonal(dim1=-2, dim2=-1).mean()
@@ -806,7 +866,7 @@ def _attempts(matrix: Tensor, damping: Tensor | None) -> Iterator[tuple[Tensor, 
     for candidate in (matrix, double, jittered, jittered.cpu()):
         shift = None if damping is None else damping.to(candidate)
         try:
-            yield _decompose(candidate, shift)
+            yield _decompose(candidate, shift, method)
         except LinAlgError:
             continue
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, WorkAssignment
 from kaisa_optim.assignment import Grid, Placement, Task
 
 INPUTS, CLASSES = 7, 4
@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (KFACSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adam": (KFACAdam, {"lr": 0.005, "eps": 1e-2}),
     "lamb": (KFACLAMB, {"lr": 0.01, "eps": 1e-2}),
+    "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
 }
 
 

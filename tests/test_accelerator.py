@@ -26,6 +26,7 @@ from kaisa_optim import (
     KFACSGD,
     AdaptiveDamping,
     KFACAdam,
+    KFACMuon,
     KFACParamScheduler,
     algebra,
     stacks,
@@ -159,6 +160,7 @@ CASES: dict[str, Make] = {
     "Adam": lambda m: KFACAdam(
         m, lr=0.01, nesterov=True, orthogonal=True, basis_tolerance=0.9, **OFTEN
     ),
+    "Muon": lambda m: KFACMuon(m, lr=0.01, **SELDOM),
     "LAMB": lambda m: KFACLAMB(m, lr=0.01, basis_tolerance=0.9, **OFTEN),
     "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
     "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),

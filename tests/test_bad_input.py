@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 
 # Option, bad values, what the error must say beside the option and the value.
 OPTIONS = [
-    ("damping", [0, 0.0, -1e-3, NAN, INF, "0.1", None, True], "a number above 0, such as 1e-3"),
+    ("damping", [0, 0.0, -1e-3, NAN, INF, "0.1", True], "a number above 0, such as 1e-3"),
     ("factor_decay", [0, -0.5, 1.01, NAN, INF, "0.9", None, True], r"\(0, 1\], such as 0.95"),
     ("kl_clip", [0, -1e-3, NAN, INF, "1e-3", False], "above 0, or None for no clip"),
     ("factor_update_steps", [0, -2, 1.5, NAN, INF, "10", None, True], "whole number of steps"),

@@ -40,12 +40,17 @@ from training import (
     values,
 )
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
 
 ROOT = Path(__file__).parent.parent
 REFUSED = {"LBFGS", "SparseAdam"}
 TORCH_BASES = [c for c in classes_in(torch.optim, Optimizer) if c.__name__ not in REFUSED]
-FAMILY = [(KFACSGD, torch.optim.SGD), (KFACAdam, torch.optim.Adam), (KFACLAMB, LAMB)]
+FAMILY = [
+    (KFACSGD, torch.optim.SGD),
+    (KFACAdam, torch.optim.Adam),
+    (KFACLAMB, LAMB),
+    (KFACMuon, Muon),
+]
 
 
 class LARS(Optimizer):
@@ -878,7 +883,7 @@ def over_lars(*args: Any, **kwargs: Any) -> Any:
     return with_kfac(LARS)(*args, **kwargs)
 
 
-CLASSES = [KFACSGD, KFACAdam, KFACLAMB, dynamic, over_lars]
+CLASSES = [KFACSGD, KFACAdam, KFACLAMB, KFACMuon, dynamic, over_lars]
 STAGGERED = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 

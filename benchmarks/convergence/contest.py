@@ -79,7 +79,7 @@ def picked(names: Sequence[str], task: Task) -> tuple[list[Contestant], list[str
     present, lines = [], []
     for name in names:
         one = CONTESTANTS[name]
-        if name in task.without or (task.only is not None and name not in task.only):
+        if task.only is not None and name not in task.only:
             lines.append(f"{name}: not for this task")
         elif one.absent:
             lines.append(f"{name}: absent, as {one.needs} is not installed")

@@ -31,9 +31,6 @@ class Score:
     of: Callable[[Tensor, Tensor], Tensor]
 
 
-METRIC = ("Muon, K-FAC metric",)  # for matrices only
-
-
 @dataclass(frozen=True)
 class Task:
     """One thing to train.
@@ -56,7 +53,6 @@ class Task:
     # The terms of a target where their number varies: K-FAC is told it in each step.
     terms: Callable[[Tensor], int] | None = None
     score: Score | None = None
-    without: tuple[str, ...] = ()  # contestants that cannot train it
     only: tuple[str, ...] | None = None  # contestants of a task that is about some
     # Whether the network's ends and its vectors are given a learning rate of their own, as Muon's
     # users do: on text it is worth more than any other setting.
@@ -246,7 +242,6 @@ def resnet8(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {},
         score=Score("test accuracy", right),
-        without=METRIC,
     )
 
 
@@ -311,7 +306,6 @@ def unet(size: int, steps: int) -> Task:
         max(1, steps // 8),
         {"loss_terms": "positions"},
         score=Score("Dice", _dice),
-        without=METRIC,
         pace=4,
     )
 

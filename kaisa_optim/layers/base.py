@@ -90,6 +90,7 @@ class Layer:
     divided_by_positions = False  # papers' normalization: rows over the number of positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
+    without_input = False  # A is the identity, and kept as a diagonal
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps what it made of its input, and not the input
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
@@ -178,7 +179,10 @@ class Layer:
 
     @property
     def diagonal_a(self) -> bool:
-        return self.diagonal_input or self.a_dim > self.wide
+        return self.has_diagonal_a(self.covers)
+
+    def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
+        return self.diagonal_input or self.without_input or self.a_dim_of(covers) > self.wide
 
     @property
     def diagonal_g(self) -> bool:
@@ -241,7 +245,7 @@ class Layer:
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
         """Whether the statistics need the module's input to be kept for the backward pass."""
-        return covers[0]
+        return covers[0] and not self.without_input
 
     def mode(self, output: Tensor) -> Any:
         """What the moments must know of the forward pass that made ``output``, if anything."""
@@ -270,7 +274,7 @@ class Layer:
         g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
         moment_g = part.weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide))
         rows = batch if reduce else batch * positions
-        diagonal = self.diagonal_input or self.a_dim_of(covers) > self.wide
+        diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
             moment_a = known_a
         elif covers[0] and x is not None:
@@ -278,7 +282,7 @@ class Layer:
                 x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )
         else:
-            shape = (g.shape[0], 1) if diagonal else (g.shape[0], 1, 1)
+            shape = (g.shape[0], self.a_dim_of(covers)) if diagonal else (g.shape[0], 1, 1)
             moment_a = g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
 
@@ -394,6 +398,7 @@ class Layer:
 
     def __repr__(self) -> str:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
+        a = f"left out, {self.a_dim}" if self.without_input else a
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", {self.blocks} blocks" if self.blocks > 1 else ""
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"

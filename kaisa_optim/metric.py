@@ -1,0 +1,76 @@
+"""Muon's momentum, made orthogonal in the metric of K-FAC's output factors.
+
+Muon takes, of all steps Δ of spectral norm 1, the one along which the loss falls most: polar(M) of
+a momentum M. Here lengths are measured by G: of all Δ with ‖L⁻¹Δ‖ = 1, L = (G / ḡ + λI)^-½ and ḡ
+the mean eigenvalue of G, that is L polar(L M). Any other root of L², R Rᵀ = L², gives the same
+step, R polar(Rᵀ M): so a triangular one, by Cholesky, takes the place of an eigendecomposition. A,
+of which nothing is asked, is the identity.
+
+The momentum is kept where gradients are preconditioned, for all layers of one shape together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import muon
+from .stacks import Specs
+
+DAMPING = 0.1  # λ, of the mean eigenvalue
+# What only other ways to precondition have a use for.
+WITHOUT = (
+    "kl_clip",
+    "kl_clip_lr",
+    "compute_method",
+    "damping_split",
+    "compute_eigenvalue_outer_product",
+    "normalization",
+    "orthogonal",
+    "basis_tolerance",
+    "truncation",
+    "eigenvalue_correction",
+    "grafting",
+    "warmup_steps",
+    "refresh_lag",
+)
+
+
+class Settings(NamedTuple):
+    """How a layer's momentum moves, and what is made of it."""
+
+    momentum: float
+    nesterov: bool
+    direction: muon.Settings
+
+
+def settings(group: dict[str, Any]) -> Settings:
+    return Settings(group["momentum"], group["nesterov"], muon.settings(group))
+
+
+def specs(count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+    """What is kept of ``count`` gradients of one shape."""
+    return {"momentum": ((count, g, a), dtype)}
+
+
+def direction(
+    state: dict[str, Tensor],
+    slots: slice | Tensor,
+    gradient: Tensor,
+    present: Tensor | None,
+    root: Tensor,
+    own: Settings,
+    in_half: bool,
+) -> Tensor:
+    """Take gradients into the momenta at ``slots``; the step from there.
+
+    ``present`` says which blocks have a gradient; the others' momenta stay as they are.
+    """
+    moved = state["momentum"][slots].lerp(gradient, 1 - own.momentum)
+    if present is not None:
+        moved = torch.where(present[:, None, None], moved, state["momentum"][slots])
+    state["momentum"][slots] = moved
+    ahead = gradient.lerp(moved, own.momentum) if own.nesterov else moved
+    return muon.orthogonal(ahead, root, own.direction, in_half)

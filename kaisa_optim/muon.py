@@ -1,0 +1,248 @@
+"""Muon in pure PyTorch, with AdamW beside it: the base of KFACMuon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from . import algebra
+from .lamb import math_dtype
+
+Coefficients = tuple[float, float, float]
+Group = dict[str, Any]
+
+_ADJUSTMENTS = None, "original", "match_rms_adamw"
+
+
+class Muon(Optimizer):
+    r"""Muon (Jordan et al., 2024) for matrices and kernels, AdamW for the rest.
+
+    A momentum M of the gradient is made orthogonal, M = U S Vᵀ to about U Vᵀ, by ``ns_steps`` of
+    X ← aX + bXXᵀX + c(XXᵀ)²X on M / ‖M‖, and the weight moves along it. A kernel is the matrix of
+    its output channels. Biases, norms and the like have no such direction: AdamW takes them.
+
+    Arguments are those of ``torch.optim.Muon``, with the same meaning and defaults, then AdamW's:
+
+    Args:
+        lr: for both. The step of a matrix ``[A, B]`` is lr √max(1, A/B) by ``adjust_lr_fn=None`` or
+            "original", and lr 0.2 √max(A, B) by "match_rms_adamw", which lets AdamW's lr and
+            weight decay be used for both.
+        weight_decay: decoupled from the gradients, of both.
+        use_muon: of a group, who takes its parameters: True Muon, False AdamW, None Muon for those
+            of two dimensions or more. Embeddings and the layer of the outputs are best given to
+            AdamW: ``{"params": [...], "use_muon": False, "lr": 3e-4}``.
+        betas, adam_eps: AdamW's.
+
+    Matrices of one shape are stepped together; in bfloat16 where the device is fast at it, else in
+    float32 (float64 for float64).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: bool | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        maximize: bool = False,
+    ) -> None:
+        defaults: Group = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": use_muon,
+            "betas": betas,
+            "adam_eps": adam_eps,
+            "maximize": maximize,
+        }
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if group["use_muon"] and p.dim() < 2:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Invalid use_muon: True for a parameter of shape {tuple(p.shape)}, which is "
+                    "no matrix; leave use_muon out, or give it to a group with use_muon=False"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # torch.optim.Muon's checkpoints lack these
+            for key in ("use_muon", "betas", "adam_eps", "maximize"):
+                group.setdefault(key, self.defaults[key])
+
+    def takes_muon(self, group: Group, p: Tensor) -> bool:
+        """Whether Muon steps a parameter of this group, or AdamW."""
+        return takes_muon(group, p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; ``closure``, if given, re-evaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            for p in found:
+                if p.grad.layout is not torch.strided:
+                    raise RuntimeError("Muon does not support sparse gradients")
+                if p.is_complex():
+                    raise RuntimeError("Muon does not support complex parameters")
+            matrices = [p for p in found if self.takes_muon(group, p)]
+            taken = set(matrices)
+            self._step_muon(group, matrices)
+            self._step_adamw(group, [p for p in found if p not in taken])
+        return loss
+
+    def _step_muon(self, group: Group, params: list[Tensor]) -> None:
+        places: dict[Any, list[Tensor]] = {}
+        for p in params:
+            rows = p.shape[0]
+            place = p.device, p.dtype, rows, p.numel() // max(1, rows)
+            places.setdefault(place, []).append(p)
+        for (device, dtype, *_), some in places.items():
+            if some[0].numel() == 0:
+                continue
+            buffers = [self._buffer(p) for p in some]
+            gradients = _gradients(group, some)
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            ahead = buffers
+            if group["nesterov"]:
+                ahead = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+            stacked = torch.stack([x.flatten(1) for x in ahead]).to(math_dtype(dtype))
+            fast = algebra.multiplies_in_half(torch.bfloat16, stacked)
+            in_half = fast and not algebra.narrow(stacked)
+            with algebra.full_precision(device.type):
+                found = orthogonal(stacked, None, settings(group), in_half).to(dtype)
+            descend(group, some, [x.view_as(p) for x, p in zip(found, some, strict=True)])
+
+    def _buffer(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return cast(Tensor, state["momentum_buffer"])
+
+    def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
+        if not params:
+            return
+        for p in params:
+            state = self.state[p]
+            if "exp_avg" not in state:  # a sub-class may keep entries of its own there
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        names = ("exp_avg", "exp_avg_sq", "step")
+        first, second, steps = ([self.state[p][name] for p in params] for name in names)
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            first,
+            second,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adam_eps"],
+            maximize=group["maximize"],
+        )
+
+
+def takes_muon(group: Group, p: Tensor) -> bool:
+    return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
+
+
+def _gradients(group: Group, params: Iterable[Tensor]) -> list[Tensor]:
+    gradients = [p.grad for p in params if p.grad is not None]
+    return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
+
+
+Settings = tuple[Coefficients, int, float, str | None]
+
+
+def settings(group: Group) -> Settings:
+    """What makes a direction of a momentum."""
+    coefficients = tuple(group["ns_coefficients"])
+    return coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"]
+
+
+def orthogonal(momentum: Tensor, root: Tensor | None, settings: Settings, in_half: bool) -> Tensor:
+    """R polar(Rᵀ M), ``[k, g, a]``, as long as ``adjust_lr_fn`` has it; without R, polar M."""
+    coefficients, steps, eps, adjust = settings
+    found = algebra.polar(momentum, root, [coefficients] * steps, eps, in_half=in_half)
+    g, a = momentum.shape[1:]
+    ratio = 0.2 * max(g, a) ** 0.5 if adjust == "match_rms_adamw" else max(1, g / a) ** 0.5
+    return found.mul_(ratio)
+
+
+def descend(group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+    """Along directions, which are overwritten; weights decay on their own."""
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(params[0].device, params[0].dtype).reshape(())
+        torch._foreach_mul_(directions, lr)
+    if decay != 0:
+        torch._foreach_mul_(params, 1 - lr * decay)
+    torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
+
+
+def _check(options: Group) -> None:
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for name in ("weight_decay", "eps", "adam_eps"):
+        if not options[name] >= 0.0:
+            raise ValueError(f"Invalid {name}: {options[name]}; it must be 0 or above")
+    for name, value in (
+        ("momentum", options["momentum"]),
+        *(("betas", b) for b in options["betas"]),
+    ):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"Invalid {name}: {options[name]}; it must be in [0, 1)")
+    numbers = options["ns_coefficients"]
+    if len(numbers) != 3 or not all(math.isfinite(x) for x in numbers):
+        raise ValueError(f"Invalid ns_coefficients: {numbers}; three numbers are needed")
+    if options["ns_steps"] not in range(1, 100):
+        raise ValueError(f"Invalid ns_steps: {options['ns_steps']}; it must be from 1 to 99")
+    if options["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ValueError(
+            f"Invalid adjust_lr_fn: {options['adjust_lr_fn']!r}; choose from "
+            f"{', '.join(map(repr, _ADJUSTMENTS))}"
+        )
+    if options["use_muon"] not in (None, True, False):
+        raise ValueError(
+            f"Invalid use_muon: {options['use_muon']!r}; True for Muon, False for AdamW, None for "
+            "Muon where there are two dimensions or more"
+        )
