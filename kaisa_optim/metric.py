@@ -20,8 +20,10 @@ from . import muon
 from .stacks import Specs
 
 DAMPING = 0.1  # λ, of the mean eigenvalue
-# What only other ways to precondition have a use for.
+# What only other ways to precondition have a use for. Under weight_sharing="reduce" the G of an
+# attention's keys is made of rounding alone, and here a factor's own scale is taken for its unit.
 WITHOUT = (
+    "weight_sharing",
     "kl_clip",
     "kl_clip_lr",
     "compute_method",

@@ -801,8 +801,8 @@ def _own_parameters(base: type[Optimizer] = Optimizer) -> dict[str, inspect.Para
 def _refuse_beside_the_metric(title: str, given: dict[str, Any]) -> None:
     defaults = {name: p.default for name, p in _own_parameters().items()}
     for name in ("moments", *metric.WITHOUT):
-        value = given.get(name, defaults[name])
-        if differs(value, defaults[name]):
+        value = given.get(name)
+        if value is not None and differs(value, defaults[name]):
             raise ValueError(f"Invalid {name}: {value!r}; {title} has no use for it, leave it out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -199,7 +200,13 @@ def build(plan: Plan, model: nn.Module, wrapped: nn.Module, **options: Any) -> A
         options["model"] = wrapped
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the base optimizer updates these")
-        return cls(params, **base, **{**plan.options, **options})
+        return cls(params, **base, **taken_by(cls, {**plan.options, **options}))
+
+
+def taken_by(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """KFACMuon has no use for some."""
+    known = inspect.signature(cls).parameters
+    return {name: value for name, value in options.items() if name in known}
 
 
 def micro_batches(plan: Plan, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor, float]]:

@@ -769,8 +769,8 @@ def test_orthogonalized_of_rank_one(half, monkeypatch):
     norms: list[float] = []
     real = algebra._towards_one
 
-    def watched(wide: Tensor, in_half: bool) -> Tensor:
-        found = real(wide, in_half)
+    def watched(wide: Tensor, polynomials: Any, in_half: bool) -> Tensor:
+        found = real(wide, polynomials, in_half)
         norms.append(float(found.norm()))
         return found
 

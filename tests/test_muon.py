@@ -495,6 +495,7 @@ def test_damping_may_be_scheduled():
         ({"warmup_steps": 5}, "Invalid warmup_steps"),
         ({"eigenvalue_correction": True}, "Invalid eigenvalue_correction"),
         ({"normalization": "kaisa"}, "Invalid normalization"),
+        ({"weight_sharing": "reduce"}, "Invalid weight_sharing"),
         ({"damping": 0.0}, "Invalid damping: 0.0"),
         ({"use_muon": False}, "it has no layer that K-FAC covers"),
     ],
@@ -525,6 +526,7 @@ def test_its_signature_has_what_it_takes():
     parameters = inspect.signature(KFACMuon).parameters
     assert parameters["damping"].default == 0.1 and "kl_clip" not in parameters
     assert inspect.signature(KFACAdam).parameters["damping"].default == 5e-3
+    pair("chain", kl_clip=None, damping=None)  # which is what it does without them
 
 
 # ---- states ----

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from cluster import OPTIMIZERS, assert_alike, average, error, kept
+from cluster import OPTIMIZERS, assert_alike, average, error, kept, taken_by
 from ranks import CAN_SHARD, run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -126,7 +126,7 @@ def share(i: int) -> tuple[Tensor, Tensor]:
 
 def optimizer(plan: Plan, model: nn.Module, **options: Any) -> Any:
     cls, base = OPTIMIZERS[plan.optimizer]
-    return cls(model, **{**base, **INTERVALS, **plan.options, **options})
+    return cls(model, **taken_by(cls, {**base, **INTERVALS, **plan.options, **options}))
 
 
 def full(tensor: Tensor) -> Tensor:
