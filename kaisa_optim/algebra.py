@@ -119,6 +119,45 @@ def _precise_convolutions(device: str | None) -> Iterator[None]:
         _restore(saved)
 
 
+@contextmanager
+def rounded_products(device: str) -> Iterator[None]:
+    """Float32 products may round what they multiply, and nothing else, where this is much faster:
+    to TF32 on CUDA, to bfloat16 on CPUs with AMX. Sums stay in float32.
+
+    A type of device that has no such units, and torch before 2.9, multiply as ever.
+    """
+    saved = [(b, b.fp32_precision) for b in _rounding(device) if hasattr(b, "fp32_precision")]
+    try:
+        for backend, _ in saved:
+            backend.fp32_precision = _ROUNDED[device]
+        yield
+    finally:
+        _restore(saved)
+
+
+def products_of(dtype: torch.dtype, device: str) -> AbstractContextManager[None]:
+    """For float32 copies of what ``dtype`` holds: rounded products, where these lose nothing."""
+    exact = dtype == torch.bfloat16 or (dtype == torch.float16 and device == "cuda")
+    return rounded_products(device) if exact else nullcontext()
+
+
+_ROUNDED = {"cuda": "tf32", "cpu": "bf16"}
+
+
+def _rounding(device: str) -> list[Any]:
+    """Whose products are to round on such a device."""
+    if device == "cuda":
+        return [torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)]
+    # oneDNN's convolutions gain nothing by it.
+    return [getattr(torch.backends.mkldnn, "matmul", None)] if device == "cpu" and _amx() else []
+
+
+@functools.cache
+def _amx() -> bool:
+    has = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return torch.backends.mkldnn.is_available() and bool(has())
+
+
 def _restore(saved: list[tuple[Any, str]]) -> None:
     """What a backend inherits it inherits again, else a later change would pass it by."""
     for backend, value in saved:
@@ -208,11 +247,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
 
 
-def second_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
-    """Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
+def second_moment(
+    rows: Tensor, dtype: torch.dtype, *, diagonal: bool, append_one: bool = False
+) -> Tensor:
+    """Σ r rᵀ over ``rows`` ``[k, N, n]``, in ``dtype``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
-    ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows.
+    ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
+    in half precision are multiplied by its units, as they are.
     """
+    with products_of(rows.dtype, rows.device.type):
+        return _second_moment(rows.to(dtype), diagonal, append_one)
+
+
+def _second_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
         if append_one:
@@ -248,6 +295,9 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
+    if _rounds(rows):  # a third of the time of such blocks in float32; they themselves gain nothing
+        out.copy_(rows.mT @ rows)
+        return
     n = rows.shape[-1]
     much = len(rows) == 1 and rows.shape[1] * n * n >= _MUCH
     linear = _linear_for(rows) if much else None
@@ -263,6 +313,14 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         else:
             torch.bmm(under, here, out=out[:, start:, start:stop])
         out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
+
+
+def _rounds(rows: Tensor) -> bool:
+    """Whether a CPU's float32 products are rounded ones at the moment."""
+    if rows.device.type != "cpu" or rows.dtype != torch.float32 or _onednn_is_off():
+        return False
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return _amx() and getattr(matmul, "fp32_precision", "") == _ROUNDED["cpu"]
 
 
 def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:

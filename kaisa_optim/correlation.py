@@ -219,7 +219,8 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
     From 0 on, the last dimension's next to each other; the others are mirror images of these.
     """
     if not kernel:
-        return second_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
+        rows = x.unflatten(1, (groups, -1)).transpose(0, 1)
+        return second_moment(rows, x.dtype, diagonal=False)[:, None]
     if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
         return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
     total: Tensor | None = None

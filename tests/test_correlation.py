@@ -128,7 +128,7 @@ def said_by(layer, x, grad, way, dtype=torch.float64):
 def said_by_rows(layer, x, grad, way):
     rows = layer.input_rows(x, grad)
     rows = rows.mean(2) if way["reduce"] else rows.flatten(1, 2)
-    return second_moment(rows, diagonal=way["diagonal"], append_one=layer.covers[1])
+    return second_moment(rows, rows.dtype, diagonal=way["diagonal"], append_one=layer.covers[1])
 
 
 @each_way
@@ -211,7 +211,7 @@ def test_what_was_set_to_a_list(name):
 def test_half_of_a_wide_product_is_all_of_it(n):
     torch.manual_seed(0)
     rows = torch.randn(2, 200, n, dtype=torch.float64)
-    moment = second_moment(rows, diagonal=False)
+    moment = second_moment(rows, rows.dtype, diagonal=False)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
     quarter = -(-n // 64) * 16
     if n >= 256:  # one part is the other's copy
@@ -223,7 +223,7 @@ def test_half_of_a_wide_product_is_all_of_it(n):
 def test_wide_moments_by_parts_are_the_whole_product(n, append_one):
     rows = torch.randn(2, 80, n, dtype=torch.float64)
     whole = F.pad(rows, (0, 1), value=1.0) if append_one else rows
-    moment = second_moment(rows, diagonal=False, append_one=append_one)
+    moment = second_moment(rows, rows.dtype, diagonal=False, append_one=append_one)
     torch.testing.assert_close(moment, whole.mT @ whole)
 
 

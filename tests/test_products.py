@@ -44,7 +44,7 @@ def near(actual, expected, within=2e-6):
 @pytest.mark.parametrize("n, rows", [(127, 1 << 13), (128, 4095), (128, 4096), (150, 1 << 13)])
 def test_half_of_a_tall_product_is_all_of_it(calls, n, rows):
     x = random(1, rows, n)
-    found = algebra.second_moment(x, diagonal=False)
+    found = algebra.second_moment(x, x.dtype, diagonal=False)
     near(found, x.double().mT @ x.double())
     by_halves = n >= 128 and rows >= 32 * n
     assert sum(m * w for m, _, w in calls) < (0.7 if by_halves else 1.01) * n * n
@@ -57,7 +57,7 @@ def test_half_of_a_tall_product_is_all_of_it(calls, n, rows):
 @pytest.mark.parametrize("by_column", [False, True])
 def test_second_moments(calls, rows, n, append_one, by_column):
     x = random(1, n, rows).mT if by_column else random(1, rows, n)
-    found = algebra.second_moment(x, diagonal=False, append_one=append_one)
+    found = algebra.second_moment(x, x.dtype, diagonal=False, append_one=append_one)
     wide = x.double()
     if append_one:
         wide = torch.cat([wide, wide.new_ones(1, rows, 1)], 2)
@@ -122,7 +122,7 @@ def test_bases_that_follow(calls):
     ids=["float64", "several", "small"],
 )
 def test_others_are_torchs_own(calls, shape, dtype):
-    algebra.second_moment(random(*shape, dtype=dtype), diagonal=False)
+    algebra.second_moment(random(*shape, dtype=dtype), dtype, diagonal=False)
     small = random(2, 64, 300, dtype=dtype)
     algebra.into_basis(small, random(2, 64, 64, dtype=dtype), random(2, 300, 300, dtype=dtype))
     assert not calls
@@ -180,7 +180,7 @@ def test_it_is_found_whatever_the_default_dtype_is():
 @needs_onednn
 def test_torchs_own_switch_turns_it_off(calls):
     with torch.backends.mkldnn.flags(enabled=False):
-        algebra.second_moment(random(1, 600, 256), diagonal=False)
+        algebra.second_moment(random(1, 600, 256), torch.float32, diagonal=False)
     assert not calls
 
 

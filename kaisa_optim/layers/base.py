@@ -271,8 +271,9 @@ class Layer:
         g = self.output_rows(None if x is None else part.of(x), part.of(grad))
         self._check_rows("output_rows", g, self.outputs)
         batch, positions = part.whole_counts(*g.shape[1:3])
-        g = (g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)).to(dtype)
-        moment_g = part.weighted(second_moment(g, diagonal=self.g_dim_of(covers) > self.wide))
+        g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
+        wide = self.g_dim_of(covers) > self.wide
+        moment_g = part.weighted(second_moment(g, dtype, diagonal=wide))
         rows = batch if reduce else batch * positions
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
@@ -283,7 +284,7 @@ class Layer:
             )
         else:
             shape = (g.shape[0], self.a_dim_of(covers)) if diagonal else (g.shape[0], 1, 1)
-            moment_a = g.new_full(shape, rows)
+            moment_a = moment_g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
 
     def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
@@ -319,8 +320,8 @@ class Layer:
         """Σ a aᵀ of this input."""
         a = self.input_rows(x, grad)
         self._check_rows("input_rows", a, self.inputs)
-        a = (a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)).to(dtype)
-        return second_moment(a, diagonal=diagonal, append_one=append_one)
+        a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
+        return second_moment(a, dtype, diagonal=diagonal, append_one=append_one)
 
     def projected_moment(
         self,
