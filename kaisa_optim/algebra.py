@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -121,18 +122,18 @@ def _precise_convolutions(device: str | None) -> Iterator[None]:
 
 @contextmanager
 def rounded_products(device: str) -> Iterator[None]:
-    """Float32 products may round what they multiply, and nothing else, where this is much faster:
-    to TF32 on CUDA, to bfloat16 on CPUs with AMX. Sums stay in float32.
+    """Second moments of float32 rows may round these, and nothing else, where that is much faster.
 
-    A type of device that has no such units, and torch before 2.9, multiply as ever.
+    To TF32 on CUDA, to bfloat16 on CPUs with AMX; sums stay in float32. A type of device without
+    such units, and torch before 2.9, multiply as ever.
     """
-    saved = [(b, b.fp32_precision) for b in _rounding(device) if hasattr(b, "fp32_precision")]
+    backends = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)
+    former, _rounding.allowed = getattr(_rounding, "allowed", False), True
     try:
-        for backend, _ in saved:
-            backend.fp32_precision = _ROUNDED[device]
-        yield
+        with _precision(backends if device == "cuda" else (), "tf32"):
+            yield
     finally:
-        _restore(saved)
+        _rounding.allowed = former
 
 
 def products_of(dtype: torch.dtype, device: str) -> AbstractContextManager[None]:
@@ -141,21 +142,25 @@ def products_of(dtype: torch.dtype, device: str) -> AbstractContextManager[None]
     return rounded_products(device) if exact else nullcontext()
 
 
-_ROUNDED = {"cuda": "tf32", "cpu": "bf16"}
+_rounding = threading.local()
 
 
-def _rounding(device: str) -> list[Any]:
-    """Whose products are to round on such a device."""
-    if device == "cuda":
-        return [torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)]
-    # oneDNN's convolutions gain nothing by it.
-    return [getattr(torch.backends.mkldnn, "matmul", None)] if device == "cpu" and _amx() else []
+@contextmanager
+def _precision(backends: Iterable[Any], value: str) -> Iterator[None]:
+    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    try:
+        for backend, _ in saved:
+            backend.fp32_precision = value
+        yield
+    finally:
+        _restore(saved)
 
 
 @functools.cache
 def _amx() -> bool:
+    """Whether oneDNN's float32 products may be of bfloat16 ones here, at several times the pace."""
     has = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.backends.mkldnn.is_available() and bool(has())
+    return hasattr(torch.backends.mkldnn, "matmul") and bool(has())
 
 
 def _restore(saved: list[tuple[Any, str]]) -> None:
@@ -295,12 +300,16 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
-    if _rounds(rows):  # a third of the time of such blocks in float32; they themselves gain nothing
-        out.copy_(rows.mT @ rows)
-        return
     n = rows.shape[-1]
-    much = len(rows) == 1 and rows.shape[1] * n * n >= _MUCH
-    linear = _linear_for(rows) if much else None
+    much = rows.shape[1] * n * n >= _MUCH
+    if much and _rounds(rows):
+        # In a half to a third of the time, whole and one by one: blocks and batches gain nothing.
+        onednn: Any = torch.backends.mkldnn
+        with _precision([onednn.matmul], "bf16"):
+            for own, result in zip(rows, out, strict=True):
+                result.copy_(own.mT @ own)
+        return
+    linear = _linear_for(rows) if much and len(rows) == 1 else None
     if linear is not None:
         # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
         rows = rows[0].mT.contiguous().mT[None]
@@ -316,11 +325,9 @@ def _gram(rows: Tensor, out: Tensor) -> None:
 
 
 def _rounds(rows: Tensor) -> bool:
-    """Whether a CPU's float32 products are rounded ones at the moment."""
-    if rows.device.type != "cpu" or rows.dtype != torch.float32 or _onednn_is_off():
-        return False
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    return _amx() and getattr(matmul, "fp32_precision", "") == _ROUNDED["cpu"]
+    """Whether a CPU is to take these in rounded products."""
+    on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
+    return on_cpu and getattr(_rounding, "allowed", False) and _amx() and not _onednn_is_off()
 
 
 def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:
