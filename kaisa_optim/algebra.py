@@ -45,6 +45,7 @@ _FROM_FURTHER = (
     (2.1895, -1.5672, 0.4079),
 )
 _FAR = 256
+_IN_A_ROW = 4  # polynomials of one X Xᵀ: where X has no part, rounding's then stays below 0.01
 # Part of 1 that the largest singular value begins at or below: beyond 1, where bfloat16's rounding
 # would take that of a matrix of rank one, the polynomials soon leave all bounds.
 _BELOW_ONE = 0.98
@@ -611,21 +612,24 @@ def polar(
 
     ``root`` is R, ``[k, n, n]``, or its diagonal ``[k, n]``; ``None`` stands for the identity.
     """
+    at_once = max(1, _AT_ONCE // max(1, matrices[0].numel()))
+    if len(matrices) > at_once:  # as what is multiplied takes memory
+        pieces = matrices.split(at_once)
+        roots = [None] * len(pieces) if root is None else root.split(at_once)
+        each = zip(pieces, roots, strict=True)
+        return torch.cat([polar(m, r, polynomials, eps, in_half=in_half) for m, r in each])
     if root is not None and root.dim() == 2:
         scale = root[:, :, None]
         return polar(scale * matrices, None, polynomials, eps, in_half=in_half).mul_(scale)
-    g, a = matrices.shape[1:]
-    if root is not None and not in_half and a > 2 * g:  # then M is multiplied but twice
-        gram = product(root.mT, product(product(matrices, matrices.mT), root))
-        square = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=eps**2)
-        inner = orthogonalizer(gram / square, polynomials).div_(square.sqrt())
-        return product(product(root, product(inner, root.mT)), matrices)
-    if root is not None and in_half:  # as what it multiplies is
-        root = root.bfloat16()
+    if root is not None and not in_half:
+        root = root.to(matrices.dtype)
+    # In float32 unless R is not: what M is rounded by would lie where R enlarges it most.
     x = between(None if root is None else root.mT, matrices, None)
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    wide = _towards_one(x.mT if g > a else x, polynomials, in_half)
-    return between(root, wide.mT if g > a else wide, None)
+    tall = x.shape[1] > x.shape[2]
+    wide = _towards_one(x.mT if tall else x, polynomials, in_half)
+    half_root = root.bfloat16() if root is not None and in_half else root
+    return between(half_root, wide.mT if tall else wide, None)
 
 
 def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
@@ -633,11 +637,14 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
 
     A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X: so it is done in bfloat16, where that is
     fast, as Muon does (Jordan et al., 2024). Else by powers of the first X Xᵀ, which commute, so
-    that the long side is multiplied but twice; this needs full precision, as what is rounded in
-    X Xᵀ grows.
+    that the long side is multiplied but twice for some polynomials; this needs full precision, as
+    what is rounded in X Xᵀ grows by each.
     """
     if not in_half:
-        return product(orthogonalizer(product(wide, wide.mT), polynomials), wide)
+        for start in range(0, len(polynomials), _IN_A_ROW):
+            some = polynomials[start : start + _IN_A_ROW]
+            wide = product(orthogonalizer(product(wide, wide.mT), some), wide)
+        return wide
     x = wide.bfloat16()
     for a, b, c in polynomials:
         gram = x @ x.mT

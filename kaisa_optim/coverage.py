@@ -19,7 +19,6 @@ class Coverage:
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
-    tables: dict[str, nn.Parameter] = field(default_factory=dict)  # where matrices alone are wanted
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -87,9 +86,8 @@ def cover(
             if layer.bias in reasons:
                 layer.bias = None
             layer.wide = max_factor_size
-            if matrices_by_output and layer.diagonal_input and layer.weight in trained:
-                found.tables[names[layer.weight][0]] = layer.weight
-                reasons[layer.weight] = _TABLE
+            if matrices_by_output and not kind.multiplies:
+                reasons[layer.weight] = _NO_MATRIX
                 continue
             layer.without_input = matrices_by_output
             has_bias = layer.bias is not None and layer.bias in trained
@@ -104,6 +102,17 @@ def cover(
         if parameter not in covered and reasons.get(parameter) != "":
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
+    return found
+
+
+def beside_matrices(model: nn.Module) -> set[Tensor]:
+    """Parameters, of any shape, that multiply no input as a matrix: embeddings and norms."""
+    found: set[Tensor] = set()
+    for module in unwrapped(model).modules():
+        kind = kind_of(module)
+        table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if table or (kind is not None and not kind.multiplies):
+            found.update(p for p in module._parameters.values() if p is not None)
     return found
 
 
@@ -133,7 +142,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
-_TABLE = "a table, of which a step sees some rows"
+_NO_MATRIX = "no matrix that multiplies an input"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
 
 

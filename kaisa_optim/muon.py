@@ -8,16 +8,32 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from . import algebra
+from . import algebra, sharding
+from .assignment import check_flag, is_real
 from .lamb import math_dtype
 
 Coefficients = tuple[float, float, float]
 Group = dict[str, Any]
 
+# Of a group, beside lr; other optimizers' groups lack some.
+_OPTIONS = (
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+    "use_muon",
+    "adam_betas",
+    "adam_eps",
+    "maximize",
+)
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
 
 
@@ -26,7 +42,7 @@ class Muon(Optimizer):
 
     A momentum M of the gradient is made orthogonal, M = U S Vᵀ to about U Vᵀ, by ``ns_steps`` of
     X ← aX + bXXᵀX + c(XXᵀ)²X on M / ‖M‖, and the weight moves along it. A kernel is the matrix of
-    its output channels. Biases, norms and the like have no such direction: AdamW takes them.
+    which its first side counts the rows. Vectors have no such direction: AdamW takes them.
 
     Arguments are those of ``torch.optim.Muon``, with the same meaning and defaults, then AdamW's:
 
@@ -38,10 +54,12 @@ class Muon(Optimizer):
         use_muon: of a group, who takes its parameters: True Muon, False AdamW, None Muon for those
             of two dimensions or more. Embeddings and the layer of the outputs are best given to
             AdamW: ``{"params": [...], "use_muon": False, "lr": 3e-4}``.
-        betas, adam_eps: AdamW's.
+        adam_betas, adam_eps: AdamW's.
+        maximize: ascend rather than descend.
 
     Matrices of one shape are stepped together; in bfloat16 where the device is fast at it, else in
-    float32 (float64 for float64).
+    float32 (float64 for float64). Sharded ones are gathered for it, and each rank steps its part.
+    AdamW's moments of half-precision parameters are in float32.
     """
 
     def __init__(
@@ -57,7 +75,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         use_muon: bool | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
+        adam_betas: tuple[float, float] = (0.9, 0.999),
         adam_eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
@@ -71,7 +89,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
-            "betas": betas,
+            "adam_betas": adam_betas,
             "adam_eps": adam_eps,
             "maximize": maximize,
         }
@@ -83,8 +101,8 @@ class Muon(Optimizer):
             _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for p in group["params"]:
-            if group["use_muon"] and p.dim() < 2:
+        for p in group["params"] if group["use_muon"] else ():
+            if not isinstance(p, UninitializedParameter) and p.dim() < 2:
                 self.param_groups.pop()
                 raise ValueError(
                     f"Invalid use_muon: True for a parameter of shape {tuple(p.shape)}, which is "
@@ -92,10 +110,17 @@ class Muon(Optimizer):
                 )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        present = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
-        for group in self.param_groups:  # torch.optim.Muon's checkpoints lack these
-            for key in ("use_muon", "betas", "adam_eps", "maximize"):
-                group.setdefault(key, self.defaults[key])
+        # Checkpoints of torch.optim.Muon and of AdamW lack some, and keep what is here.
+        for i, group in enumerate(self.param_groups):
+            if "ns_steps" not in group:  # its eps and betas are AdamW's
+                for ours, theirs in (("adam_eps", "eps"), ("adam_betas", "betas")):
+                    if theirs in group:
+                        group[ours] = group.pop(theirs)
+            here = present[i] if i < len(present) else self.defaults
+            for key in _OPTIONS:
+                group.setdefault(key, here[key])
 
     def takes_muon(self, group: Group, p: Tensor) -> bool:
         """Whether Muon steps a parameter of this group, or AdamW."""
@@ -112,7 +137,9 @@ class Muon(Optimizer):
             found = [p for p in group["params"] if p.grad is not None]
             for p in found:
                 if p.grad.layout is not torch.strided:
-                    raise RuntimeError("Muon does not support sparse gradients")
+                    raise RuntimeError(
+                        "Muon does not support sparse gradients; build the embedding without sparse"
+                    )
                 if p.is_complex():
                     raise RuntimeError("Muon does not support complex parameters")
             matrices = [p for p in found if self.takes_muon(group, p)]
@@ -124,24 +151,25 @@ class Muon(Optimizer):
     def _step_muon(self, group: Group, params: list[Tensor]) -> None:
         places: dict[Any, list[Tensor]] = {}
         for p in params:
-            rows = p.shape[0]
-            place = p.device, p.dtype, rows, p.numel() // max(1, rows)
-            places.setdefault(place, []).append(p)
+            if p.numel() > 0:
+                rows = p.shape[0]
+                place = p.device, p.dtype, rows, p.numel() // rows, sharding.layout(p)
+                places.setdefault(place, []).append(p)
         for (device, dtype, *_), some in places.items():
-            if some[0].numel() == 0:
-                continue
             buffers = [self._buffer(p) for p in some]
             gradients = _gradients(group, some)
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = buffers
             if group["nesterov"]:
                 ahead = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
-            stacked = torch.stack([x.flatten(1) for x in ahead]).to(math_dtype(dtype))
+            whole = [sharding.whole(x) for x in ahead]
+            stacked = torch.stack([x.flatten(1) for x in whole]).to(math_dtype(dtype))
             fast = algebra.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not algebra.narrow(stacked)
-            with algebra.full_precision(device.type):
+            with algebra.full_precision(device.type), algebra.without_autocast(device.type):
                 found = orthogonal(stacked, None, settings(group), in_half).to(dtype)
-            descend(group, some, [x.view_as(p) for x, p in zip(found, some, strict=True)])
+            matrices = (x.view(p.shape) for x, p in zip(found, some, strict=True))
+            descend(group, some, [sharding.laid_out(x, some[0]) for x in matrices])
 
     def _buffer(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -154,16 +182,20 @@ class Muon(Optimizer):
             return
         for p in params:
             state = self.state[p]
+            state.pop("momentum_buffer", None)  # of a time when it was Muon's
             if "exp_avg" not in state:  # a sub-class may keep entries of its own there
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            for name in ("exp_avg", "exp_avg_sq"):  # a load casts them to the parameter's dtype
+                state[name] = state[name].to(math_dtype(p.dtype))
         names = ("exp_avg", "exp_avg_sq", "step")
         first, second, steps = ([self.state[p][name] for p in params] for name in names)
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = group["adam_betas"]
+        wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
         adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
+            wide,
+            [p.grad.to(w.dtype) for p, w in zip(params, wide, strict=True) if p.grad is not None],
             first,
             second,
             [],
@@ -176,9 +208,15 @@ class Muon(Optimizer):
             eps=group["adam_eps"],
             maximize=group["maximize"],
         )
+        for p, w in zip(params, wide, strict=True):
+            if p is not w:
+                p.copy_(w)
 
 
 def takes_muon(group: Group, p: Tensor) -> bool:
+    """Whether a group gives it to Muon."""
+    if isinstance(p, UninitializedParameter):  # it has a shape before it has a gradient
+        return True
     return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
 
 
@@ -220,22 +258,34 @@ def _check(options: Group) -> None:
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+    if not (isinstance(lr, Tensor) or _is_number(lr)) or not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}; it must be a number, 0 or above")
     for name in ("weight_decay", "eps", "adam_eps"):
-        if not options[name] >= 0.0:
-            raise ValueError(f"Invalid {name}: {options[name]}; it must be 0 or above")
-    for name, value in (
-        ("momentum", options["momentum"]),
-        *(("betas", b) for b in options["betas"]),
-    ):
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"Invalid {name}: {options[name]}; it must be in [0, 1)")
+        value, least = options[name], "0 or above" if name == "weight_decay" else "above 0"
+        if not _is_number(value) or value < 0 or (value == 0 and least == "above 0"):
+            raise ValueError(f"Invalid {name}: {value!r}; it must be a number {least}")
+    for name, count in (("momentum", 1), ("adam_betas", 2)):
+        given = options[name]
+        values = [given] if count == 1 else given
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) != count
+            or not all(_is_number(value) and 0 <= value < 1 for value in values)
+        ):
+            what = "a number" if count == 1 else "two numbers"
+            raise ValueError(f"Invalid {name}: {given!r}; it must be {what} in [0, 1)")
     numbers = options["ns_coefficients"]
-    if len(numbers) != 3 or not all(math.isfinite(x) for x in numbers):
-        raise ValueError(f"Invalid ns_coefficients: {numbers}; three numbers are needed")
-    if options["ns_steps"] not in range(1, 100):
-        raise ValueError(f"Invalid ns_steps: {options['ns_steps']}; it must be from 1 to 99")
+    if (
+        not isinstance(numbers, list | tuple)
+        or len(numbers) != 3
+        or not all(map(_is_number, numbers))
+    ):
+        raise ValueError(f"Invalid ns_coefficients: {numbers!r}; three numbers are needed")
+    steps = options["ns_steps"]
+    if not isinstance(steps, int) or steps not in range(1, 100):
+        raise ValueError(f"Invalid ns_steps: {steps!r}; it must be a whole number from 1 to 99")
+    for name in ("nesterov", "maximize"):
+        check_flag(name, options[name])
     if options["adjust_lr_fn"] not in _ADJUSTMENTS:
         raise ValueError(
             f"Invalid adjust_lr_fn: {options['adjust_lr_fn']!r}; choose from "
@@ -246,3 +296,7 @@ def _check(options: Group) -> None:
             f"Invalid use_muon: {options['use_muon']!r}; True for Muon, False for AdamW, None for "
             "Muon where there are two dimensions or more"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return is_real(value) and math.isfinite(value)

@@ -870,6 +870,16 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     for name, reason in _REFUSED.items():
         if issubclass(base, getattr(torch.optim, name)):
             raise ValueError(f"Invalid base: {base.__name__} can't take K-FAC: {reason}")
+    if issubclass(base, Muon) and base is not Muon:
+        raise ValueError(
+            f"Invalid base: a subclass of Muon, {base.__name__}, would lose the metric; subclass "
+            "KFACMuon instead"
+        )
+    if issubclass(base, getattr(torch.optim, "Muon", ())):
+        raise ValueError(
+            "Invalid base: torch.optim.Muon takes matrices alone; use KFACMuon, which has its "
+            "arguments and takes all of a model"
+        )
     if base not in _FAMILY:
         members = {"_base": base, "__reduce__": _reduce, "__doc__": f"{base.__name__} with K-FAC."}
         _sign(type(f"KFAC{base.__name__}", (KFACMixin, base), members))
@@ -913,14 +923,14 @@ class KFACMuon(KFACMixin, Muon):
 
     Of a momentum M of a covered matrix or kernel it takes the step L polar(L M),
     L = (G / ḡ + λI)^-½, with ḡ G's mean eigenvalue and λ the ``damping``. AdamW takes embeddings,
-    what has fewer than two dimensions, and groups with ``use_muon=False``; matrices that K-FAC does
-    not cover take Muon's own step.
+    norms, what has fewer than two dimensions, and groups with ``use_muon=False``; matrices that
+    K-FAC does not cover take Muon's own step.
     """
 
     _base = Muon
 
     def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
-        return p not in self.preconditioner.companions
+        return super().takes_muon(group, p) and p not in self.preconditioner.companions
 
 
 @_sign

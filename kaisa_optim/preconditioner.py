@@ -24,7 +24,7 @@ from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
-from .coverage import Coverage, cover, refuse_flattened, unwrapped
+from .coverage import Coverage, beside_matrices, cover, refuse_flattened, unwrapped
 from .gradients import Members, Places, Preconditioned
 from .layers import Basis, Layer
 from .options import Options
@@ -96,6 +96,7 @@ class Preconditioner:
         self.uncovered: dict[str, str] = {}
         self.companions: set[Tensor] = set()  # of KFACMuon, what AdamW steps
         self._companion_names: list[str] = []
+        self._by_muon: list[bool | None] = []  # what each group said of it
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
             self.ranks,
@@ -369,6 +370,7 @@ class Preconditioner:
         self._refuse_meta()
         self._follow_schedules(groups)
         self.settle_load(groups)
+        self._follow_groups(groups)
         self._follow_layers()
         tally = self._tally(groups)
         if tally is None:
@@ -472,6 +474,11 @@ class Preconditioner:
                 group[name] = check(group[name] if schedule is None else schedule(self.steps))
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
+
+    def _follow_groups(self, groups: list[Group]) -> None:
+        """Of KFACMuon: a load or its user may have given a group to the other one."""
+        if self.second_order.metric and self._by_muon != [g["use_muon"] for g in groups]:
+            self.rebuild(groups)
 
     def _follow_layers(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
@@ -1045,6 +1052,7 @@ class Preconditioner:
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
         self._group_of = {p: i for p, i in group_of.items() if p not in gone}
+        self._by_muon = [group.get("use_muon") for group in groups]
         named = unwrapped(self.model).named_parameters()
         self._on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
         found = self._covered_by_all(groups)
@@ -1063,7 +1071,7 @@ class Preconditioner:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
-        self._hand_over(groups, found)
+        self._hand_over(groups)
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         for layer in self.statistics.gathered.keys() - set(self.layers.values()):
@@ -1089,10 +1097,18 @@ class Preconditioner:
         self._aim()
 
     def _trained_by_it(self, groups: list[Group]) -> Set[Tensor]:
-        """The parameters that K-FAC is to cover where it can: of KFACMuon, Muon's."""
+        """The parameters that K-FAC is to cover where it can: of KFACMuon, Muon's.
+
+        These are no tables, of which a step sees some rows, unless their group says so.
+        """
         if not self.second_order.metric:
             return self._group_of.keys()
-        return {p for p, i in self._group_of.items() if muon.takes_muon(groups[i], p)}
+        apart = beside_matrices(self.model)
+        return {
+            p
+            for p, i in self._group_of.items()
+            if muon.takes_muon(groups[i], p) and (groups[i]["use_muon"] or p not in apart)
+        }
 
     def _covered_by_all(self, groups: list[Group]) -> Coverage:
         """What is covered, found alike on all ranks; else every rank raises."""
@@ -1177,17 +1193,11 @@ class Preconditioner:
     def _basis_of(self, layer: Layer) -> Basis | None:
         return self.second_order.basis(self.layout, layer)
 
-    def _hand_over(self, groups: list[Group], found: Coverage) -> None:
-        """To AdamW, what is not Muon's: tables, too, unless they were given to Muon by name."""
-        if not self.second_order.metric:
-            return
+    def _hand_over(self, groups: list[Group]) -> None:
+        """To AdamW, what is not Muon's."""
         muons = self._trained_by_it(groups)
         named = unwrapped(self.model).named_parameters()
         rest = {name: p for name, p in named if p in self._group_of and p not in muons}
-        for name, p in found.tables.items():
-            if groups[self._group_of[p]]["use_muon"] is None:
-                rest[name] = p
-                self.uncovered.pop(name, None)
         self.companions = set(rest.values())
         self._companion_names = list(rest)
 

@@ -82,6 +82,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on each rank: their parts are gathered."""
+    parts: Any = tensor
+    return parts.full_tensor() if is_sharded(tensor) else tensor
+
+
+def layout(tensor: Any) -> Any:
+    """What tensors have alike that one operation can take; ``None`` of those that are whole."""
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+
+
+def laid_out(whole: Tensor, like: Any) -> Tensor:
+    """As ``like`` is; every rank has the same ``whole`` and keeps its part."""
+    if not is_sharded(like):
+        return whole
+    mesh = like.device_mesh
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(mesh, like.placements)
+
+
 def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
     """The whole parameter while ``fully_shard`` has it in its module's place, else ``None``."""
     current = module._parameters.get(name)

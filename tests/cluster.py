@@ -286,6 +286,7 @@ def error(actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> float:
     """The largest difference of a tensor, relative to its norm."""
     assert actual.keys() == expected.keys()
     pairs = [(actual[name], expected[name]) for name in expected]
+    assert all(a.isfinite().all() for a, _ in pairs)  # max would pass by what is none
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 

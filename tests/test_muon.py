@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from cluster import Plan, assert_alike, average, batch, build, error, even, micro_batches, network
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run
+from ranks import CAN_SHARD, run
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from training import assert_near, assert_same, values
 
 from kaisa_optim import (
@@ -24,8 +26,11 @@ from kaisa_optim import (
     KFACAdam,
     KFACMuon,
     KFACParamScheduler,
+    Layer,
     Muon,
     algebra,
+    register_layer,
+    with_kfac,
 )
 
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)
@@ -110,6 +115,99 @@ def test_it_has_torchs_arguments():
     assert {k: opt.defaults[k] for k in plain.defaults} == plain.defaults
 
 
+@pytest.mark.parametrize("steps", [5, 6, 15])
+@pytest.mark.parametrize("in_half", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 300), (300, 48)])
+def test_directions_of_low_rank_stay_near_one(shape, in_half, steps):
+    """What rounding leaves of X Xᵀ where X has no part must not grow with every polynomial."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, 4, generator=generator) for n in shape)
+    found = algebra.polar((left @ right.T)[None], None, [POLYNOMIAL] * steps, 1e-7, in_half=in_half)
+    assert torch.linalg.matrix_norm(found, 2) < 1.3
+
+
+def test_it_steps_so_under_autocast():
+    params, others = (weights((48, 48), dtype=torch.float32) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(48, 4, generator=generator) for _ in range(2))
+    for own, autocast in ((params, True), (others, False)):
+        own[0].grad = left @ right.T
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            Muon(own, 0.1).step()
+    assert_same(params, others)
+
+
+def test_many_of_one_shape_are_taken_some_at_a_time(monkeypatch):
+    together, apart = weights(*[(4, 6)] * 5), weights(*[(4, 6)] * 5)
+    for own, at_once in ((together, 1 << 20), (apart, 48)):
+        monkeypatch.setattr(algebra, "_AT_ONCE", at_once)
+        give_gradients(own, 0)
+        Muon(own, 0.1).step()
+    assert_near(together, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_parameters_of_adamw(dtype):
+    """Squares of small gradients are nothing in float16."""
+    ours, theirs = weights((5,), dtype=dtype), weights((5,), dtype=dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in theirs]
+    opt, plain = Muon(ours, 0.01), torch.optim.AdamW(wide, 0.01, weight_decay=0.1)
+    for _ in range(3):
+        ours[0].grad = torch.full((5,), 1e-5, dtype=dtype)
+        wide[0].grad = ours[0].grad.float()
+        opt.step()
+        plain.step()
+    assert_near(ours[0].float(), wide[0].data, 1e-2, 1e-2)
+    assert opt.state[ours[0]]["exp_avg_sq"].dtype == torch.float32
+    opt.load_state_dict(opt.state_dict())
+    ours[0].grad = torch.full((5,), 1e-5, dtype=dtype)
+    opt.step()
+    assert ours[0].isfinite().all()
+
+
+def test_schedules_of_the_momentum_are_muons():
+    plain = network("chain")
+    for model, opt in ((plain, Muon(plain.parameters(), 0.1)), pair("chain")):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
+        before = opt.param_groups[0]["adam_betas"]
+        backward(model, "chain", 0)
+        opt.step()
+        schedule.step()
+        assert opt.param_groups[0]["momentum"] != 0.95
+        assert opt.param_groups[0]["adam_betas"] == before
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_state_of_another_base_loads(base):
+    params, others = weights((3, 4), (4,)), weights((3, 4), (4,))
+    plain, opt = base(params, 0.1), Muon(others, 0.3, momentum=0.8)
+    give_gradients(params, 0)
+    plain.step()
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    (group,) = opt.param_groups
+    assert (group["lr"], group["eps"], group["ns_steps"]) == (0.1, 1e-7, 5)
+    if base is torch.optim.AdamW:
+        assert (group["adam_eps"], group["adam_betas"]) == (1e-8, (0.9, 0.999))
+        assert_same(opt.state[others[1]]["exp_avg"], plain.state[params[1]]["exp_avg"])
+    give_gradients(others, 1)
+    opt.step()
+    assert all(p.isfinite().all() for p in others)
+
+
+@with_torchs
+def test_a_state_of_torchs_muon_leaves_what_it_lacks():
+    params, others = weights((3, 3), (4, 4)), weights((3, 3), (4, 4))
+    plain = torch.optim.Muon([{"params": params[:1]}, {"params": params[1:]}], 0.1)
+    give_gradients(params, 0)
+    plain.step()
+    opt = Muon([{"params": others[:1]}, {"params": others[1:], "use_muon": False}], 0.3)
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert [group["use_muon"] for group in opt.param_groups] == [None, False]
+    give_gradients(others, 1)
+    opt.step()
+    assert opt.state[others[1]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
 @with_torchs
 def test_a_state_of_torchs_muon_goes_on():
     params, others = weights(*SHAPES[:3]), weights(*SHAPES[:3])
@@ -126,11 +224,12 @@ def test_a_state_of_torchs_muon_goes_on():
 
 def test_what_is_no_matrix_takes_adamws_steps():
     ours, theirs = (weights((4,), (), (3, 3), (2, 2)) for _ in range(2))
-    common = {"lr": 0.03, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    common, betas = {"lr": 0.03, "weight_decay": 0.1}, (0.8, 0.9)
     table = {"params": ours[2:3], "use_muon": False, "lr": 0.01}
-    opt = Muon([{"params": [*ours[:2], ours[3]]}, table], adam_eps=1e-4, **common)
+    first = {"params": [*ours[:2], ours[3]]}
+    opt = Muon([first, table], adam_betas=betas, adam_eps=1e-4, **common)
     apart = {"params": theirs[2:3], "lr": 0.01}
-    plain = torch.optim.AdamW([{"params": theirs[:2]}, apart], eps=1e-4, **common)
+    plain = torch.optim.AdamW([{"params": theirs[:2]}, apart], betas=betas, eps=1e-4, **common)
     for step in range(4):
         for params in (ours, theirs):
             give_gradients(params, step)
@@ -181,10 +280,15 @@ def test_a_tensor_lr_is_as_good_as_a_number():
     [
         ({"lr": -1}, "Invalid learning rate: -1"),
         ({"weight_decay": -1}, "Invalid weight_decay: -1"),
-        ({"momentum": 1.0}, r"Invalid momentum: 1.0; it must be in \[0, 1\)"),
-        ({"betas": (0.9, 1.0)}, "Invalid betas"),
+        ({"momentum": 1.0}, r"Invalid momentum: 1.0; it must be a number in \[0, 1\)"),
+        ({"adam_betas": (0.9, 1.0)}, "Invalid adam_betas"),
         ({"ns_coefficients": (1.0, 2.0)}, "Invalid ns_coefficients"),
+        ({"lr": None}, "Invalid learning rate: None"),
+        ({"eps": 0.0}, "Invalid eps: 0.0; it must be a number above 0"),
+        ({"adam_betas": (0.9,)}, "Invalid adam_betas"),
+        ({"nesterov": "no"}, "Invalid nesterov"),
         ({"ns_steps": 0}, "Invalid ns_steps: 0"),
+        ({"ns_steps": 5.0}, "Invalid ns_steps: 5.0"),
         ({"adjust_lr_fn": "matched"}, "Invalid adjust_lr_fn: 'matched'; choose from None"),
         ({"use_muon": "yes"}, "Invalid use_muon: 'yes'"),
         ({"use_muon": True}, r"Invalid use_muon: True for a parameter of shape \(3,\)"),
@@ -280,6 +384,26 @@ def test_in_half_precision_it_is_about_the_same(g, a):
         )
         assert half.dtype == torch.float32
         assert 0 < (whole - half).norm() / whole.norm() < 0.03
+
+
+@pytest.mark.parametrize("in_half", [False, True])
+@pytest.mark.parametrize(("rows", "off"), [(32, 1.5), (1024, 0.02)])
+def test_rounding_stays_small_where_the_metric_is_large(rows, off, in_half):
+    """Of few examples G and M have no part in most directions; there R is largest, and steps of
+    half precision are mostly rounding, but no longer for it. R in half precision is good where
+    there are enough examples."""
+    generator = torch.Generator().manual_seed(0)
+    g, a = (torch.randn(rows, n, generator=generator) for n in (256, 128))
+    momentum, factor = (g.T @ a)[None], (g.T @ g)[None]
+    root = algebra.damped_root(factor.double(), torch.tensor([0.1]).double())
+    polynomials = [POLYNOMIAL] * 5
+    expected = algebra.polar(momentum.double(), root, polynomials, 1e-7, in_half=False)
+    for dtype in (torch.float32, torch.bfloat16) if rows > 256 else (torch.float32,):
+        found = algebra.polar(momentum, root.to(dtype), polynomials, 1e-7, in_half=in_half)
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < (off if in_half else 0.01) * expected.norm()
+        most = torch.linalg.matrix_norm(expected, 2)
+        assert torch.linalg.matrix_norm(found, 2) < 1.3 * most
 
 
 # ---- K-FAC's ----
@@ -413,7 +537,7 @@ def test_a_table_is_muons_where_it_is_given_to_it():
     model = network("tokens")
     rest = [p for n, p in model.named_parameters() if n != "words.weight"]
     groups = [{"params": rest}, {"params": [model.words.weight], "use_muon": True}]
-    with pytest.warns(UserWarning, match="words.weight: a table"):
+    with pytest.warns(UserWarning, match="words.weight: no matrix"):
         opt = KFACMuon(groups, model=model, lr=0.1)
     steps_of(model, opt, range(1))
     assert "momentum_buffer" in opt.state[model.words.weight]
@@ -705,3 +829,224 @@ def test_a_consolidated_state_goes_on_alone():
     for own, optimizer in ((model, opt), (other, fresh)):
         steps_of(own, optimizer, range(4, 8))
     assert_near(other, model, 1e-6, 1e-8)
+
+
+# ---- what Muon's base has to step beside the layers ----
+
+
+def test_a_replaced_head_stays_in_its_group():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    apart = {"params": [model[2].weight], "use_muon": False}
+    rest = [*model[0].parameters(), model[2].bias]
+    opt = KFACMuon([{"params": rest}, apart], model=model, lr=0.01)
+    gone = model[2]
+
+    def steps() -> None:
+        for _ in range(2):
+            opt.zero_grad(set_to_none=False)  # the former one's gradients are zeros, and no None
+            model(torch.randn(8, 5).double()).square().mean().backward()
+            opt.step()
+
+    steps()
+    model[2] = nn.Linear(6, 3).double()
+    opt.add_param_group({"params": list(model[2].parameters())})
+    before = model[2].weight.detach().clone()
+    steps()
+    assert not torch.equal(before, model[2].weight)
+    for p in gone.parameters():
+        assert opt.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} and opt.state[p]["step"] > 2
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(6, 20), nn.LayerNorm((4, 5))
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x).tanh().unflatten(1, (4, 5))).flatten(1))
+
+
+def test_a_norm_of_two_dimensions_is_adamws():
+    torch.manual_seed(0)
+    model = Norms().double()
+    opt = KFACMuon(model, lr=0.01)
+    F.mse_loss(model(torch.randn(9, 6).double()), torch.zeros(9, 3).double()).backward()
+    opt.step()
+    assert set(opt.preconditioner.layers) == {"body", "head"}
+    assert "exp_avg" in opt.state[model.norm.weight]
+
+
+class Words(nn.Module):
+    """Every table that there is: one bag, one tied to the head, one that scales gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.tied = nn.EmbeddingBag(9, 4), nn.Embedding(9, 4)
+        self.scaled = nn.Embedding(9, 4, scale_grad_by_freq=True)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = (self.tied(x) + self.scaled(x)).mean(1)
+        return self.head(self.body(mean + self.bag(x)))
+
+
+def test_tables_are_adamws_whatever_reads_them():
+    torch.manual_seed(0)
+    model = Words().double()
+    opt = KFACMuon(model, lr=0.01)
+    F.cross_entropy(model(torch.arange(12).view(4, 3) % 9), torch.arange(4)).backward()
+    opt.step()
+    assert set(opt.preconditioner.layers) == {"body"}
+    for table in (model.bag, model.tied, model.scaled):
+        assert opt.state[table.weight].keys() >= {"exp_avg"}
+    assert "momentum_buffer" not in opt.state[model.tied.weight]
+
+
+@pytest.mark.parametrize("by_load", [False, True])
+def test_a_group_may_change_hands(by_load):
+    groups = [["middle.0.weight", "head.weight"], ["middle.1.weight"]]
+
+    def made(use_muon: bool | None) -> tuple[nn.Module, Any]:
+        model = network("chain")
+        own = [{"params": [model.get_parameter(n) for n in names]} for names in groups]
+        own[1]["use_muon"] = use_muon
+        return model, KFACMuon(own, model=model, lr=0.01, **EACH)
+
+    model, opt = made(None)
+    steps_of(model, opt, range(2), "chain")
+    assert "middle.1" in opt.preconditioner.layers
+    expected, plain = made(False)
+    if by_load:
+        expected.load_state_dict(model.state_dict())
+        state = plain.state_dict()
+        state["state"] = {}
+        opt.load_state_dict(state)
+        plain.load_state_dict(state)
+    else:
+        opt.param_groups[1]["use_muon"] = False
+    steps_of(model, opt, range(2, 4), "chain")
+    assert set(opt.preconditioner.layers) == {"middle.0", "head"}
+    assert "exp_avg" in opt.state[model.middle[1].weight]
+    if by_load:
+        steps_of(expected, plain, range(2, 4), "chain")
+        assert_near(model, expected)
+
+
+def test_roots_in_half_precision_of_narrow_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 8))
+    opt = KFACMuon(model, lr=0.01, inv_dtype=torch.bfloat16)
+    for _ in range(3):
+        opt.zero_grad()
+        F.cross_entropy(model(torch.randn(64, 30)), torch.randint(8, (64,))).backward()
+        opt.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+class OwnLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+@register_layer(OwnLinear)
+class OwnLinearLayer(Layer):
+    """Its rows of gradients go by the shape of the input."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self.in_shape, self.outputs = (5,), 4
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return x.reshape(1, len(x), -1, 5)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        assert x is not None
+        return grad.reshape(1, len(x), -1, 4)
+
+
+def test_a_kind_of_ones_own_may_read_its_input():
+    model = nn.Sequential(OwnLinear(), nn.Tanh(), nn.Linear(4, 3))
+    opt = KFACMuon(model, lr=0.01)
+    F.cross_entropy(model(torch.randn(8, 5)), torch.arange(8) % 3).backward()
+    opt.step()
+    a, g = opt.preconditioner.factors("0")
+    assert_same(a, torch.ones_like(a))
+    assert g.shape == (1, 4, 4)
+
+
+def test_who_has_no_metric_is_refused():
+    class Own(Muon):
+        pass
+
+    with pytest.raises(ValueError, match="Own, would lose the metric; subclass KFACMuon"):
+        with_kfac(Own)
+    assert with_kfac(Muon) is KFACMuon
+    if hasattr(torch.optim, "Muon"):
+        with pytest.raises(ValueError, match="takes matrices alone; use KFACMuon"):
+            with_kfac(torch.optim.Muon)
+
+
+def test_a_model_without_shapes_is_named():
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
+        KFACMuon(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
+
+
+class Loose(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(rows, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.own
+
+
+class Matrices(nn.Module):
+    """Two of one shape that belong to no layer."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.first, self.second = Loose(rows, columns), Loose(rows, columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x).tanh()
+
+
+def uncovered(dtype: torch.dtype, part: str, cls: Any) -> dict[str, Tensor]:
+    """Trained on the same batches by all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Matrices(6, 9), nn.Linear(9, 3)).to(dtype)
+    if part == "all":
+        fully_shard(model)
+    elif part == "some":
+        fully_shard(model[2].first)
+    kfac = {"model": model, **EACH} if cls is KFACMuon else {}
+    opt = cls(model.parameters(), lr=0.05, adam_eps=1e-2, **kfac)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 5, generator=generator).to(dtype)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+@pytest.mark.parametrize("cls", [Muon, KFACMuon])
+@pytest.mark.parametrize("part", ["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sharded_matrices_of_no_layer_take_the_steps_of_whole_ones(dtype, part, cls):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        expected = uncovered(dtype, "none", cls)
+    for found in run(3, uncovered, dtype, part, cls):
+        assert error(found, expected) < (1e-9 if dtype == torch.float64 else 1e-3)

@@ -91,6 +91,8 @@ class Layer:
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
     without_input = False  # A is the identity, and kept as a diagonal
+    multiplies = True  # its weight is a matrix, or kernel, that multiplies the input
+    reads_input = True  # output_rows, too
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps what it made of its input, and not the input
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
@@ -245,7 +247,7 @@ class Layer:
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
         """Whether the statistics need the module's input to be kept for the backward pass."""
-        return covers[0] and not self.without_input
+        return covers[0] and (self.reads_input or not self.without_input)
 
     def mode(self, output: Tensor) -> Any:
         """What the moments must know of the forward pass that made ``output``, if anything."""
@@ -278,7 +280,7 @@ class Layer:
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
             moment_a = known_a
-        elif covers[0] and x is not None:
+        elif covers[0] and x is not None and not self.without_input:
             moment_a = self._shared_moment(
                 x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )

@@ -31,6 +31,7 @@ class _Spatial(Layer):
 
     divided_by_positions = True
     cast_by_autocast = True
+    reads_input = False
     reads_dense_only = True
 
     def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
