@@ -158,7 +158,7 @@ def _precision(backends: Iterable[Any], value: str) -> Iterator[None]:
 
 
 @functools.cache
-def _amx() -> bool:
+def rounds_on_cpus() -> bool:
     """Whether oneDNN's float32 products may be of bfloat16 ones here, at several times the pace."""
     has = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return hasattr(torch.backends.mkldnn, "matmul") and bool(has())
@@ -328,7 +328,12 @@ def _gram(rows: Tensor, out: Tensor) -> None:
 def _rounds(rows: Tensor) -> bool:
     """Whether a CPU is to take these in rounded products."""
     on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
-    return on_cpu and getattr(_rounding, "allowed", False) and _amx() and not _onednn_is_off()
+    return (
+        on_cpu
+        and getattr(_rounding, "allowed", False)
+        and rounds_on_cpus()
+        and not _onednn_is_off()
+    )
 
 
 def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:

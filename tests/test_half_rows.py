@@ -13,7 +13,7 @@ from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, algebra
 from kaisa_optim.layers import kind_of
 
 HALVES = torch.bfloat16, torch.float16
-has_units = pytest.mark.skipif(not algebra._amx(), reason="the CPU has no AMX")
+has_units = pytest.mark.skipif(not algebra.rounds_on_cpus(), reason="the CPU has no AMX")
 has_settings = pytest.mark.skipif(
     not hasattr(torch.backends.mkldnn, "matmul"), reason="torch has these settings since 2.9"
 )
@@ -76,7 +76,7 @@ def test_oneDNN_that_is_off_does_not_round():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_settings_are_what_they_were(monkeypatch, device, user):
     """Whatever the user's are; float16 has more digits than bfloat16, and no more than TF32."""
-    monkeypatch.setattr(algebra, "_amx", lambda: True)
+    monkeypatch.setattr(algebra, "rounds_on_cpus", lambda: True)
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     x = rows(1, 2000, 50)
     before = settings()
@@ -113,7 +113,7 @@ def test_settings_are_what_they_were(monkeypatch, device, user):
 @has_settings
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_units_products_are_as_ever(monkeypatch, device):
-    monkeypatch.setattr(algebra, "_amx", lambda: False)
+    monkeypatch.setattr(algebra, "rounds_on_cpus", lambda: False)
     x = rows(1, 2000, 50)
     with algebra.rounded_products(device):
         assert not algebra._rounds(x)
@@ -202,7 +202,7 @@ def factors(opt: Any) -> dict[tuple[str, int], Tensor]:
 def test_under_autocast_units_change_nothing(cls, monkeypatch):
     _, opt = train(cls, autocast=True)
     found = factors(opt)
-    monkeypatch.setattr(algebra, "_amx", lambda: False)
+    monkeypatch.setattr(algebra, "rounds_on_cpus", lambda: False)
     _, plain = train(cls, autocast=True)
     for key, expected in factors(plain).items():
         assert off(found[key], expected.double()) < 1e-4
@@ -218,7 +218,7 @@ def test_statistics_dtype_rounds_what_is_gathered(monkeypatch):
     apart = {key: off(factors(opt)[key], f.double()) for key, f in factors(plain).items()}
     assert all(share < 1e-2 for share in apart.values())
     assert apart["body", 0] > 1e-5 and apart["body", 1] > 1e-5
-    monkeypatch.setattr(algebra, "_amx", lambda: False)
+    monkeypatch.setattr(algebra, "rounds_on_cpus", lambda: False)
     _, nowhere = train(KFACSGD, **asked)
     for key, expected in factors(plain).items():
         assert torch.equal(factors(nowhere)[key], expected)

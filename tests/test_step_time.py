@@ -378,3 +378,20 @@ def test_parts_that_a_device_has_not_are_named(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--device", "cuda", "--parts", "steps", "ranks"])
     assert "--device cuda has no part ranks; use --device cpu" in capsys.readouterr().err
+
+
+def test_some_may_be_measured_alone(monkeypatch):
+    asked = []
+
+    def measure(task, names, intervals, settings):
+        asked.append(names)
+        return [steps.Measured(name, 1.0, 1.0, 0.0, peak_mb=0.0) for name in names]
+
+    monkeypatch.setattr(steps, "measure", measure)
+    monkeypatch.setattr(steps, "add_peaks", lambda results, peak_of, times: None)
+    arguments = ["--short", "--parts", "steps", "--tasks", "transformer", "--only"]
+    benchmark.main([*arguments, "KFACSGD, inverse", "kfac-pytorch"])
+    alone = ["SGD", "KFACSGD, inverse"]
+    assert all(names in (alone, [*alone, "kfac-pytorch"]) for names in asked) and asked
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments, "KFACSDG"])

@@ -1,8 +1,8 @@
 """What a K-FAC step costs beside the base optimizer's, and beside peers' steps.
 
     python -m benchmarks.step_time [--short] [--parts steps ranks scaling refresh]
-        [--tasks resnet32 transformer] [--threads N] [--steps N] [--device cpu|cuda]
-        [--out DIRECTORY]
+        [--tasks resnet32 transformer] [--only NAME ...] [--threads N] [--steps N]
+        [--device cpu|cuda] [--out DIRECTORY]
 
 Parts: "steps" compares whole steps, their stages and their memory; "ranks" their growth from one
 rank to several; "scaling" the cost against the number of layers and their width; "refresh" a
@@ -24,6 +24,7 @@ import torch
 from benchmarks.machine import describe
 
 from . import ranks, refresh, scaling, steps
+from .contestants import EVERYONE
 from .report import Settings
 from .tasks import FITTING, TASKS
 
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--short", action="store_true", help="tiny networks, to try it out")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all that the device has")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="of steps and ranks")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(EVERYONE), help="of whole steps, beside SGD"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int, help="of each contestant; two intervals at least")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -61,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.tasks or FITTING[options.device],
         options.ranks,
         options.blocks,
+        options.only,
     )
     where = describe(settings.device, settings.threads)
     print(", ".join(f"{name} {value}" for name, value in where.items()), end="\n\n")

@@ -19,6 +19,7 @@ class Settings:
     tasks: Sequence[str]
     ranks: int
     blocks: int
+    only: Sequence[str] | None = None  # of whole steps, who is measured; None: all
 
     def rounds(self, interval: int) -> int:
         """Intervals to measure: of a single one, nobody knows by how much it was disturbed."""

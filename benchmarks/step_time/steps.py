@@ -57,6 +57,11 @@ def run(settings: Settings) -> Report:
     for name in settings.tasks:
         task = tasks(settings.short)[name]
         makers, absent = contestants(task, settings.device)
+        if settings.only is not None:
+            makers = {
+                name: make for name, make in makers.items() if name in ("SGD", *settings.only)
+            }
+            absent = [name for name in absent if name.startswith(tuple(settings.only))]
         if absent:
             print(f"absent: {', '.join(absent)}")
         for intervals in task.intervals:
@@ -225,8 +230,9 @@ def _peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: s
 
 def table(results: Sequence[Measured]) -> Iterator[str]:
     base = results[0]
+    widest = max(23, *(len(one.name) for one in results))
     yield (
-        f"{'':23} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
+        f"{'':{widest}} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
         f" {'slowest':>8} {'peak MB':>8}"
     )
     for one in results:
@@ -236,11 +242,11 @@ def table(results: Sequence[Measured]) -> Iterator[str]:
         slowest = f"{one.slowest:.2f}" if one.slowest else ""
         memory = "" if one.peak_mb is None else f"{one.peak_mb:+.0f}"
         yield (
-            f"{one.name:23} {one.ms:9.1f} {one.ratio:6.2f} {floor:>6} {added:>8} {beside:>14}"
+            f"{one.name:{widest}} {one.ms:9.1f} {one.ratio:6.2f} {floor:>6} {added:>8} {beside:>14}"
             f" {slowest:>8} {memory:>8}"
         )
         if one.host_syncs is not None:
-            yield f"{'':23} host syncs: {one.host_syncs}"
+            yield f"{'':{widest}} host syncs: {one.host_syncs}"
 
 
 def summary(
