@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _TALL = 32  # rows for each column from which it is saved from half as many colu
 _ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
 _MUCH = 1 << 22
+_LEAST = 64  # rows, and columns, from which units for half precision pay
 _PARTS = 4
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
@@ -122,39 +123,43 @@ def _precise_convolutions(device: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def rounded_products(device: str) -> Iterator[None]:
-    """Second moments of float32 rows may round these, and nothing else, where that is much faster.
-
-    To TF32 on CUDA, to bfloat16 on CPUs with AMX; sums stay in float32. A type of device without
-    such units, and torch before 2.9, multiply as ever.
-    """
-    backends = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)
+def rounding_rows() -> Iterator[None]:
+    """In this thread, :func:`second_moment` may round rows in float32 to bfloat16 first, and CPUs
+    may multiply such rows by oneDNN's own switch, which is the whole process's."""
     former, _rounding.allowed = getattr(_rounding, "allowed", False), True
     try:
-        with _precision(backends if device == "cuda" else (), "tf32"):
-            yield
+        yield
     finally:
         _rounding.allowed = former
-
-
-def products_of(dtype: torch.dtype, device: str) -> AbstractContextManager[None]:
-    """For float32 copies of what ``dtype`` holds: rounded products, where these lose nothing."""
-    exact = dtype == torch.bfloat16 or (dtype == torch.float16 and device == "cuda")
-    return rounded_products(device) if exact else nullcontext()
 
 
 _rounding = threading.local()
 
 
-@contextmanager
-def _precision(backends: Iterable[Any], value: str) -> Iterator[None]:
-    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+def _has_units(dtype: torch.dtype, device: torch.device) -> bool:
+    """For products of half-precision rows with results in float32."""
+    if device.type == "cuda":
+        return _multiplies_into_float32(dtype, device)
+    allowed = device.type == "cpu" and dtype == torch.bfloat16 and _is_rounding()
+    return allowed and rounds_on_cpus() and not _onednn_is_off()
+
+
+def _is_rounding() -> bool:
+    return bool(getattr(_rounding, "allowed", False))
+
+
+def _into_float32(left: Tensor, right: Tensor) -> Tensor:
+    """L R of stacks in half precision, with sums and results in float32."""
+    return torch.bmm(left, right, out_dtype=torch.float32)
+
+
+@functools.cache
+def _multiplies_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    ones = torch.ones(1, 16, 16, dtype=dtype, device=device)
     try:
-        for backend, _ in saved:
-            backend.fp32_precision = value
-        yield
-    finally:
-        _restore(saved)
+        return torch.equal(_into_float32(ones, ones), ones.float() * 16)
+    except (RuntimeError, TypeError):  # before torch 2.8
+        return False
 
 
 @functools.cache
@@ -162,6 +167,31 @@ def rounds_on_cpus() -> bool:
     """Whether oneDNN's float32 products may be of bfloat16 ones here, at several times the pace."""
     has = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return hasattr(torch.backends.mkldnn, "matmul") and bool(has())
+
+
+class _OneDNNRounds:
+    """While any thread is inside, oneDNN rounds what it multiplies, of all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._saved: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> None:
+        onednn: Any = torch.backends.mkldnn
+        with self._lock:
+            if self._inside == 0:
+                self._saved = [(onednn.matmul, onednn.matmul.fp32_precision)]
+                onednn.matmul.fp32_precision = "bf16"
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                _restore(self._saved)
+
+
+_onednn_rounds = _OneDNNRounds()
 
 
 def _restore(saved: list[tuple[Any, str]]) -> None:
@@ -259,28 +289,37 @@ def second_moment(
     """Σ r rᵀ over ``rows`` ``[k, N, n]``, in ``dtype``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
-    in half precision are multiplied by its units, as they are.
+    in half precision are multiplied by units for it, with sums in float32, where there are such.
     """
-    with products_of(rows.dtype, rows.device.type):
-        return _second_moment(rows.to(dtype), diagonal, append_one)
+    _, count, n = rows.shape
+    if not diagonal and dtype == torch.float32 and _is_much(count, n) and min(count, n) >= _LEAST:
+        if _is_rounding() and rows.dtype == dtype and _has_units(torch.bfloat16, rows.device):
+            rows = rows.bfloat16()
+        if rows.dtype != dtype and _has_units(rows.dtype, rows.device):
+            return _moment(rows, append_one)
+    return plain_moment(rows.to(dtype), diagonal=diagonal, append_one=append_one)
 
 
-def _second_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
+def plain_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
+    """The same of rows as they are, in their own precision."""
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
         if append_one:
             moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
         return moment
-    n = rows.shape[2]
     if append_one and rows.numel() <= _FEW:
         rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
-    if not append_one:
-        moment = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[2])
-        _gram(rows, moment)
-        return moment
-    moment = rows.new_empty(rows.shape[0], n + 1, n + 1)
+    return _moment(rows, append_one)
+
+
+def _moment(rows: Tensor, append_one: bool) -> Tensor:
+    """In float32 if the rows are in half precision."""
+    k, count, n = rows.shape
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
     _gram(rows, moment[:, :n, :n])
-    fill_border(moment, rows.sum(1), rows.shape[1])
+    if append_one:
+        fill_border(moment, rows.sum(1, dtype=dtype), count)
     return moment
 
 
@@ -301,16 +340,15 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
-    n = rows.shape[-1]
-    much = rows.shape[1] * n * n >= _MUCH
-    if much and _rounds(rows):
+    in_half = rows.dtype != out.dtype
+    if in_half and not _multiplies_into_float32(rows.dtype, rows.device):
         # In a half to a third of the time, whole and one by one: blocks and batches gain nothing.
-        onednn: Any = torch.backends.mkldnn
-        with _precision([onednn.matmul], "bf16"):
-            for own, result in zip(rows, out, strict=True):
-                result.copy_(own.mT @ own)
+        with _onednn_rounds:
+            for own, result in zip(rows.to(out.dtype), out, strict=True):
+                torch.mm(own.mT, own, out=result)
         return
-    linear = _linear_for(rows) if much and len(rows) == 1 else None
+    n = rows.shape[-1]
+    linear = _linear_for(rows) if len(rows) == 1 and _is_much(rows.shape[1], n) else None
     if linear is not None:
         # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
         rows = rows[0].mT.contiguous().mT[None]
@@ -320,20 +358,15 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         under, here = rows[:, :, start:].mT, rows[:, :, start:stop]
         if linear is not None:
             out[0, start:, start:stop] = linear(under[0], here[0].mT)
+        elif in_half:
+            out[:, start:, start:stop] = _into_float32(under, here)
         else:
             torch.bmm(under, here, out=out[:, start:, start:stop])
         out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
 
 
-def _rounds(rows: Tensor) -> bool:
-    """Whether a CPU is to take these in rounded products."""
-    on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
-    return (
-        on_cpu
-        and getattr(_rounding, "allowed", False)
-        and rounds_on_cpus()
-        and not _onednn_is_off()
-    )
+def _is_much(rows: int, n: int) -> bool:
+    return rows * n * n >= _MUCH
 
 
 def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:

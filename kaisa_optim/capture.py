@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from .algebra import full_precision, rounded_products, without_autocast
+from .algebra import full_precision, rounding_rows, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .saving import UNKNOWN, saving_hooks
@@ -552,7 +552,7 @@ class Capture:
         layer, covers, device = passage.layer, passage.covers, grad.device.type
 
         def moments(known_a: Tensor | None = None) -> Moments:
-            with rounded_products(device) if self.rounds else _NOTHING:
+            with rounding_rows() if self.rounds else _NOTHING:
                 return layer.moments(
                     x,
                     grad,

@@ -59,7 +59,7 @@ class Muon(Optimizer):
 
     Matrices of one shape are stepped together; in bfloat16 where the device is fast at it, else in
     float32 (float64 for float64). Sharded ones are gathered for it, and each rank steps its part.
-    AdamW's moments of half-precision parameters are in float32.
+    Moments of half-precision parameters are in float32.
     """
 
     def __init__(
@@ -101,26 +101,18 @@ class Muon(Optimizer):
             _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for p in group["params"] if group["use_muon"] else ():
-            if not isinstance(p, UninitializedParameter) and p.dim() < 2:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"Invalid use_muon: True for a parameter of shape {tuple(p.shape)}, which is "
-                    "no matrix; leave use_muon out, or give it to a group with use_muon=False"
-                )
+        try:
+            for p in group["params"] if group["use_muon"] else ():
+                _refuse_vector(p)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         present = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
-        # Checkpoints of torch.optim.Muon and of AdamW lack some, and keep what is here.
         for i, group in enumerate(self.param_groups):
-            if "ns_steps" not in group:  # its eps and betas are AdamW's
-                for ours, theirs in (("adam_eps", "eps"), ("adam_betas", "betas")):
-                    if theirs in group:
-                        group[ours] = group.pop(theirs)
-            here = present[i] if i < len(present) else self.defaults
-            for key in _OPTIONS:
-                group.setdefault(key, here[key])
+            _adopt(group, present[i] if i < len(present) else self.defaults)
 
     def takes_muon(self, group: Group, p: Tensor) -> bool:
         """Whether Muon steps a parameter of this group, or AdamW."""
@@ -151,19 +143,20 @@ class Muon(Optimizer):
     def _step_muon(self, group: Group, params: list[Tensor]) -> None:
         places: dict[Any, list[Tensor]] = {}
         for p in params:
+            _refuse_vector(p)
             if p.numel() > 0:
                 rows = p.shape[0]
                 place = p.device, p.dtype, rows, p.numel() // rows, sharding.layout(p)
                 places.setdefault(place, []).append(p)
         for (device, dtype, *_), some in places.items():
             buffers = [self._buffer(p) for p in some]
-            gradients = _gradients(group, some)
+            gradients = [g.to(math_dtype(dtype)) for g in _gradients(group, some)]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = buffers
             if group["nesterov"]:
                 ahead = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
             whole = [sharding.whole(x) for x in ahead]
-            stacked = torch.stack([x.flatten(1) for x in whole]).to(math_dtype(dtype))
+            stacked = torch.stack([x.flatten(1) for x in whole])
             fast = algebra.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not algebra.narrow(stacked)
             with algebra.full_precision(device.type), algebra.without_autocast(device.type):
@@ -173,8 +166,12 @@ class Muon(Optimizer):
 
     def _buffer(self, p: Tensor) -> Tensor:
         state = self.state[p]
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+            state.pop(name, None)  # of a time when it was AdamW's
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        # A load casts it to the parameter's dtype.
+        state["momentum_buffer"] = state["momentum_buffer"].to(math_dtype(p.dtype))
         return cast(Tensor, state["momentum_buffer"])
 
     def _step_adamw(self, group: Group, params: list[Tensor]) -> None:
@@ -218,6 +215,30 @@ def takes_muon(group: Group, p: Tensor) -> bool:
     if isinstance(p, UninitializedParameter):  # it has a shape before it has a gradient
         return True
     return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
+
+
+def _refuse_vector(p: Tensor) -> None:
+    if not isinstance(p, UninitializedParameter) and p.dim() < 2:
+        raise ValueError(
+            f"Invalid use_muon: True for a parameter of shape {tuple(p.shape)}, which is no "
+            "matrix; leave use_muon out, or give it to a group with use_muon=False"
+        )
+
+
+def _adopt(saved: Group, here: Group) -> None:
+    """Complete a checkpoint's group: one of torch.optim.Muon lacks some options, and one without
+    ``ns_steps`` is another optimizer's, whose momentum and eps mean something else."""
+    if "ns_steps" not in saved:
+        given = [(ours, saved[name]) for name, ours in _OF_ADAMW.items() if name in saved]
+        saved.update({key: here[key] for key in _OPTIONS if key not in _OF_ALL})
+        if "betas" in saved:
+            saved.update(given)
+    for key in _OPTIONS:
+        saved.setdefault(key, here[key])
+
+
+_OF_ADAMW = {"eps": "adam_eps", "betas": "adam_betas"}
+_OF_ALL = "weight_decay", "maximize"
 
 
 def _gradients(group: Group, params: Iterable[Tensor]) -> list[Tensor]:
@@ -282,7 +303,7 @@ def _check(options: Group) -> None:
     ):
         raise ValueError(f"Invalid ns_coefficients: {numbers!r}; three numbers are needed")
     steps = options["ns_steps"]
-    if not isinstance(steps, int) or steps not in range(1, 100):
+    if not is_real(steps) or not isinstance(steps, int) or steps not in range(1, 100):
         raise ValueError(f"Invalid ns_steps: {steps!r}; it must be a whole number from 1 to 99")
     for name in ("nesterov", "maximize"):
         check_flag(name, options[name])
@@ -291,7 +312,7 @@ def _check(options: Group) -> None:
             f"Invalid adjust_lr_fn: {options['adjust_lr_fn']!r}; choose from "
             f"{', '.join(map(repr, _ADJUSTMENTS))}"
         )
-    if options["use_muon"] not in (None, True, False):
+    if not any(options["use_muon"] is choice for choice in (None, True, False)):
         raise ValueError(
             f"Invalid use_muon: {options['use_muon']!r}; True for Muon, False for AdamW, None for "
             "Muon where there are two dimensions or more"

@@ -563,7 +563,8 @@ class KFACMixin(Optimizer, Joinable):
             pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
             keys = (*PER_GROUP, "kl_clip_lr")
             loaded["param_groups"] = [
-                {**{key: here[key] for key in keys}, **saved} for saved, here in pairs
+                {**{key: here[key] for key in keys}, **saved, **self._of_its_own(saved, here)}
+                for saved, here in pairs
             ] + loaded["param_groups"][len(self.param_groups) :]
             return loaded
 
@@ -596,6 +597,10 @@ class KFACMixin(Optimizer, Joinable):
                 f"next backward pass on{moments}",
                 stacklevel=2,
             )
+
+    def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+        """What a group keeps in a load, whatever was saved."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_process_group is not None:
@@ -928,6 +933,18 @@ class KFACMuon(KFACMixin, Muon):
     """
 
     _base = Muon
+
+    def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+        """Whose its parameters are, as what is covered follows from it; and, in place of another
+        class's damping, which is no share of G's eigenvalues, its own."""
+        kept = {"use_muon": here["use_muon"]}
+        if saved.get("use_muon", here["use_muon"]) is not here["use_muon"]:
+            warnings.warn(
+                f"the checkpoint has use_muon={saved['use_muon']!r} for a parameter group that was "
+                f"built with {here['use_muon']!r} here, which stays",
+                stacklevel=4,
+            )
+        return kept if "ns_steps" in saved else {**kept, "damping": here["damping"]}
 
     def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
         return super().takes_muon(group, p) and p not in self.preconditioner.companions

@@ -370,7 +370,6 @@ class Preconditioner:
         self._refuse_meta()
         self._follow_schedules(groups)
         self.settle_load(groups)
-        self._follow_groups(groups)
         self._follow_layers()
         tally = self._tally(groups)
         if tally is None:
@@ -474,11 +473,6 @@ class Preconditioner:
                 group[name] = check(group[name] if schedule is None else schedule(self.steps))
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
-
-    def _follow_groups(self, groups: list[Group]) -> None:
-        """Of KFACMuon: a load or its user may have given a group to the other one."""
-        if self.second_order.metric and self._by_muon != [g["use_muon"] for g in groups]:
-            self.rebuild(groups)
 
     def _follow_layers(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
@@ -1026,8 +1020,16 @@ class Preconditioner:
         return values.pop()
 
     def _settings_of_groups(self, groups: list[Group]) -> list[Any]:
-        kind = metric if self.second_order.metric else eigenbasis
-        return [kind.settings(group) for group in groups]
+        if not self.second_order.metric:
+            return [eigenbasis.settings(group) for group in groups]
+        for i, (group, former) in enumerate(zip(groups, self._by_muon, strict=False)):
+            if group["use_muon"] is not former:
+                raise ValueError(
+                    f"Invalid use_muon: {group['use_muon']!r} of parameter group {i}, which was "
+                    f"built with {former!r}; what K-FAC covers follows from it, so build another "
+                    "optimizer, with the state_dict() of this one if that is to go on"
+                )
+        return [metric.settings(group) for group in groups]
 
     def _settings(self, groups: list[Group], of_group: list[Any], layer: Layer) -> Any:
         """How a layer's moments move; its weight and bias must agree on it."""

@@ -291,6 +291,8 @@ def test_a_tensor_lr_is_as_good_as_a_number():
         ({"ns_steps": 5.0}, "Invalid ns_steps: 5.0"),
         ({"adjust_lr_fn": "matched"}, "Invalid adjust_lr_fn: 'matched'; choose from None"),
         ({"use_muon": "yes"}, "Invalid use_muon: 'yes'"),
+        ({"use_muon": 1}, "Invalid use_muon: 1"),
+        ({"ns_steps": True}, "Invalid ns_steps: True"),
         ({"use_muon": True}, r"Invalid use_muon: True for a parameter of shape \(3,\)"),
     ],
 )
@@ -905,34 +907,100 @@ def test_tables_are_adamws_whatever_reads_them():
     assert "momentum_buffer" not in opt.state[model.tied.weight]
 
 
-@pytest.mark.parametrize("by_load", [False, True])
-def test_a_group_may_change_hands(by_load):
-    groups = [["middle.0.weight", "head.weight"], ["middle.1.weight"]]
+def of_two_groups(use_muon: bool | None) -> tuple[nn.Module, Any]:
+    model = network("chain")
+    names = ["middle.0.weight", "head.weight"], ["middle.1.weight"]
+    groups = [{"params": [model.get_parameter(n) for n in some]} for some in names]
+    groups[1]["use_muon"] = use_muon
+    return model, KFACMuon(groups, model=model, lr=0.01, **EACH)
 
-    def made(use_muon: bool | None) -> tuple[nn.Module, Any]:
-        model = network("chain")
-        own = [{"params": [model.get_parameter(n) for n in names]} for names in groups]
-        own[1]["use_muon"] = use_muon
-        return model, KFACMuon(own, model=model, lr=0.01, **EACH)
 
-    model, opt = made(None)
+def test_a_group_stays_with_whom_it_was_built_for():
+    model, opt = of_two_groups(None)
     steps_of(model, opt, range(2), "chain")
-    assert "middle.1" in opt.preconditioner.layers
-    expected, plain = made(False)
-    if by_load:
-        expected.load_state_dict(model.state_dict())
-        state = plain.state_dict()
-        state["state"] = {}
-        opt.load_state_dict(state)
-        plain.load_state_dict(state)
-    else:
+    opt.param_groups[1]["use_muon"] = False
+    with pytest.raises(ValueError, match="Invalid use_muon: False of parameter group 1, which was"):
+        steps_of(model, opt, range(2, 3), "chain")
+    opt.param_groups[1]["use_muon"] = None
+    steps_of(model, opt, range(3, 4), "chain")
+
+
+def of_two_ranks(plan: Any) -> str:
+    model, opt = of_two_groups(None)
+    steps_of(model, opt, range(2), "chain")
+    if dist.get_rank() == 1:
         opt.param_groups[1]["use_muon"] = False
-    steps_of(model, opt, range(2, 4), "chain")
-    assert set(opt.preconditioner.layers) == {"middle.0", "head"}
-    assert "exp_avg" in opt.state[model.middle[1].weight]
-    if by_load:
-        steps_of(expected, plain, range(2, 4), "chain")
-        assert_near(model, expected)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        steps_of(model, opt, range(2, 3), "chain")
+    return str(error.value)
+
+
+def test_ranks_that_differ_in_it_all_say_so():
+    for text in run(2, of_two_ranks, None):
+        assert "use_muon of parameter group 1" in text
+
+
+def test_a_load_leaves_it_as_it_was_built():
+    model, opt = of_two_groups(False)
+    steps_of(model, opt, range(2), "chain")
+    other, fresh = of_two_groups(None)
+    with pytest.warns(UserWarning) as found:
+        fresh.load_state_dict(disk(opt.state_dict()))
+    said = " ".join(str(w.message) for w in found)
+    assert "has use_muon=False for a parameter group that was built with None here" in said
+    assert "holds no K-FAC factors of this kind for 'middle.1'" in said
+    steps_of(other, fresh, range(2, 4), "chain")
+    assert set(fresh.preconditioner.layers) == {"middle.0", "middle.1", "head"}
+    assert "exp_avg" not in fresh.state[other.middle[1].weight]
+
+
+@pytest.mark.parametrize("cls", [KFACAdam, torch.optim.SGD])
+def test_a_load_of_another_class_leaves_what_is_its_own(cls):
+    model = network("chain")
+    plain = cls(model if cls is KFACAdam else model.parameters(), lr=0.3)
+    _, opt = pair("chain", momentum=0.8)
+    state = plain.state_dict()
+    opt.load_state_dict({**state, "state": {}})
+    (group,) = opt.param_groups
+    assert group["lr"] == 0.3
+    assert (group["damping"], group["momentum"], group["nesterov"]) == (0.1, 0.8, True)
+
+
+def test_a_momentum_of_half_precision_parameters():
+    """Of gradients that float16 hardly holds."""
+    ours, theirs = weights((8, 8), dtype=torch.float16), weights((8, 8), dtype=torch.float16)
+    wide = [nn.Parameter(p.detach().float()) for p in theirs]
+    opts = Muon(ours, 0.1), Muon(wide, 0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        ours[0].grad = (3e-7 * torch.randn(8, 8, generator=generator)).half()
+        wide[0].grad = ours[0].grad.float()
+        for opt in opts:
+            opt.step()
+    assert_near(ours[0].float(), wide[0].data, 1e-2, 1e-2)
+
+
+def test_of_its_former_stepper_nothing_stays():
+    params, others = weights((3, 3)), weights((3, 3))
+    plain, opt = torch.optim.AdamW(params, 0.1), Muon(others, 0.1)
+    give_gradients(params, 0)
+    plain.step()
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    give_gradients(others, 1)
+    opt.step()
+    assert opt.state[others[0]].keys() == {"momentum_buffer"}
+    opt.param_groups[0]["use_muon"] = False
+    opt.step()
+    assert opt.state[others[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_vector_that_is_given_to_it_later_is_refused():
+    params = weights((3,))
+    opt = Muon(params, 0.1)
+    give_gradients(params, 0)
+    opt.param_groups[0]["use_muon"] = True
+    with pytest.raises(ValueError, match=r"Invalid use_muon: True for a parameter of shape \(3,\)"):
+        opt.step()
 
 
 def test_roots_in_half_precision_of_narrow_layers():

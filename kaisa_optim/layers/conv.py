@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import bordered, fill_border, products_of, second_moment
+from ..algebra import bordered, fill_border, plain_moment, second_moment
 from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
@@ -159,8 +159,7 @@ class ConvLayer(_Spatial):
             return super().input_moment(
                 x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
             )
-        with products_of(padded.dtype, padded.device.type):
-            moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
+        moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
         if not append_one:
             return moment
         total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
@@ -254,19 +253,19 @@ class ConvTransposeLayer(_Spatial):
         return x.unflatten(1, (self.blocks, -1)).flatten(2)
 
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        n = self.inputs
-        result = x.new_zeros(self.blocks, n + append_one, n + append_one, dtype=dtype)
+        x, n = x.to(dtype), self.inputs
+        result = x.new_zeros(self.blocks, n + append_one, n + append_one)
         moment = result[:, :n, :n].unflatten(2, self.in_shape).unflatten(1, self.in_shape)
         known: dict[_Geometry, Tensor] = {}
         for several in itertools.product(*self._phases_of(x, grad)):
             kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
             geometry = kernel, dilation, pad
             if geometry not in known:  # of kernels as wide as their strides, all phases are alike
-                known[geometry] = _reversed_moment(x, dtype, *geometry, self.blocks)
+                known[geometry] = _reversed_moment(x, *geometry, self.blocks)
             taps = tuple(phase.taps for phase in several)
             moment[(_ALL, _ALL, *taps, _ALL, *taps)] = known[geometry]
         if append_one:
-            total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
+            total = self._sums(x.sum(0, keepdim=True), grad)[0]
             fill_border(result, total, grad[:, 0].numel())
         return result
 
@@ -294,16 +293,15 @@ class ConvTransposeLayer(_Spatial):
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)
 
 
-def _reversed_moment(
-    x: Tensor, dtype: torch.dtype, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int
-) -> Tensor:
+def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
     """Σ u uᵀ over the patches u of a convolution of stride 1, their taps in reverse order:
     ``[groups, C, *kernel, C, *kernel]``.
 
     Of patches: kernels are small here, and what borders leave out is nothing to be taken off again.
     """
     patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
-    moment = second_moment(_rows(patches, groups).flatten(1, 2), dtype, diagonal=False)
+    # Not rounded, as the sums are not that the bias's 1s get.
+    moment = plain_moment(_rows(patches, groups).flatten(1, 2), diagonal=False)
     sides = (-1, *kernel)
     moment = moment.unflatten(2, sides).unflatten(1, sides)
     taps = range(2, 2 + len(kernel))
