@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from cluster import taken_by
 from ranks import fresh, run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from training import assert_near, assert_same
 
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
 
 ROWS = 40  # of a batch, over all ranks: as many for each of 2, 4, 5 or 8
 # A stop after three steps is within both intervals, and half way through the layers' turns.
@@ -30,6 +31,7 @@ OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_
 FAMILY: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9}),
     "adam": (KFACAdam, {"lr": 0.01, "eps": 1e-2}),
+    "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
 }
 SPREADS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -64,7 +66,7 @@ def net(seed: int = 0) -> nn.Sequential:
 def pair(plan: Plan) -> tuple[nn.Sequential, Any]:
     model = net(plan.seed)
     cls, base = FAMILY[plan.optimizer]
-    return model, cls(model, **base, **{**OPTIONS, **plan.options})
+    return model, cls(model, **base, **taken_by(cls, {**OPTIONS, **plan.options}))
 
 
 def part(i: int) -> tuple[Tensor, Tensor]:
@@ -499,6 +501,7 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
         ("sgd", SPREADS[2], SPREADS[2]),
         ("sgd", SPREADS[1], (4, {})),
         ("adam", SPREADS[2], SPREADS[1]),
+        ("muon", SPREADS[2], SPREADS[1]),
     ],
 )
 def test_distributed_checkpoints_load_at_any_ranks(optimizer, before, after, flatten, tmp_path):
@@ -534,9 +537,10 @@ def full_state(plan: Plan, broadcast: bool) -> Any:
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @every_spread
-def test_a_full_state_of_a_consolidated_optimizer(world, spread, broadcast):
-    results = run(world, full_state, Plan("adam", spread), broadcast)
+def test_a_full_state_of_a_consolidated_optimizer(world, spread, optimizer, broadcast):
+    results = run(world, full_state, Plan(optimizer, spread), broadcast)
     for resumed, straight in results:
         assert_same(resumed, straight)
         assert_same(resumed, results[0][0])

@@ -430,9 +430,10 @@ def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_ranks_go_on_from_their_shares(mesh):
-    for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, "adam")):
+def test_ranks_go_on_from_their_shares(mesh, optimizer):
+    for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
         assert_same(resumed, straight)
 
 
@@ -463,11 +464,19 @@ def loads(plan: Plan, how: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize(("before", "after"), [((4,), (2,)), ((2,), (2, 2)), ((2, 2), (4,))])
+@pytest.mark.parametrize(
+    ("before", "after", "optimizer"),
+    [
+        ((4,), (2,), "adam"),
+        ((2,), (2, 2), "adam"),
+        ((2, 2), (4,), "adam"),
+        ((4,), (2,), "muon"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_distributed_checkpoints_of_other_meshes(before, after, flatten, tmp_path):
+def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatten, tmp_path):
     how = {"flatten_optimizer_state_dict": flatten}
-    plans = Plan(before, each, "adam"), Plan(after, some, "adam")
+    plans = Plan(before, each, optimizer), Plan(after, some, optimizer)
     run(plans[0].world, saves, plans[0], how, str(tmp_path / "state"))
     results = run(plans[1].world, loads, plans[1], how, str(tmp_path / "state"))
     alone = train_alone(plans[1])
