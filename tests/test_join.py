@@ -9,19 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cluster import taken_by
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import assert_near, assert_same
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACParamScheduler
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, KFACParamScheduler
 
 ROWS = 3  # of a batch on one rank
 OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-2}
 FAMILY: dict[type[Any], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     KFACAdam: {"lr": 0.01, "eps": 1e-2},
+    KFACMuon: {"lr": 0.02, "adam_eps": 1e-2},
 }
 
 
@@ -46,6 +48,8 @@ def scheduled(opt: Any) -> list[Any]:
     """What only ranks with data move on: after each of their steps."""
     lr = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
     settings = {"damping": 0.9, "kl_clip": 0.7, "inv_update_steps": 0.5}
+    if isinstance(opt, KFACMuon):  # has no such clip
+        del settings["kl_clip"]
     own = {name: lambda epoch, by=by: by**epoch for name, by in settings.items()}
     return [lr, KFACParamScheduler(opt, **own)]
 
@@ -78,7 +82,7 @@ def train(
     """``batches`` are how many each rank has, epoch by epoch."""
     rank = dist.get_rank()
     model = DDP(net())
-    opt = cls(model, **FAMILY[cls], **OPTIONS, **spread)
+    opt = cls(model, **FAMILY[cls], **taken_by(cls, OPTIONS), **spread)
     schedulers = scheduled(opt) if schedule else []
     recorder = Recorder(model, opt)
     for epoch, counts in enumerate(batches):
@@ -108,7 +112,7 @@ def train_alone(
     factors.
     """
     model = net()
-    opt = cls(model, **FAMILY[cls], **OPTIONS)
+    opt = cls(model, **FAMILY[cls], **taken_by(cls, OPTIONS))
     schedulers = scheduled(opt) if schedule else []
     recorder = Recorder(model, opt)
     for epoch, counts in enumerate(batches):
