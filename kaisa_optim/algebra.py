@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -122,32 +121,6 @@ def _precise_convolutions(device: str | None) -> Iterator[None]:
         _restore(saved)
 
 
-@contextmanager
-def rounding_rows() -> Iterator[None]:
-    """In this thread, :func:`second_moment` may round rows in float32 to bfloat16 first, and CPUs
-    may multiply such rows by oneDNN's own switch, which is the whole process's."""
-    former, _rounding.allowed = getattr(_rounding, "allowed", False), True
-    try:
-        yield
-    finally:
-        _rounding.allowed = former
-
-
-_rounding = threading.local()
-
-
-def _has_units(dtype: torch.dtype, device: torch.device) -> bool:
-    """For products of half-precision rows with results in float32."""
-    if device.type == "cuda":
-        return _multiplies_into_float32(dtype, device)
-    allowed = device.type == "cpu" and dtype == torch.bfloat16 and _is_rounding()
-    return allowed and rounds_on_cpus() and not _onednn_is_off()
-
-
-def _is_rounding() -> bool:
-    return bool(getattr(_rounding, "allowed", False))
-
-
 def _into_float32(left: Tensor, right: Tensor) -> Tensor:
     """L R of stacks in half precision, with sums and results in float32."""
     return torch.bmm(left, right, out_dtype=torch.float32)
@@ -160,38 +133,6 @@ def _multiplies_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
         return torch.equal(_into_float32(ones, ones), ones.float() * 16)
     except (RuntimeError, TypeError):  # before torch 2.8
         return False
-
-
-@functools.cache
-def rounds_on_cpus() -> bool:
-    """Whether oneDNN's float32 products may be of bfloat16 ones here, at several times the pace."""
-    has = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return hasattr(torch.backends.mkldnn, "matmul") and bool(has())
-
-
-class _OneDNNRounds:
-    """While any thread is inside, oneDNN rounds what it multiplies, of all threads."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._saved: list[tuple[Any, str]] = []
-
-    def __enter__(self) -> None:
-        onednn: Any = torch.backends.mkldnn
-        with self._lock:
-            if self._inside == 0:
-                self._saved = [(onednn.matmul, onednn.matmul.fp32_precision)]
-                onednn.matmul.fp32_precision = "bf16"
-            self._inside += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                _restore(self._saved)
-
-
-_onednn_rounds = _OneDNNRounds()
 
 
 def _restore(saved: list[tuple[Any, str]]) -> None:
@@ -291,16 +232,19 @@ def second_moment(
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
     in half precision are multiplied by units for it, with sums in float32, where there are such.
     """
+    if not diagonal and dtype == torch.float32 and _takes_halves(rows):
+        return _moment(rows, append_one)
+    return _plain_moment(rows.to(dtype), diagonal, append_one)
+
+
+def _takes_halves(rows: Tensor) -> bool:
     _, count, n = rows.shape
-    if not diagonal and dtype == torch.float32 and _is_much(count, n) and min(count, n) >= _LEAST:
-        if _is_rounding() and rows.dtype == dtype and _has_units(torch.bfloat16, rows.device):
-            rows = rows.bfloat16()
-        if rows.dtype != dtype and _has_units(rows.dtype, rows.device):
-            return _moment(rows, append_one)
-    return plain_moment(rows.to(dtype), diagonal=diagonal, append_one=append_one)
+    if rows.dtype not in (torch.bfloat16, torch.float16) or min(count, n) < _LEAST:
+        return False
+    return _is_much(count, n) and _multiplies_into_float32(rows.dtype, rows.device)
 
 
-def plain_moment(rows: Tensor, *, diagonal: bool, append_one: bool = False) -> Tensor:
+def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
     """The same of rows as they are, in their own precision."""
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
@@ -341,12 +285,6 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
     in_half = rows.dtype != out.dtype
-    if in_half and not _multiplies_into_float32(rows.dtype, rows.device):
-        # In a half to a third of the time, whole and one by one: blocks and batches gain nothing.
-        with _onednn_rounds:
-            for own, result in zip(rows.to(out.dtype), out, strict=True):
-                torch.mm(own.mT, own, out=result)
-        return
     n = rows.shape[-1]
     linear = _linear_for(rows) if len(rows) == 1 and _is_much(rows.shape[1], n) else None
     if linear is not None:

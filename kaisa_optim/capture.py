@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from .algebra import full_precision, rounding_rows, without_autocast
+from .algebra import full_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .saving import UNKNOWN, saving_hooks
@@ -257,7 +257,6 @@ class Capture:
         drop: Callable[[Layer], None],
         *,
         reduce: bool,
-        rounds: bool = False,
         keep_errors: bool = False,
         basis_of: Callable[[Layer], Basis | None] | None = None,
     ) -> None:
@@ -269,7 +268,6 @@ class Capture:
         self.wanted = frozenset(layers)  # those whose turn it is to gather statistics
         self.missing = set(layers)  # those that have none
         self.reduce = reduce
-        self.rounds = rounds  # whether moments may round what they multiply
         self.sample: Sample | None = None  # of the rows of a pass; None: all
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
@@ -552,18 +550,17 @@ class Capture:
         layer, covers, device = passage.layer, passage.covers, grad.device.type
 
         def moments(known_a: Tensor | None = None) -> Moments:
-            with rounding_rows() if self.rounds else _NOTHING:
-                return layer.moments(
-                    x,
-                    grad,
-                    covers,
-                    reduce=self.reduce,
-                    dtype=torch.promote_types(passage.own.dtype, torch.float32),
-                    blocks=call.blocks,
-                    mode=call.mode,
-                    known_a=known_a,
-                    part=call.part,
-                )
+            return layer.moments(
+                x,
+                grad,
+                covers,
+                reduce=self.reduce,
+                dtype=torch.promote_types(passage.own.dtype, torch.float32),
+                blocks=call.blocks,
+                mode=call.mode,
+                known_a=known_a,
+                part=call.part,
+            )
 
         with self._lock, torch.no_grad(), full_precision(device), without_autocast(device):
             if drawing is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .algebra import plain_moment
+from .algebra import second_moment
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
@@ -219,8 +219,8 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
     From 0 on, the last dimension's next to each other; the others are mirror images of these.
     """
     if not kernel:
-        # Not rounded, as the sums that it is taken off again are not.
-        return plain_moment(x.unflatten(1, (groups, -1)).transpose(0, 1), diagonal=False)[:, None]
+        rows = x.unflatten(1, (groups, -1)).transpose(0, 1)
+        return second_moment(rows, x.dtype, diagonal=False)[:, None]
     if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
         return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
     total: Tensor | None = None

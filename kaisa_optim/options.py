@@ -268,7 +268,6 @@ class Options:
     basis_tolerance: float | None = None
     truncation: float = 0.0
     statistics_fraction: Number = 1.0
-    statistics_dtype: torch.dtype | None = None
     eigenvalue_correction: bool | str = False
     grafting: bool = False
     warmup_steps: int = 0
@@ -353,11 +352,6 @@ class Options:
             raise ValueError(
                 f"Invalid comm_dtype: {self.comm_dtype!r}; it must be torch.bfloat16, "
                 "torch.float16, or None for the data's own dtype"
-            )
-        if self.statistics_dtype not in (None, torch.bfloat16):
-            raise ValueError(
-                f"Invalid statistics_dtype: {self.statistics_dtype!r}; it must be torch.bfloat16, "
-                "or None for what activations and gradients are in"
             )
         if not is_real(self.bucket_cap_mb) or not 0 < self.bucket_cap_mb < math.inf:
             raise ValueError(

@@ -1087,7 +1087,6 @@ class Preconditioner:
             self.statistics.add,
             self.statistics.drop,
             reduce=self.options.weight_sharing == "reduce",
-            rounds=self.options.statistics_dtype is not None,
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
             basis_of=self._basis_of if self.options.correction == "examples" else None,

@@ -70,7 +70,6 @@ OPTIONS = [
     ("early_refreshes", [5, "5", (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),
     ("factor_dtype", [torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
     ("inv_dtype", [torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
-    ("statistics_dtype", [torch.float16, "bfloat16", 16], "torch.bfloat16, or None for what"),
     ("grad_scaler", ["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -14,10 +13,6 @@ from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, algebra
 from kaisa_optim.layers import kind_of
 
 HALVES = torch.bfloat16, torch.float16
-has_units = pytest.mark.skipif(not algebra.rounds_on_cpus(), reason="the CPU has no AMX")
-has_settings = pytest.mark.skipif(
-    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch has these settings since 2.9"
-)
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -29,11 +24,6 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def off(found: Tensor, expected: Tensor) -> float:
     """By how much of its norm."""
     return float((found.double() - expected).norm() / expected.norm())
-
-
-def setting() -> str:
-    onednn: Any = torch.backends.mkldnn
-    return str(onednn.matmul.fp32_precision)
 
 
 # ---- products ----
@@ -62,7 +52,6 @@ def emulated(monkeypatch: Any) -> list[Any]:
         return left.float() @ right.float()
 
     monkeypatch.setattr(algebra, "_into_float32", product)
-    monkeypatch.setattr(algebra, "_has_units", lambda dtype, device: True)
     monkeypatch.setattr(algebra, "_multiplies_into_float32", lambda dtype, device: True)
     return asked
 
@@ -86,80 +75,6 @@ def test_a_device_that_multiplies_halves_into_float32(count, n, dtype, append_on
 
 def test_there_is_none_on_cpus():
     assert not algebra._multiplies_into_float32(torch.bfloat16, torch.device("cpu"))
-
-
-@has_units
-@pytest.mark.parametrize("append_one", [False, True])
-@pytest.mark.parametrize("shape", [(1, 700, 90), (3, 900, 300)])
-def test_what_is_rounded_is_what_is_multiplied_alone(shape, append_one):
-    x = rows(*shape)
-    with algebra.rounding_rows():
-        found = algebra.second_moment(x, torch.float32, diagonal=False, append_one=append_one)
-    ones = torch.ones(*shape[:2], append_one).double()
-    rounded, exact = (torch.cat([t.double(), ones], 2) for t in (x.bfloat16(), x))
-    assert off(found, rounded.mT @ rounded) < 1e-6 < off(found, exact.mT @ exact)
-    assert torch.equal(found, found.mT)
-    assert (
-        off(algebra.second_moment(x, torch.float32, diagonal=False), x.double().mT @ x.double())
-        < 1e-6
-    )
-
-
-@has_units
-def test_what_is_rounded_is_positive():
-    """The 1s of a bias see the sums of the rows as they are multiplied."""
-    layer, x = nn.Linear(128, 64), 1.003 + 1e-3 * rows(2048, 128)
-    opt = KFACSGD(nn.Sequential(layer), lr=0.1, statistics_dtype=torch.bfloat16)
-    layer(x).square().mean().backward()
-    opt.step()
-    a, _ = opt.preconditioner.factors("0")
-    values = torch.linalg.eigvalsh(a.double())
-    assert values.min() > -1e-6 * values.max()
-
-
-@has_units
-def test_oneDNN_that_is_off_does_not_round():
-    x = rows(1, 900, 300)
-    with torch.backends.mkldnn.flags(enabled=False), algebra.rounding_rows():
-        found = algebra.second_moment(x, torch.float32, diagonal=False)
-    assert off(found, x.double().mT @ x.double()) < 1e-6
-
-
-@has_settings
-@pytest.mark.parametrize("user", ["none", "ieee", "tf32", "bf16"])
-def test_oneDNNs_setting_is_what_it_was(user, monkeypatch):
-    """Whoever is in, in whatever order they leave, and with whatever error."""
-    onednn: Any = torch.backends.mkldnn
-    before = [(onednn.matmul, setting())]
-    inside, leave = threading.Barrier(2), threading.Event()
-
-    def other() -> None:
-        with algebra._onednn_rounds:
-            inside.wait()
-            leave.wait()
-
-    try:
-        onednn.matmul.fp32_precision = user
-        thread = threading.Thread(target=other)
-        with pytest.raises(KeyError), algebra._onednn_rounds:
-            thread.start()
-            inside.wait()
-            raise KeyError
-        assert setting() == "bf16"  # the other one's
-        leave.set()
-        thread.join()
-        assert setting() == user
-    finally:
-        leave.set()
-        algebra._restore(before)
-    assert setting() == before[0][1]
-
-
-@has_settings
-def test_nothing_of_the_process_changes_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(algebra, "_onednn_rounds", None)  # which can't be entered
-    train(KFACSGD, autocast=True)
-    train(KFACSGD)
 
 
 # ---- layers ----
@@ -251,40 +166,3 @@ def test_under_autocast_units_change_nothing(cls, monkeypatch):
     assert asked
     for key, expected in factors(plain).items():
         assert off(factors(opt)[key], expected.double()) < 1e-4
-
-
-@has_units
-def test_statistics_dtype_rounds_what_is_gathered(monkeypatch):
-    """And does not where there are no units for it."""
-    monkeypatch.setattr(algebra, "_MUCH", 1)
-    monkeypatch.setattr(algebra, "_LEAST", 1)
-    asked = {"statistics_dtype": torch.bfloat16}
-    _, opt = train(KFACSGD, **asked)
-    _, plain = train(KFACSGD)
-    apart = {key: off(factors(opt)[key], f.double()) for key, f in factors(plain).items()}
-    assert all(share < 1e-2 for share in apart.values())
-    # A of the convolution is a sum of others, which are taken off again: it is not rounded.
-    assert {key for key, share in apart.items() if share > 1e-5} == {
-        ("image", 1), ("body", 0), ("body", 1), ("head", 0), ("head", 1)
-    }  # fmt: skip
-    monkeypatch.setattr(algebra, "rounds_on_cpus", lambda: False)
-    _, nowhere = train(KFACSGD, **asked)
-    for key, expected in factors(plain).items():
-        assert torch.equal(factors(nowhere)[key], expected)
-
-
-def test_gradients_and_what_is_made_of_them_stay_precise(monkeypatch):
-    """Moments alone are taken in rounded products."""
-    inside: list[int] = []
-    real = algebra.rounding_rows
-
-    def watched() -> Any:
-        inside.append(1)
-        return real()
-
-    monkeypatch.setattr("kaisa_optim.capture.rounding_rows", watched)
-    _, opt = train(KFACSGD, statistics_dtype=torch.bfloat16)
-    assert len(inside) == 6 * len(opt.preconditioner.layers)
-    inside.clear()
-    train(KFACSGD)
-    assert not inside and not algebra._is_rounding()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.algebra import multiplies_in_half, rounds_on_cpus
+from kaisa_optim.algebra import multiplies_in_half
 
 from .tasks import Task
 
@@ -215,16 +215,6 @@ OURS = {
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
 }
-ROWS = {"statistics_dtype": torch.bfloat16}
-# Where the device is faster so.
-ROUNDED = {
-    "KFACSGD, rows rounded": ours(**ROWS),
-    "KFACSGD, rows rounded, truncated, bases followed": ours(
-        **ROWS, truncation=TRUNCATION, basis_tolerance=TOLERANCE
-    ),
-    "KFACSGD, rows rounded, inverse": ours(**ROWS, compute_method="inverse"),
-    "KFACSGD, rows rounded" + BRAIN: ours(**ROWS, inv_dtype=torch.bfloat16),
-}
 # Statistics from some of the rows.
 HALF = {"KFACSGD, half": ours(statistics_fraction=0.5)}
 QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}
@@ -234,7 +224,7 @@ PEERS = {
     "SOAP": soap,
     "Muon": muon,
 }
-EVERYONE = {**OURS, **ROUNDED, **HALF, **QUARTER, **PEERS}
+EVERYONE = {**OURS, **HALF, **QUARTER, **PEERS}
 NEEDS = {PAPERS: "kfac", PAPERS + BRAIN: "kfac", "SOAP": "pytorch_optimizer"}
 WITHOUT = " (this device has no instructions for bfloat16)"
 
@@ -243,10 +233,6 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     """Those that can run on this machine, the base first, and who is absent, with the reason."""
     found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
     absent = []
-    if device == "cuda" or rounds_on_cpus():
-        found |= ROUNDED
-    else:
-        absent += [f"{name} (this device is no faster so)" for name in ROUNDED]
     if not multiplies_in_half(torch.bfloat16, torch.empty(0, device=device)):
         # Ours would only store it, and the papers' be multiplied bit by bit.
         del found["KFACSGD" + BRAIN]

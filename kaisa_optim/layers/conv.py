@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import bordered, fill_border, plain_moment, second_moment
+from ..algebra import bordered, fill_border, second_moment
 from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
@@ -300,8 +300,7 @@ def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, grou
     Of patches: kernels are small here, and what borders leave out is nothing to be taken off again.
     """
     patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
-    # Not rounded, as the sums are not that the bias's 1s get.
-    moment = plain_moment(_rows(patches, groups).flatten(1, 2), diagonal=False)
+    moment = second_moment(_rows(patches, groups).flatten(1, 2), x.dtype, diagonal=False)
     sides = (-1, *kernel)
     moment = moment.unflatten(2, sides).unflatten(1, sides)
     taps = range(2, 2 + len(kernel))
