@@ -878,11 +878,6 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
             f"Invalid base: a subclass of Muon, {base.__name__}, would lose the metric; subclass "
             "KFACMuon instead"
         )
-    if issubclass(base, getattr(torch.optim, "Muon", ())):
-        raise ValueError(
-            "Invalid base: torch.optim.Muon takes matrices alone; use KFACMuon, which has its "
-            "arguments and takes all of a model"
-        )
     if base not in _FAMILY:
         members = {"_base": base, "__reduce__": _reduce, "__doc__": f"{base.__name__} with K-FAC."}
         _sign(type(f"KFAC{base.__name__}", (KFACMixin, base), members))
