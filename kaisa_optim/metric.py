@@ -11,12 +11,14 @@ The momentum is kept where gradients are preconditioned, for all layers of one s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import muon
+from .coverage import beside_matrices
 from .stacks import Specs
 
 DAMPING = 0.1  # λ, of the mean eigenvalue
@@ -40,6 +42,9 @@ WITHOUT = (
 )
 
 
+Group = dict[str, Any]
+
+
 class Settings(NamedTuple):
     """How a layer's momentum moves, and what is made of it."""
 
@@ -48,8 +53,36 @@ class Settings(NamedTuple):
     direction: muon.Settings
 
 
-def settings(group: dict[str, Any]) -> Settings:
+def settings(group: Group) -> Settings:
     return Settings(group["momentum"], group["nesterov"], muon.settings(group))
+
+
+def matrices(group_of: Mapping[Tensor, Group], model: nn.Module) -> set[Tensor]:
+    """The parameters whose momentum is to be made orthogonal; AdamW takes the rest.
+
+    Tables, of which a step sees some rows, and norms are none, unless their group says so.
+    """
+    apart = beside_matrices(model)
+    return {
+        p
+        for p, group in group_of.items()
+        if muon.takes_muon(group, p) and (group["use_muon"] or p not in apart)
+    }
+
+
+def choices(groups: Iterable[Group]) -> list[bool | None]:
+    """What groups say of whose their parameters are."""
+    return [group["use_muon"] for group in groups]
+
+
+def refuse_changes(groups: Iterable[Group], former: Sequence[bool | None]) -> None:
+    for i, (now, before) in enumerate(zip(choices(groups), former, strict=False)):
+        if now is not before:
+            raise ValueError(
+                f"Invalid use_muon: {now!r} of parameter group {i}, which was built with "
+                f"{before!r}; what K-FAC covers follows from it, so build another optimizer, with "
+                "the state_dict() of this one if that is to go on"
+            )
 
 
 def specs(count: int, g: int, a: int, dtype: torch.dtype) -> Specs:

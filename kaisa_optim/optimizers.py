@@ -940,7 +940,7 @@ class KFACMuon(KFACMixin, Muon):
         return kept if "ns_steps" in saved else {**kept, "damping": here["damping"]}
 
     def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
-        return super().takes_muon(group, p) and p not in self.preconditioner.companions
+        return super().takes_muon(group, p) and p not in self.preconditioner.left
 
 
 @_sign

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import agreement, correction, eigenbasis, fisher, gradients, metric, muon, sharding
+from . import agreement, correction, eigenbasis, fisher, gradients, metric, sharding
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
@@ -24,7 +24,7 @@ from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
-from .coverage import Coverage, beside_matrices, cover, refuse_flattened, unwrapped
+from .coverage import Coverage, cover, refuse_flattened, unwrapped
 from .gradients import Members, Places, Preconditioned
 from .layers import Basis, Layer
 from .options import Options
@@ -94,9 +94,8 @@ class Preconditioner:
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
-        self.companions: set[Tensor] = set()  # of KFACMuon, what AdamW steps
-        self._companion_names: list[str] = []
-        self._by_muon: list[bool | None] = []  # what each group said of it
+        self.left: dict[Tensor, str] = {}  # what it was told not to cover, and its name
+        self._choices: list[Any] = []  # what groups said of that
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
             self.ranks,
@@ -1022,13 +1021,7 @@ class Preconditioner:
     def _settings_of_groups(self, groups: list[Group]) -> list[Any]:
         if not self.second_order.metric:
             return [eigenbasis.settings(group) for group in groups]
-        for i, (group, former) in enumerate(zip(groups, self._by_muon, strict=False)):
-            if group["use_muon"] is not former:
-                raise ValueError(
-                    f"Invalid use_muon: {group['use_muon']!r} of parameter group {i}, which was "
-                    f"built with {former!r}; what K-FAC covers follows from it, so build another "
-                    "optimizer, with the state_dict() of this one if that is to go on"
-                )
+        metric.refuse_changes(groups, self._choices)
         return [metric.settings(group) for group in groups]
 
     def _settings(self, groups: list[Group], of_group: list[Any], layer: Layer) -> Any:
@@ -1054,7 +1047,8 @@ class Preconditioner:
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
         self._group_of = {p: i for p, i in group_of.items() if p not in gone}
-        self._by_muon = [group.get("use_muon") for group in groups]
+        if self.second_order.metric:
+            self._choices = metric.choices(groups)
         named = unwrapped(self.model).named_parameters()
         self._on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
         found = self._covered_by_all(groups)
@@ -1073,7 +1067,7 @@ class Preconditioner:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
-        self._hand_over(groups)
+        self.left = self._left(groups)
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         for layer in self.statistics.gathered.keys() - set(self.layers.values()):
@@ -1097,19 +1091,11 @@ class Preconditioner:
         self.lay_out()
         self._aim()
 
-    def _trained_by_it(self, groups: list[Group]) -> Set[Tensor]:
-        """The parameters that K-FAC is to cover where it can: of KFACMuon, Muon's.
-
-        These are no tables, of which a step sees some rows, unless their group says so.
-        """
+    def _to_cover(self, groups: list[Group]) -> Set[Tensor]:
+        """The parameters that K-FAC is to cover where it can."""
         if not self.second_order.metric:
             return self._group_of.keys()
-        apart = beside_matrices(self.model)
-        return {
-            p
-            for p, i in self._group_of.items()
-            if muon.takes_muon(groups[i], p) and (groups[i]["use_muon"] or p not in apart)
-        }
+        return metric.matrices({p: groups[i] for p, i in self._group_of.items()}, self.model)
 
     def _covered_by_all(self, groups: list[Group]) -> Coverage:
         """What is covered, found alike on all ranks; else every rank raises."""
@@ -1120,7 +1106,7 @@ class Preconditioner:
             of_group = self._settings_of_groups(groups) if self.second_order.moments else []
             found = cover(
                 unwrapped(self.model),
-                self._trained_by_it(groups),
+                self._to_cover(groups),
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
                 papers_only=self.options.papers,
@@ -1194,13 +1180,9 @@ class Preconditioner:
     def _basis_of(self, layer: Layer) -> Basis | None:
         return self.second_order.basis(self.layout, layer)
 
-    def _hand_over(self, groups: list[Group]) -> None:
-        """To AdamW, what is not Muon's."""
-        muons = self._trained_by_it(groups)
-        named = unwrapped(self.model).named_parameters()
-        rest = {name: p for name, p in named if p in self._group_of and p not in muons}
-        self.companions = set(rest.values())
-        self._companion_names = list(rest)
+    def _left(self, groups: list[Group]) -> dict[Tensor, str]:
+        rest = self._group_of.keys() - self._to_cover(groups)
+        return {p: name for name, p in unwrapped(self.model).named_parameters() if p in rest}
 
     def _detach(self) -> None:
         if self._capture is not None:
@@ -1403,7 +1385,7 @@ class Preconditioner:
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),
             ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),
-            ("AdamW", self._companion_names),
+            ("AdamW", list(self.left.values())),
             ("skipped", [f"{name}: matches {why!r}" for name, why in self.skipped.items()]),
         ):
             if entries:
