@@ -240,7 +240,7 @@ def _check_options(optimizer: KFACMixin) -> None:
     if optimizer.has_schedule("damping"):
         wrong, why = "a callable damping", "it would be overwritten: give the optimizer a number"
     elif options.moments == "metric":
-        wrong, why = "KFACMuon", "its damping is no length of a step: leave it out"
+        wrong, why = "KFACMuon", "its damping is a share of G's eigenvalues: leave it out"
     elif options.moments == "eigenbasis":
         wrong, why = 'moments="eigenbasis"', 'it uses no damping: take moments="parameters"'
     elif options.compute_method != "eigen" or options.compute_eigenvalue_outer_product:

@@ -98,6 +98,11 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
+            if "betas" in param_group:
+                raise ValueError(
+                    f"Invalid betas: {param_group['betas']!r} in a parameter group, which nobody "
+                    "would read; AdamW's are called adam_betas here, and its eps adam_eps"
+                )
             _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -674,7 +674,7 @@ def _level_of_caller() -> int:
 def _callers(depth: int = 1) -> Iterator[FrameType]:
     """From the function that asks on, as long as they are torch's or ours."""
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_globals["__name__"].split(".")[0] in (
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
         "torch",
         "kaisa_optim",
     ):
@@ -920,9 +920,12 @@ class KFACMuon(KFACMixin, Muon):
     """:class:`Muon` with K-FAC inside: what it makes orthogonal is so in the metric of G.
 
     Of a momentum M of a covered matrix or kernel it takes the step L polar(L M),
-    L = (G / ḡ + λI)^-½, with ḡ G's mean eigenvalue and λ the ``damping``. AdamW takes embeddings,
-    norms, what has fewer than two dimensions, and groups with ``use_muon=False``; matrices that
-    K-FAC does not cover take Muon's own step.
+    L = (G / ḡ + λI)^-½, with ḡ G's mean eigenvalue and λ the ``damping``:
+    ``KFACMuon([{"params": inner}, {"params": ends, "use_muon": False, "lr": 3e-3}], lr=0.02,
+    model=model)``. Arguments are Muon's, then K-FAC's but for those that need bases.
+
+    AdamW takes embeddings, norms, what has fewer than two dimensions, and groups with
+    ``use_muon=False``; matrices that K-FAC does not cover take Muon's own step.
     """
 
     _base = Muon

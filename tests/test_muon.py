@@ -305,6 +305,28 @@ def test_bad_options_are_named(options, words):
     assert len(opt.param_groups) == 1
 
 
+def test_adamws_own_names_in_a_group_are_refused():
+    """As other packages' groups have them."""
+    group = {"params": weights((3,)), "use_muon": False, "betas": (0.9, 0.95)}
+    with pytest.raises(ValueError, match=r"Invalid betas: .* are called adam_betas here"):
+        Muon([group], 0.1)
+
+
+def test_it_steps_in_code_without_a_name():
+    """As some embedded interpreters run it."""
+    code = """
+import torch
+from kaisa_optim import KFACMuon
+model = torch.nn.Linear(4, 3)
+opt = KFACMuon(model, lr=0.1)
+model(torch.ones(2, 4)).square().sum().backward()
+opt.preconditioner.kl_clip = 0.5  # which a warning names, with its caller
+opt.step()
+"""
+    with pytest.warns(UserWarning, match="kl_clip 0.5: of no use"):
+        exec(code, {})
+
+
 def test_sparse_and_complex_are_refused():
     (p,) = weights((3, 3))
     p.grad = torch.eye(3, dtype=torch.float64).to_sparse()

@@ -401,7 +401,7 @@ class Layer:
 
     def __repr__(self) -> str:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
-        a = f"left out, {self.a_dim}" if self.without_input else a
+        a = "left out" if self.without_input else a
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", {self.blocks} blocks" if self.blocks > 1 else ""
         return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
