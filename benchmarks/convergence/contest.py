@@ -214,7 +214,7 @@ def plot(path: Path, about: str, final: dict[str, list[Run]]) -> None:
                 [p[column] for p in points],
                 [p[2] for p in points],
                 label=label,
-                color=f"C{i}",
+                color=plt.colormaps["tab20"](i % 20),
                 ls="-" if label.startswith("KFAC") else "--",
             )
     for axis, text in zip(axes, ("steps", "seconds"), strict=True):
