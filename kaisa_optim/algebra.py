@@ -29,8 +29,8 @@ _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
 _TURNS = 8  # until each of the others has been looked at
 _ROUNDS = 2  # of rotations among those that lead
-# Those that one after the other take all singular values from 0.02
-# to 1 to about 1 (0.9 to 1.1): each is the nearest to 1 on where the last one leaves them, as in
+# Those that one after the other take all singular values from 0.02 to 1 to about 1 (0.9 to 1.1):
+# each is the nearest to 1 on where the last one leaves them, as in
 # Polar Express (Amsel et al., 2025). Muon's five, all alike, come to 0.7 to 1.14.
 _TOWARDS_ONE = (
     (7.7110, -22.1138, 16.2488),

@@ -203,8 +203,6 @@ def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
 def _move(
     optimizer: Optimizer, group: Group, params: list[Tensor], directions: list[Tensor]
 ) -> None:
-    if isinstance(optimizer, muon.Muon):
-        return muon.descend(group, params, directions)
     lr, decay, decoupled = group["lr"], group["weight_decay"], _decoupled(optimizer, group)
     if isinstance(optimizer, LAMB):
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
@@ -213,12 +211,7 @@ def _move(
         if wide[0] is not params[0]:
             torch._foreach_copy_(params, wide)
         return
-    if isinstance(lr, Tensor):
-        lr = lr.to(params[0].device, params[0].dtype).reshape(())
-        torch._foreach_mul_(directions, lr)
-    if decay != 0 and decoupled:
-        torch._foreach_mul_(params, 1 - lr * decay)
-    torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
+    muon.descend(params, directions, lr, decay if decoupled else 0.0)
 
 
 def _decoupled(optimizer: Optimizer, group: Group) -> bool:

@@ -167,13 +167,14 @@ class Muon(Optimizer):
             with algebra.full_precision(device.type), algebra.without_autocast(device.type):
                 found = orthogonal(stacked, None, settings(group), in_half).to(dtype)
             matrices = (x.view(p.shape) for x, p in zip(found, some, strict=True))
-            descend(group, some, [sharding.laid_out(x, some[0]) for x in matrices])
+            directions = [sharding.laid_out(x, some[0]) for x in matrices]
+            descend(some, directions, group["lr"], group["weight_decay"])
 
     def _buffer(self, p: Tensor) -> Tensor:
         state = self.state[p]
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
-            state.pop(name, None)  # of a time when it was AdamW's
         if "momentum_buffer" not in state:
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+                state.pop(name, None)  # of a time when it was AdamW's
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         # A load casts it to the parameter's dtype.
         state["momentum_buffer"] = state["momentum_buffer"].to(math_dtype(p.dtype))
@@ -184,8 +185,8 @@ class Muon(Optimizer):
             return
         for p in params:
             state = self.state[p]
-            state.pop("momentum_buffer", None)  # of a time when it was Muon's
             if "exp_avg" not in state:  # a sub-class may keep entries of its own there
+                state.pop("momentum_buffer", None)  # of a time when it was Muon's
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -269,9 +270,10 @@ def orthogonal(momentum: Tensor, root: Tensor | None, settings: Settings, in_hal
     return found.mul_(ratio)
 
 
-def descend(group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
-    """Along directions, which are overwritten; weights decay on their own."""
-    lr, decay = group["lr"], group["weight_decay"]
+def descend(
+    params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
+) -> None:
+    """Along directions, which may be overwritten; weights decay on their own."""
     if isinstance(lr, Tensor):
         lr = lr.to(params[0].device, params[0].dtype).reshape(())
         torch._foreach_mul_(directions, lr)

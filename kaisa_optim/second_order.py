@@ -542,9 +542,8 @@ class SecondOrder:
         state, slots = self._state(stack, factors, layout)
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors, stack)] = 0
-        for name, result in zip(
-            _STATE[self.method], results, strict=False
-        ):  # of diagonal ones the first alone
+        names = _STATE[self.method]
+        for name, result in zip(names, results, strict=False):  # of diagonal ones the first alone
             kept = state[name]
             new = _stored(result, kept.dtype).to(kept.device)
             if not good.all():
