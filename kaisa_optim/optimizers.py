@@ -104,6 +104,64 @@ class KFACMixin(Optimizer, Joinable):
         refresh_lag: int = 0,
         **kwargs: Any,
     ) -> None:
+        """Arguments of the base class, the model in place of its parameters or beside them as
+        ``model``, and by keyword those of K-FAC. Those marked (s) may be callables of the step. A
+        class's signature tells which of them it has, with their defaults.
+
+        Curvature:
+            damping: γ, added to the curvature (s); also a parameter group's. KFACMuon's is a share
+                of G's mean eigenvalue.
+            factor_decay: β of the factors' running average (s); also a parameter group's.
+            loss_terms: what the loss averages: "examples", "positions", or how many (s).
+            loss_reduction: "mean", or "sum" for a loss that does not average.
+            weight_sharing: "expand", a row for each position; or "reduce", one for each example.
+            statistics_fraction: the part of the examples that statistics are taken from (s).
+            eigenvalue_correction: EKFAC: True or "examples", or "gradients".
+            normalization: "fisher", or "kaisa" for the papers' own scaling.
+            grad_scaler: the GradScaler, number or callable by which losses are scaled.
+            skip_layers: patterns, searched in qualified names and class names of modules.
+            max_factor_size: a wider side gets a diagonal factor.
+
+        When, and how:
+            factor_update_steps: steps from statistics to statistics (s).
+            inv_update_steps: steps in which every layer is refreshed once (s); None: 50, or 10
+                where bases are followed and with KFACMuon.
+            staggered: whether layers take turns over both intervals; None: unless
+                ``normalization`` is "kaisa".
+            early_refreshes: steps that gather and refresh everything besides; None: 5, 10, 25 and
+                50 with moments in the eigenbasis, else none.
+            refresh_lag: steps for which a decomposition is worked out beside the training.
+            compute_method: "eigen", or "inverse" by Cholesky.
+            damping_split: γ of inverses: "pi", shared between A and G, or "full", on both.
+            compute_eigenvalue_outer_product: whether 1 / (v_G v_Aᵀ + γ) is stored at a refresh.
+            basis_tolerance: the share outside of the diagonal up to which eigenvectors are
+                followed, not found anew; None: 0.1 with moments in the eigenbasis, unless kept in
+                half precision, else 0.
+            truncation: the share of ``damping`` up to which curvature may be taken for none.
+            factor_dtype, inv_dtype: what factors, and what follows from them, are kept in.
+            max_failures: decompositions of a layer that may fail in a row.
+
+        Steps:
+            kl_clip: κ, which limits the length of a step (s); None: no limit.
+            kl_clip_lr: the α in it: "initial", the group's lr at construction, or "current"; None:
+                the former, unless ``normalization`` is "kaisa".
+            grafting: whether a layer's preconditioned gradient takes its raw gradient's length.
+            warmup_steps: steps in which raw gradients give way to preconditioned ones.
+            moments: of Adam and LAMB, "eigenbasis": the base works in K-FAC's eigenbasis; or
+                "parameters": it sees preconditioned gradients. None: the former, with the two
+                below, unless an option that it has no use for is given.
+            nesterov, orthogonal: directions of those moments that look one gradient ahead; that
+                have nearly equal singular values.
+
+        Ranks:
+            grad_worker_fraction: the share of the ranks that precondition a layer: less memory and
+                more communication the smaller it is; None: all.
+            assignment: "layer-wise", "opt", "hybrid" or a WorkAssignment.
+            colocate_factors: whether both factors of a layer lie on one rank; None: as assigned.
+            bucket_cap_mb: MiB that travel in one call.
+            comm_dtype: what statistics and gradients travel in; None: as they are.
+            process_group: the ranks that train this model; None: all.
+        """
         title = type(self).__name__
         _refuse_unknown(title, kwargs, inspect.signature(super().__init__).parameters)
         if params is None:
@@ -851,6 +909,8 @@ def _signature(base: type[Optimizer]) -> inspect.Signature:
             del own[name]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]
+    module_too = KFACMixin.__init__.__annotations__["params"]
+    first[1:2] = [p.replace(annotation=module_too) for p in first[1:2]]  # none, of *args
     return inspect.Signature([*first, *own.values()])
 
 

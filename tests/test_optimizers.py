@@ -7,6 +7,8 @@ import gc
 import inspect
 import io
 import pickle
+import pydoc
+import re
 import subprocess
 import warnings
 import weakref
@@ -41,6 +43,7 @@ from training import (
 )
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
+from kaisa_optim.optimizers import KFACMixin
 
 ROOT = Path(__file__).parent.parent
 REFUSED = {"LBFGS", "SparseAdam"}
@@ -134,6 +137,18 @@ def test_signature_is_the_bases_then_kfacs_by_keyword(base):
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added.values())
     assert {"model", "damping", "factor_decay", "kl_clip", "kl_clip_lr"} <= added.keys()
     assert {"factor_update_steps", "inv_update_steps", "compute_method"} <= added.keys()
+    assert "nn.Module" in ours[0].annotation
+
+
+def test_the_docstring_says_what_every_option_means():
+    text = inspect.getdoc(KFACSGD.__init__)
+    lines = re.findall(r"^    ((?:\w+, )*\w+): \S", text, flags=re.M)
+    said = [name for names in lines for name in names.split(", ")]
+    options = inspect.signature(KFACMixin.__init__).parameters.values()
+    own = {p.name for p in options if p.kind is p.KEYWORD_ONLY} - {"model"}
+    assert set(said) == own and len(said) == len(own)
+    shown = pydoc.plain(pydoc.render_doc(KFACSGD))
+    assert all(line.strip() in shown for line in text.splitlines())
 
 
 @pytest.mark.parametrize(("cls", "base"), FAMILY, ids=lambda c: c.__name__)
