@@ -1,12 +1,14 @@
 """Each optimizer with the largest batch that fits into the same memory, to the same loss.
 
     python -m benchmarks.fixed_memory resnet8 --mb 1500 --data FOLDER
-        [--only NAME ...] [--out FOLDER] [--trials N] [--seeds N] [--device cpu|cuda]
+        [--only NAME ...] [--kept NAME ...] [--out FOLDER] [--trials N] [--seeds N]
+        [--device cpu|cuda]
 
 As KAISA's second experiment (SC '21): K-FAC's state takes memory from the batch, so it has to win
 with a smaller one. A batch fits if a process that trains three steps with it, the data loaded, has
 a peak of at most --mb (on CUDA: its tensors). All see as many examples within their horizons.
-Settings are then searched at these batches and targets are found as in benchmarks.convergence.
+Settings are then searched at these batches and targets are found as in benchmarks.convergence;
+those of --kept are taken from the result in FOLDER.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .convergence.contest import Entry, contest, picked, report, save
+from .convergence.contest import Entry, Kept, contest, picked, report, save
 from .convergence.contestants import CONTESTANTS
 from .convergence.search import TRIALS, Store, train
 from .convergence.tasks import SIZED, Task
@@ -41,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mb", type=float, required=True, help="that all may take, in MiB")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(WHO))
+    parser.add_argument(
+        "--kept", nargs="+", choices=list(CONTESTANTS), default=[], help="who is not searched for"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--seeds", type=int, default=3)
@@ -60,6 +65,10 @@ def run(options: argparse.Namespace) -> None:
     most = min(_examples(data), int(examples))
     where = options.task, options.device, options.threads, options.data
     about = f"{options.task}, {examples:,.0f} examples, in {options.mb:g} MiB"
+    name = f"fixed_memory_{options.task}_{options.mb:g}"
+    stem = options.out / f"{name}{'' if options.device == 'cpu' else '_cuda'}"
+    # Batches may be others now, so what was reached with them is found anew.
+    kept = Kept(Kept.read(stem.with_suffix(".json"), options.kept).best, [])
     print("\n".join([about, *lines]), flush=True)
     entries, batches = [], []
     for one in present:
@@ -73,12 +82,11 @@ def run(options: argparse.Namespace) -> None:
         batches.append({"optimizer": one.name, "batch": batch, "peak MiB": peak(batch)})
         whole = ", all that the data have" if batch == most else ""
         print(f"{one.name:24} batch {batch}{whole}, {peak(batch):.0f} MiB", flush=True)
-    name = f"fixed_memory_{options.task}_{options.mb:g}"
     store = Store(options.out / f"{name}_runs.json", options.device)
-    outcome = contest(entries, data, store, options.trials, range(1, 1 + options.seeds))
+    seeds = range(1, 1 + options.seeds)
+    outcome = contest(entries, data, store, options.trials, seeds, kept=kept)
     score = entries[0].task.score
     report(outcome, score.name if score else None)
-    stem = options.out / f"{name}{'' if options.device == 'cpu' else '_cuda'}"
     save(stem, about, outcome, store, lines, batches=batches, trials=options.trials)
 
 
