@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -34,6 +35,7 @@ _OPTIONS = (
     "adam_eps",
     "maximize",
 )
+_MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
 
 
@@ -113,9 +115,24 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, torch's Muon, or AdamW; moments stay in float32."""
+        handle = self.register_load_state_dict_pre_hook(_keep_moments)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         present = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
+        for p, entry in self.state.items():
+            for name, value in entry.items() if isinstance(entry, dict) else ():
+                if isinstance(value, _Kept):
+                    kept = value.tensor
+                    entry[name] = (
+                        kept.to(p.device, math_dtype(p.dtype)) if isinstance(p, Tensor) else kept
+                    )
         for i, group in enumerate(self.param_groups):
             _adopt(group, present[i] if i < len(present) else self.defaults)
 
@@ -176,7 +193,7 @@ class Muon(Optimizer):
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
                 state.pop(name, None)  # of a time when it was AdamW's
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        # A load casts it to the parameter's dtype.
+        # It may be new, or another optimizer's.
         state["momentum_buffer"] = state["momentum_buffer"].to(math_dtype(p.dtype))
         return cast(Tensor, state["momentum_buffer"])
 
@@ -190,7 +207,7 @@ class Muon(Optimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            for name in ("exp_avg", "exp_avg_sq"):  # a load casts them to the parameter's dtype
+            for name in ("exp_avg", "exp_avg_sq"):  # they may be new, or another optimizer's
                 state[name] = state[name].to(math_dtype(p.dtype))
         names = ("exp_avg", "exp_avg_sq", "step")
         first, second, steps = ([self.state[p][name] for p in params] for name in names)
@@ -214,6 +231,24 @@ class Muon(Optimizer):
         for p, w in zip(params, wide, strict=True):
             if p is not w:
                 p.copy_(w)
+
+
+@dataclasses.dataclass
+class _Kept:
+    """What a load does not cast to the parameter's dtype, as it does with tensors."""
+
+    tensor: Tensor
+
+
+def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """In float16 second moments of small gradients would become zero."""
+    state = {
+        p: {k: _Kept(v) if k in _MOMENTS and isinstance(v, Tensor) else v for k, v in entry.items()}
+        if isinstance(entry, dict)
+        else entry
+        for p, entry in loaded["state"].items()
+    }
+    return {**loaded, "state": state}
 
 
 def takes_muon(group: Group, p: Tensor) -> bool:

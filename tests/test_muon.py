@@ -165,6 +165,45 @@ def test_half_precision_parameters_of_adamw(dtype):
     assert ours[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [Muon, KFACMuon])
+def test_half_precision_parameters_go_on_bit_for_bit_after_a_load(cls, dtype):
+    """Their moments are in float32, to which a load in torch's manner would not bring them back."""
+
+    def built(model):
+        return cls(model.parameters(), 0.01, **({} if cls is Muon else {"model": model}))
+
+    def step(model, opt, seed):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        opt.zero_grad()
+        (1e-3 * model(x).float().square().mean()).backward()  # whose squares float16 has not
+        opt.step()
+
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3)
+    model = nn.Sequential(*layers).to(dtype)
+    opt = built(model)
+    for seed in range(5):
+        step(model, opt, seed)
+    seen = []
+    other = copy.deepcopy(model)
+    again = built(other)
+    again.register_load_state_dict_post_hook(lambda o: seen.append(copy.deepcopy(o.state_dict())))
+    saved = io.BytesIO()
+    torch.save(opt.state_dict(), saved)
+    saved.seek(0)
+    again.load_state_dict(torch.load(saved, weights_only=True))
+    moments = opt.state_dict()["state"]
+    for i, entry in seen[0]["state"].items():
+        for name in entry.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq"}:
+            assert torch.equal(entry[name], moments[i][name])
+    for seed in range(5, 8):
+        step(model, opt, seed)
+        step(other, again, seed)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_schedules_of_the_momentum_are_muons():
     plain = network("chain")
     for model, opt in ((plain, Muon(plain.parameters(), 0.1)), pair("chain")):
