@@ -258,9 +258,9 @@ class Capture:
         *,
         reduce: bool,
         keep_errors: bool = False,
-        basis_of: Callable[[Layer], Basis | None] | None = None,
     ) -> None:
-        self.basis_of = basis_of  # in which gradients' second moments are wanted, if in any
+        # The basis in which a layer's gradients' second moments are wanted, if in any.
+        self.basis_of: Callable[[Layer], Basis | None] | None = None
         self.keep_errors = keep_errors  # until a step asks for them, instead of raising
         self.error: Exception | None = None
         self.sink = sink

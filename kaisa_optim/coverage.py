@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ def cover(
     With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
     """
     names = _parameter_names(model)
-    _check_trained(trained, names)
     skipped_by = _skipped_modules(model, skip_layers, warn)
     found = Coverage()
     reasons: dict[Tensor | None, str] = {}
@@ -156,7 +155,9 @@ def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
     return names
 
 
-def _check_trained(trained: Collection[Tensor], names: dict[Tensor, list[str]]) -> None:
+def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
+    """Refuse parameters that are not the model's, or have no shape yet."""
+    names = _parameter_names(model)
     for parameter in trained:
         if parameter not in names:
             raise ValueError(

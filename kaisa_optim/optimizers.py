@@ -391,6 +391,10 @@ class KFACMixin(Optimizer, Joinable):
         if self.preconditioner.statistics.loss_scale is not None:
             return ""
         for caller in _callers():
+            if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
+                # Locals that are asked for live on with their frame; of this one they would hold
+                # it, and all that a step has made.
+                continue
             scaler = caller.f_locals.get("self")
             if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
                 return (

@@ -24,9 +24,9 @@ from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
-from .coverage import Coverage, cover, refuse_flattened, unwrapped
+from .coverage import Coverage, check_trained, cover, refuse_flattened, unwrapped
 from .gradients import Members, Places, Preconditioned
-from .layers import Basis, Layer
+from .layers import Layer
 from .options import Options
 from .routes import chunks
 from .sampling import sample_of
@@ -460,6 +460,11 @@ class Preconditioner:
                 )
 
     def _follow_schedules(self, groups: list[Group]) -> None:
+        self._follow_schedules_of_groups(groups)
+        for name, schedule in self._schedules.items():
+            setattr(self, name, schedule(self.steps))
+
+    def _follow_schedules_of_groups(self, groups: list[Group]) -> None:
         if len(groups) != len(self._group_schedules):
             raise RuntimeError(
                 f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
@@ -470,8 +475,6 @@ class Preconditioner:
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
                 group[name] = check(group[name] if schedule is None else schedule(self.steps))
-        for name, schedule in self._schedules.items():
-            setattr(self, name, schedule(self.steps))
 
     def _follow_layers(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
@@ -1043,6 +1046,7 @@ class Preconditioner:
 
     def rebuild(self, groups: list[Group]) -> None:
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
+        self._follow_schedules_of_groups(groups)  # a new group has the values of step 0
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
@@ -1083,7 +1087,6 @@ class Preconditioner:
             reduce=self.options.weight_sharing == "reduce",
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
-            basis_of=self._basis_of if self.options.correction == "examples" else None,
         )
         self._capture.missing -= self.fed
         if former is not None:  # between a backward pass and its step
@@ -1103,6 +1106,7 @@ class Preconditioner:
         found = Coverage()
         try:
             refuse_flattened(self.model)
+            check_trained(unwrapped(self.model), self._group_of)
             of_group = self._settings_of_groups(groups) if self.second_order.moments else []
             found = cover(
                 unwrapped(self.model),
@@ -1177,9 +1181,6 @@ class Preconditioner:
         )
         self.second_order.parted = any(p.a != p.g for p in self.placements.values())
 
-    def _basis_of(self, layer: Layer) -> Basis | None:
-        return self.second_order.basis(self.layout, layer)
-
     def _left(self, groups: list[Group]) -> dict[Tensor, str]:
         rest = self._group_of.keys() - self._to_cover(groups)
         return {p: name for name, p in unwrapped(self.model).named_parameters() if p in rest}
@@ -1212,6 +1213,10 @@ class Preconditioner:
         self.layout = Layout(layer for layer in self.active if self._column(layer) == column)
         self.statistics.allocate(self.shelf)
         self.second_order.allocate(self.shelf, self.layout)
+        if self._capture is not None and self.options.correction == "examples":
+            # Not a method of this object's: hooks are to end with it, not with the next search for
+            # circles.
+            self._capture.basis_of = functools.partial(self.second_order.basis, self.layout)
         for layer in self.fed.intersection(self.active):
             for name, view in self.views(layer):
                 if name in kept[layer]:

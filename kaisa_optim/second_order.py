@@ -212,7 +212,7 @@ class SecondOrder:
             return True
         if copies.keys() != set(COPIED):
             return False
-        place = factor.stack.key
+        place = factor.key
         self.under_way.copies[key] = {
             "average": copies["average"].to(place.device, place.dtype, copy=True),
             "rejected": copies["rejected"].to(place.device, torch.int32, copy=True),
@@ -365,7 +365,7 @@ class SecondOrder:
 
         def unpack() -> None:
             for factor, half in packed:
-                whole = algebra.unpack(half, factor.stack.key.size)
+                whole = algebra.unpack(half, factor.key.size)
                 factor[self.method].copy_(whole.triu_() if self.method == "root" else whole)
             packed.clear()
 
@@ -393,7 +393,7 @@ class SecondOrder:
         tensors = []
         for key in keys:
             factor = layout.factors[key]
-            shape = factor.stack.key
+            shape = factor.key
             if self.method == "eigen" or shape.diagonal:
                 tensors += [factor[name] for name in self.specs(shape, key[0].blocks)]
             else:
@@ -510,7 +510,7 @@ class SecondOrder:
                 factor = shelf.factors.get((layer, side))
                 if factor is not None:
                     means[at : at + layer.blocks] = algebra.mean_eigenvalue(
-                        factor["average"].to(key.dtype), diagonal=factor.stack.key.diagonal
+                        factor["average"].to(key.dtype), diagonal=factor.key.diagonal
                     )
                 at += layer.blocks
             sides.append(means)
@@ -541,7 +541,7 @@ class SecondOrder:
         """Put decompositions into use where they are good; the layers of which some are not."""
         state, slots = self._state(stack, factors, layout)
         if "stale" in stack.tensors:
-            stack.tensors["stale"][slots_of(factors, stack)] = 0
+            stack.tensors["stale"][slots_of(factors)] = 0
         names = _STATE[self.method]
         for name, result in zip(names, results, strict=False):  # of diagonal ones the first alone
             kept = state[name]
@@ -553,14 +553,14 @@ class SecondOrder:
         return _flagged(factors, ~good)
 
     def _averages(self, stack: Stack, factors: list[Factor]) -> Tensor:
-        return stack.tensors["average"][slots_of(factors, stack)].to(stack.key.dtype)
+        return stack.tensors["average"][slots_of(factors)].to(stack.key.dtype)
 
     def _state(
         self, stack: Stack, factors: list[Factor], layout: Layout
     ) -> tuple[dict[str, Tensor], slice | Tensor]:
         """Where the factors' state goes: their owner is one of the workers."""
         applied = [layout.factors[f.layer, f.side] for f in factors]
-        return layout.stacks[stack.key].tensors, slots_of(applied, applied[0].stack)
+        return layout.stacks[stack.key].tensors, slots_of(applied)
 
     def _follow(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
         """New state from that of the last refresh, and a look at how well it fits."""
@@ -580,7 +580,7 @@ class SecondOrder:
         for name, result, kept in zip(names, results, older, strict=True):
             keep = fine.view(-1, *[1] * (result.dim() - 1))
             state[name][slots] = torch.where(keep, result, kept).to(state[name].dtype)
-        self.tracking.look(factors, slots_of(factors, stack), outside, whole)
+        self.tracking.look(factors, slots_of(factors), outside, whole)
 
     def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:
         for layer in succeeded:
@@ -753,13 +753,13 @@ def _vectors(layout: Layout, layer: Layer) -> Basis:
     """A layer's bases, of G and of A; None for a diagonal factor."""
     g, a = (layout.factors[layer, side] for side in "ga")
     return (
-        None if g.stack.key.diagonal else g["vectors"],
-        None if a.stack.key.diagonal else a["vectors"],
+        None if g.key.diagonal else g["vectors"],
+        None if a.key.diagonal else a["vectors"],
     )
 
 
 def _numbers(factor: Factor) -> int:
-    return math.prod(factor.stack.key.shape(factor.layer.blocks))
+    return math.prod(factor.key.shape(factor.layer.blocks))
 
 
 def _at_once(stack: Stack) -> int:

@@ -35,18 +35,22 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Factor:
-    """One side of one layer: its place in a stack."""
+    """One side of one layer: its place in a stack, of which it knows the key and the tensors.
+
+    Not the stack itself, which knows its factors: that circle would outlive its layout.
+    """
 
     def __init__(self, layer: Layer, side: str, stack: Stack) -> None:
         self.layer = layer
         self.side = side  # "a" or "g"
-        self.stack = stack
+        self.key = stack.key
+        self.tensors = stack.tensors
         self.slots = slice(stack.count, stack.count + layer.blocks)
         stack.factors.append(self)
         stack.count += layer.blocks
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.stack.tensors[key][self.slots]
+        return self.tensors[key][self.slots]
 
 
 @dataclass(eq=False)
@@ -94,9 +98,9 @@ def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
     return sent(indices, device)
 
 
-def slots_of(factors: Sequence[Factor], stack: Stack) -> slice | Tensor:
+def slots_of(factors: Sequence[Factor]) -> slice | Tensor:
     """Where these factors are in their stack."""
-    return joined([factor.slots for factor in factors], stack.key.device)
+    return joined([factor.slots for factor in factors], factors[0].key.device)
 
 
 def per_block(
@@ -141,7 +145,7 @@ class Shelf:
         for side in "ag":
             factor = self.factors.get((layer, side))
             if factor is not None:
-                for name, tensor in factor.stack.tensors.items():
+                for name, tensor in factor.tensors.items():
                     yield f"{side}_{name}", tensor[factor.slots]
 
 
@@ -159,7 +163,7 @@ class Layout(Shelf):
         # First all A, then all G: each pair's stay one slice where both are of one shape.
         a_factors = [self.put(layer, "a") for layer in layers]
         g_factors = [self.put(layer, "g") for layer in layers]
-        pair = Pair(g_factors[0].stack, a_factors[0].stack, layers)
+        pair = Pair(self.stacks[g_factors[0].key], self.stacks[a_factors[0].key], layers)
         for layer in layers:
             self.pair_of[layer] = pair
             pair.slots[layer] = slice(pair.count, pair.count + layer.blocks)

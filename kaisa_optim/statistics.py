@@ -309,7 +309,7 @@ class Statistics:
         if stack.key.device.type != "cpu" or not finite.all():
             for value, fine in zip(values, finite.split(blocks), strict=True):
                 value.masked_fill_(~fine[matrix], 0)
-        slots = slots_of(factors, stack)
+        slots = slots_of(factors)
         weight, rejected = stack.tensors["weight"], stack.tensors["rejected"]
         grown, step = weighed(weight[slots], decay, finite & given(layers, tally, stack.key))
         steps = list(step[matrix].split(blocks))

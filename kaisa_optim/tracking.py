@@ -98,7 +98,7 @@ class Tracking:
         self, factors: list[Factor], slots: slice | Tensor, outside: Tensor, whole: Tensor
     ) -> None:
         """Note the factors of which too much is outside of the diagonal."""
-        kept = factors[0].stack.tensors
+        kept = factors[0].tensors
         # Not, where either is not a number.
         fits = (outside <= self.tolerance * whole) & whole.isfinite()
         # A sum that was left out is named by the full refresh.
@@ -115,10 +115,13 @@ class Tracking:
         answers = []
         for key in [(layer, side) for layer in self.asked for side in "ag"]:
             factor = shelf.factors.get(key)
-            if factor is not None and factor.stack not in notes:
-                stale = factor.stack.tensors["stale"]
-                notes[factor.stack] = self._notes.read(factor.stack, stale)
-            answers.append(float(factor is not None and any(notes[factor.stack][factor.slots])))
+            if factor is None:
+                answers.append(0.0)
+                continue
+            stack = shelf.stacks[factor.key]
+            if stack not in notes:
+                notes[stack] = self._notes.read(stack, stack.tensors["stale"])
+            answers.append(float(any(notes[stack][factor.slots])))
         return answers
 
 

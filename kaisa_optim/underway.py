@@ -109,23 +109,21 @@ class UnderWay:
 
         ``decompose`` takes their averages and counts of rejected sums.
         """
-        stack = factors[0].stack
         new = [factor for factor in factors if (factor.layer, factor.side) not in self.copies]
         batch = self._copy(new) if new else []
         if len(new) < len(factors):
             copies = [self.copies[factor.layer, factor.side] for factor in factors]
             batch = [torch.cat([copy[name] for copy in copies]) for name in COPIED]
-        job = self._background.start(lambda: decompose(*batch), stack.key.device)
+        job = self._background.start(lambda: decompose(*batch), factors[0].key.device)
         for factor, own in _parts(factors):
             self._jobs[factor.layer, factor.side] = job, own
 
     def _copy(self, factors: Sequence[Factor]) -> list[Tensor]:
         """Of factors of one stack, as they are now; what has been counted goes with the copy."""
-        stack = factors[0].stack
-        slots = slots_of(factors, stack)
-        average, rejected = (stack.tensors[name][slots] for name in COPIED)
-        batch = [average.to(stack.key.dtype, copy=True), rejected.clone()]
-        stack.tensors["rejected"][slots] = 0
+        key, tensors, slots = factors[0].key, factors[0].tensors, slots_of(factors)
+        average, rejected = (tensors[name][slots] for name in COPIED)
+        batch = [average.to(key.dtype, copy=True), rejected.clone()]
+        tensors["rejected"][slots] = 0
         for factor, own in _parts(factors):
             copy = {name: tensor[own] for name, tensor in zip(COPIED, batch, strict=True)}
             self.copies[factor.layer, factor.side] = copy

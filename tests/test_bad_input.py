@@ -15,6 +15,7 @@ from kaisa_optim import (
     KFACLAMB,
     KFACSGD,
     KFACAdam,
+    KFACMuon,
     KFACParamScheduler,
     Layer,
     register_layer,
@@ -329,6 +330,13 @@ def test_parameters_that_are_not_the_models():
     opt = KFACSGD(model, lr=0.1)
     with pytest.raises(ValueError, match=r"Invalid params: .*shape \(5, 7\) does not belong"):
         opt.add_param_group({"params": [stranger]})
+
+
+def test_what_adamw_is_to_take_beside_muon_must_be_the_models_too():
+    model, stranger = net(), nn.Parameter(torch.zeros(5, 7))
+    groups = [{"params": model.parameters()}, {"params": [stranger], "use_muon": False}]
+    with pytest.raises(ValueError, match=r"Invalid params: .*shape \(5, 7\) does not belong"):
+        KFACMuon(groups, lr=0.1, model=model)
 
 
 def test_group_that_was_refused_leaves_the_optimizer_as_it_was():

@@ -983,9 +983,9 @@ def bases_of(opt: Any, name: str, kind: str) -> tuple[Tensor, Tensor]:
     found = []
     for side, average_ in zip("ga", reversed(kfac.factors(name)), strict=True):
         factor = kfac.layout.factors[layer, side]
-        assert factor.stack.key.diagonal == ((kind, side) in DIAGONAL)
-        size = torch.eye(factor.stack.key.size, dtype=torch.float64).expand(layer.blocks, -1, -1)
-        if factor.stack.key.diagonal:
+        assert factor.key.diagonal == ((kind, side) in DIAGONAL)
+        size = torch.eye(factor.key.size, dtype=torch.float64).expand(layer.blocks, -1, -1)
+        if factor.key.diagonal:
             found.append(size)
             continue
         vectors = factor["vectors"]

@@ -779,6 +779,23 @@ def test_a_refused_group_leaves_no_trace(group, error):
     copy.deepcopy(opt)
 
 
+def test_an_added_bias_has_the_scheduled_values_of_its_step():
+    model = network()
+    opt = KFACSGD(
+        [model[0].weight, *model[2].parameters()],
+        lr=0.1,
+        model=model,
+        damping=lambda step: 0.1 * 0.9**step,
+        factor_decay=lambda step: 0.9 + 0.01 * step,
+    )
+    train(model, opt, range(3))
+    opt.add_param_group({"params": [model[0].bias]})
+    for group in opt.param_groups:
+        assert group["damping"] == pytest.approx(0.1 * 0.9**3)
+        assert group["factor_decay"] == pytest.approx(0.93)
+    train(model, opt, [3])
+
+
 def test_an_added_bias_with_another_damping_is_refused():
     model = network()
     opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)

@@ -565,7 +565,7 @@ def state_of(opt: Any, name: str) -> list[Tensor]:
     kfac = opt.preconditioner
     pair = [kfac.layout.factors[kfac.layers[name], side] for side in "ag"]
     kinds = ("values", "vectors", "inverse")
-    return [f[k] for f in pair for k in kinds if k in f.stack.tensors]
+    return [f[k] for f in pair for k in kinds if k in f.tensors]
 
 
 @pytest.mark.parametrize("raises", [True, False])

@@ -201,7 +201,7 @@ def state(opt: Any) -> State:
     kfac = opt.preconditioner
     found = {}
     for (layer, side), factor in kfac.layout.factors.items():
-        if "vectors" in factor.stack.tensors:
+        if "vectors" in factor.tensors:
             found[layer.name, side] = factor["values"].clone(), factor["vectors"].clone()
     return found
 

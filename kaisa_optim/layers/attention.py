@@ -6,7 +6,6 @@ value sizes it is three layers. The out-projection is a layer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -119,9 +118,14 @@ class _AttentionMode(TorchFunctionMode):
         if func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        return self._tapped(batch=query.shape[1] if query.dim() == 3 else 1)(*args, **kwargs)
+        names = self._tapped(batch=query.shape[1] if query.dim() == 3 else 1)
+        try:
+            return names["multi_head_attention_forward"](*args, **kwargs)
+        finally:
+            names.clear()  # functions and their globals are a circle, which would outlive the model
 
-    def _tapped(self, batch: int) -> Callable[..., Any]:
+    def _tapped(self, batch: int) -> dict[str, Any]:
+        """The globals of torch's own functions, with these among them."""
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -146,7 +150,7 @@ class _AttentionMode(TorchFunctionMode):
             names[name] = FunctionType(
                 function.__code__, names, name, function.__defaults__, function.__closure__
             )
-        return names["multi_head_attention_forward"]
+        return names
 
 
 def _first_row(view: Tensor, parameter: Tensor | None) -> int | None:
