@@ -28,8 +28,8 @@ RUNGS = ((0.25, 1 / 3), (0.5, 1 / 2), (1.0, 0.0))
 # A schedule of fewer steps prefers learning rates that are too high for a longer one.
 FEWEST = 25
 # Times the loss of the beginning. Less may pass: while batch normalization's running statistics lag
-# behind, a loss of four times the first one does.
-HOPELESS = 100
+# behind, a loss of almost two hundred times the first one does.
+HOPELESS = 10_000
 # Seeds that settings are judged on, none of a final's. Settings that do well on one alone are often
 # too bold: the first rung asks the first seed, all others ask both, and the worse one decides.
 JUDGES: tuple[int, ...] = (0, 1000)
