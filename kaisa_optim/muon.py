@@ -125,14 +125,11 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         present = self.__dict__.get("param_groups", [])
-        super().__setstate__(state)
-        for p, entry in self.state.items():
+        for p, entry in state["state"].items():  # before this takes it: memory may not do
             for name, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, _Kept):
-                    kept = value.tensor
-                    entry[name] = (
-                        kept.to(p.device, math_dtype(p.dtype)) if isinstance(p, Tensor) else kept
-                    )
+                    entry[name] = value.moved(p)
+        super().__setstate__(state)
         for i, group in enumerate(self.param_groups):
             _adopt(group, present[i] if i < len(present) else self.defaults)
 
@@ -238,6 +235,11 @@ class _Kept:
     """What a load does not cast to the parameter's dtype, as it does with tensors."""
 
     tensor: Tensor
+
+    def moved(self, p: Any) -> Tensor:
+        if not isinstance(p, Tensor):  # of no parameter here
+            return self.tensor
+        return self.tensor.to(p.device, math_dtype(p.dtype), copy=True)
 
 
 def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:

@@ -125,20 +125,22 @@ class KFACMixin(Optimizer, Joinable):
         When, and how:
             factor_update_steps: steps from statistics to statistics (s).
             inv_update_steps: steps in which every layer is refreshed once (s); None: 50, or 10
-                where bases are followed and with KFACMuon.
+                with KFACMuon and where bases of moments in the eigenbasis are followed.
             staggered: whether layers take turns over both intervals; None: unless
                 ``normalization`` is "kaisa".
             early_refreshes: steps that gather and refresh everything besides; None: 5, 10, 25 and
                 50 with moments in the eigenbasis, else none.
             refresh_lag: steps for which a decomposition is worked out beside the training.
             compute_method: "eigen", or "inverse" by Cholesky.
-            damping_split: γ of inverses: "pi", shared between A and G, or "full", on both.
+            damping_split: γ of inverses: "pi", shared between A and G, or "full", on both; None:
+                the former, unless ``normalization`` is "kaisa".
             compute_eigenvalue_outer_product: whether 1 / (v_G v_Aᵀ + γ) is stored at a refresh.
             basis_tolerance: the share outside of the diagonal up to which eigenvectors are
                 followed, not found anew; None: 0.1 with moments in the eigenbasis, unless kept in
-                half precision, else 0.
+                half precision or ``normalization`` is "kaisa", else 0.
             truncation: the share of ``damping`` up to which curvature may be taken for none.
-            factor_dtype, inv_dtype: what factors, and what follows from them, are kept in.
+            factor_dtype, inv_dtype: what factors, and what follows from them, are kept in; None:
+                float32, or float64 for float64 parameters.
             max_failures: decompositions of a layer that may fail in a row.
 
         Steps:
@@ -155,7 +157,7 @@ class KFACMixin(Optimizer, Joinable):
 
         Ranks:
             grad_worker_fraction: the share of the ranks that precondition a layer: less memory and
-                more communication the smaller it is; None: all.
+                more communication the smaller it is; None: all, or as ``assignment`` has it.
             assignment: "layer-wise", "opt", "hybrid" or a WorkAssignment.
             colocate_factors: whether both factors of a layer lie on one rank; None: as assigned.
             bucket_cap_mb: MiB that travel in one call.
@@ -519,7 +521,7 @@ class KFACMixin(Optimizer, Joinable):
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                value = value(0)
+                value = self._scheduled(name, value)
             param_group[name] = check(value)
         if self._kfac_options.moments == "eigenbasis":
             eigenbasis.check(self, param_group)
@@ -544,6 +546,14 @@ class KFACMixin(Optimizer, Joinable):
                 self.preconditioner.rebuild(self.param_groups)
                 raise
             self._notice_misspelt([group])
+
+    def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
+        """What a new group begins with: as the groups that follow the same schedule, which have
+        the value of the last step until the next."""
+        for group, schedules in zip(self.param_groups, self._group_schedules, strict=True):
+            if schedules.get(name) is schedule:
+                return group[name]
+        return schedule(self.preconditioner.steps if hasattr(self, "preconditioner") else 0)
 
     @property
     def _of_all(self) -> Set[str]:

@@ -460,11 +460,6 @@ class Preconditioner:
                 )
 
     def _follow_schedules(self, groups: list[Group]) -> None:
-        self._follow_schedules_of_groups(groups)
-        for name, schedule in self._schedules.items():
-            setattr(self, name, schedule(self.steps))
-
-    def _follow_schedules_of_groups(self, groups: list[Group]) -> None:
         if len(groups) != len(self._group_schedules):
             raise RuntimeError(
                 f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
@@ -475,6 +470,8 @@ class Preconditioner:
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
                 group[name] = check(group[name] if schedule is None else schedule(self.steps))
+        for name, schedule in self._schedules.items():
+            setattr(self, name, schedule(self.steps))
 
     def _follow_layers(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
@@ -1046,7 +1043,6 @@ class Preconditioner:
 
     def rebuild(self, groups: list[Group]) -> None:
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
-        self._follow_schedules_of_groups(groups)  # a new group has the values of step 0
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())

@@ -193,7 +193,7 @@ def test_half_precision_parameters_go_on_bit_for_bit_after_a_load(cls, dtype):
     torch.save(opt.state_dict(), saved)
     saved.seek(0)
     again.load_state_dict(torch.load(saved, weights_only=True))
-    moments = opt.state_dict()["state"]
+    moments = copy.deepcopy(opt.state_dict()["state"])
     for i, entry in seen[0]["state"].items():
         for name in entry.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq"}:
             assert torch.equal(entry[name], moments[i][name])
@@ -202,6 +202,39 @@ def test_half_precision_parameters_go_on_bit_for_bit_after_a_load(cls, dtype):
         step(other, again, seed)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class _Large(Tensor):
+    def to(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("there is no room for it")
+
+
+@pytest.mark.parametrize("cls", [Muon, KFACMuon])
+def test_a_load_for_which_there_is_no_room_changes_nothing(cls):
+    model = network("chain")
+    opt = cls(model.parameters(), 0.01, **({} if cls is Muon else {"model": model}))
+    for i in range(2):
+        backward(model, "chain", i)
+        opt.step()
+    before = copy.deepcopy(opt.state_dict())
+    loaded = copy.deepcopy(before)
+    entry = next(x for x in reversed(loaded["state"].values()) if "exp_avg" in x)
+    entry["exp_avg"] = entry["exp_avg"].as_subclass(_Large)
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.load_state_dict(loaded)
+    assert_same(opt.state_dict(), before)
+    opt.step()
+
+
+def test_a_load_shares_no_moments_with_what_was_loaded():
+    mine, other = weights((3, 4), dtype=torch.bfloat16), weights((3, 4), dtype=torch.bfloat16)
+    one, two = Muon(mine, 0.1), Muon(other, 0.1)
+    mine[0].grad = other[0].grad = torch.ones(3, 4, dtype=torch.bfloat16)
+    one.step()
+    two.load_state_dict(one.state_dict())
+    before = one.state[mine[0]]["momentum_buffer"].clone()
+    two.step()
+    assert torch.equal(one.state[mine[0]]["momentum_buffer"], before)
 
 
 def test_schedules_of_the_momentum_are_muons():

@@ -790,9 +790,20 @@ def test_an_added_bias_has_the_scheduled_values_of_its_step():
     )
     train(model, opt, range(3))
     opt.add_param_group({"params": [model[0].bias]})
-    for group in opt.param_groups:
-        assert group["damping"] == pytest.approx(0.1 * 0.9**3)
-        assert group["factor_decay"] == pytest.approx(0.93)
+    for now in range(2, 5):
+        for group in copy.deepcopy(opt).param_groups + opt.param_groups:
+            assert group["damping"] == pytest.approx(0.1 * 0.9**now)
+            assert group["factor_decay"] == pytest.approx(0.9 + 0.01 * now)
+        train(model, opt, [now + 1])
+
+
+def test_a_schedule_that_ends_leaves_a_late_group_out():
+    model = network()
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    train(model, opt, range(3))
+    with pytest.raises(IndexError):
+        opt.add_param_group({"params": model[2].parameters(), "damping": lambda step: [0.1][step]})
+    assert len(opt.param_groups) == 1
     train(model, opt, [3])
 
 
