@@ -190,7 +190,7 @@ class Muon(Optimizer):
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
                 state.pop(name, None)  # of a time when it was AdamW's
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        # It may be new, or another optimizer's.
+        # It may be new, or the parameter have another dtype by now.
         state["momentum_buffer"] = state["momentum_buffer"].to(math_dtype(p.dtype))
         return cast(Tensor, state["momentum_buffer"])
 
@@ -204,7 +204,7 @@ class Muon(Optimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            for name in ("exp_avg", "exp_avg_sq"):  # they may be new, or another optimizer's
+            for name in ("exp_avg", "exp_avg_sq"):  # as Muon's buffer
                 state[name] = state[name].to(math_dtype(p.dtype))
         names = ("exp_avg", "exp_avg_sq", "step")
         first, second, steps = ([self.state[p][name] for p in params] for name in names)
@@ -244,12 +244,14 @@ class _Kept:
 
 def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
     """In float16 second moments of small gradients would become zero."""
-    state = {
-        p: {k: _Kept(v) if k in _MOMENTS and isinstance(v, Tensor) else v for k, v in entry.items()}
-        if isinstance(entry, dict)
-        else entry
-        for p, entry in loaded["state"].items()
-    }
+
+    def kept(name: str, value: Any) -> Any:
+        return _Kept(value) if name in _MOMENTS and isinstance(value, Tensor) else value
+
+    state = dict(loaded["state"])
+    for p, entry in state.items():
+        if isinstance(entry, dict):
+            state[p] = {name: kept(name, value) for name, value in entry.items()}
     return {**loaded, "state": state}
 
 

@@ -1209,7 +1209,8 @@ class Preconditioner:
         self.layout = Layout(layer for layer in self.active if self._column(layer) == column)
         self.statistics.allocate(self.shelf)
         self.second_order.allocate(self.shelf, self.layout)
-        if self._capture is not None and self.options.correction == "examples":
+        assert self._capture is not None
+        if self.options.correction == "examples":
             # Not a method of this object's: hooks are to end with it, not with the next search for
             # circles.
             self._capture.basis_of = functools.partial(self.second_order.basis, self.layout)
