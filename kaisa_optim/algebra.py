@@ -18,8 +18,11 @@ from torch import Tensor
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 
-_WIDE = 256  # from here on half of a symmetric product is saved by parts
-_TALL = 32  # rows for each column from which it is saved from half as many columns on, by oneDNN
+# Columns, and multiplications, from which half of a symmetric product is saved by parts.
+_HALVED = 192
+_HALVED_MUCH = 1 << 27
+_WIDE = 256  # columns from which it is saved by oneDNN
+_TALL = 32  # rows for each column from which it is saved from half as many columns on
 _ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
 _MUCH = 1 << 22
@@ -241,7 +244,7 @@ def _takes_halves(rows: Tensor) -> bool:
     _, count, n = rows.shape
     if rows.dtype not in (torch.bfloat16, torch.float16) or min(count, n) < _LEAST:
         return False
-    return _is_much(count, n) and _multiplies_into_float32(rows.dtype, rows.device)
+    return count * n * n >= _MUCH and _multiplies_into_float32(rows.dtype, rows.device)
 
 
 def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
@@ -284,34 +287,42 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 
 def _gram(rows: Tensor, out: Tensor) -> None:
     """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
-    in_half = rows.dtype != out.dtype
-    n = rows.shape[-1]
-    linear = _linear_for(rows) if len(rows) == 1 and _is_much(rows.shape[1], n) else None
+    _, count, n = rows.shape
+    much = count * n * n
+    linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
     if linear is not None:
-        # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
-        rows = rows[0].mT.contiguous().mT[None]
-    step = _columns_at_once(rows.shape[1], n, by_onednn=linear is not None)
+        _gram_by_onednn(rows[0], out[0], linear)
+        return
+    in_half = rows.dtype != out.dtype
+    step = _columns_at_once(n) if n >= _HALVED and much >= _HALVED_MUCH else n
     for start in range(0, n, step):
         stop = min(start + step, n)
-        under, here = rows[:, :, start:].mT, rows[:, :, start:stop]
-        if linear is not None:
-            out[0, start:, start:stop] = linear(under[0], here[0].mT)
-        elif in_half:
-            out[:, start:, start:stop] = _into_float32(under, here)
+        # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
+        here, before = rows[:, :, start:stop].mT, rows[:, :, :stop]
+        if in_half:
+            out[:, start:stop, :stop] = _into_float32(here, before)
         else:
-            torch.bmm(under, here, out=out[:, start:, start:stop])
-        out[:, start:stop, stop:] = out[:, stop:, start:stop].mT
+            torch.bmm(here, before, out=out[:, start:stop, :stop])
+        out[:, :start, start:stop] = out[:, start:stop, :start].mT
 
 
-def _is_much(rows: int, n: int) -> bool:
-    return rows * n * n >= _MUCH
+def _gram_by_onednn(
+    rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    count, n = rows.shape
+    # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
+    columns = rows.mT.contiguous()
+    pays = count >= n // 4 if n >= _WIDE else 2 * n >= _WIDE and count >= _TALL * n
+    step = _columns_at_once(n) if pays else n
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        out[start:, start:stop] = linear(columns[start:], columns[start:stop])
+        out[start:stop, stop:] = out[stop:, start:stop].mT
 
 
-def _columns_at_once(rows: int, n: int, *, by_onednn: bool) -> int:
-    """Of a Gram matrix of n columns: all, or few of them where half of the product pays."""
-    tall = by_onednn and 2 * n >= _WIDE and rows >= _TALL * n
-    pays = rows >= n // 4 if n >= _WIDE else tall
-    return -(-n // (_PARTS * _ALIGNED)) * _ALIGNED if pays else n
+def _columns_at_once(n: int) -> int:
+    """Where half of a Gram matrix of n columns is saved by parts."""
+    return -(-n // (_PARTS * _ALIGNED)) * _ALIGNED
 
 
 def projected_moment(

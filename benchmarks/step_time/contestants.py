@@ -212,6 +212,9 @@ OURS = {
     "KFACSGD, truncated": ours(truncation=TRUNCATION),
     "KFACSGD, truncated, bases followed": ours(truncation=TRUNCATION, basis_tolerance=TOLERANCE),
     "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
+    "KFACSGD, truncated, bases followed, papers' layers": ours(
+        truncation=TRUNCATION, basis_tolerance=TOLERANCE, skip_layers=BEYOND_PAPERS
+    ),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
 }
