@@ -306,9 +306,7 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         out[:, :start, start:stop] = out[:, start:stop, :start].mT
 
 
-def _gram_by_onednn(
-    rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def _gram_by_onednn(rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
     count, n = rows.shape
     # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
     columns = rows.mT.contiguous()

@@ -57,17 +57,20 @@ def settings(group: Group) -> Settings:
     return Settings(group["momentum"], group["nesterov"], muon.settings(group))
 
 
-def matrices(group_of: Mapping[Tensor, Group], model: nn.Module) -> set[Tensor]:
-    """The parameters whose momentum is to be made orthogonal; AdamW takes the rest.
+def no_matrices(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:
+    """The parameters that AdamW takes, and why; the others' momentum is made orthogonal.
 
-    Tables, of which a step sees some rows, and norms are none, unless their group says so.
+    Tables, of which a step sees some rows, and norms are no matrices, unless their group says so.
     """
     apart = beside_matrices(model)
-    return {
-        p
-        for p, group in group_of.items()
-        if muon.takes_muon(group, p) and (group["use_muon"] or p not in apart)
-    }
+    found = {}
+    for p, group in group_of.items():
+        if not muon.takes_muon(group, p):
+            told = group["use_muon"] is not None
+            found[p] = "use_muon=False" if told else "fewer than two dimensions"
+        elif p in apart and not group["use_muon"]:
+            found[p] = "of an embedding or a norm"
+    return found
 
 
 def choices(groups: Iterable[Group]) -> list[bool | None]:

@@ -165,7 +165,7 @@ class KFACMixin(Optimizer, Joinable):
             process_group: the ranks that train this model; None: all.
         """
         title = type(self).__name__
-        _refuse_unknown(title, kwargs, inspect.signature(super().__init__).parameters)
+        _refuse_unknown(title, kwargs, inspect.signature(super().__init__).parameters, self._base)
         if params is None:
             raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
         if isinstance(params, nn.Module):
@@ -688,7 +688,13 @@ class KFACMixin(Optimizer, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
+            before = {name: self.__dict__[name] for name in state if name in self.__dict__}
             super().__setstate__(state)
+            try:
+                _refuse_anothers(self, before.get("param_groups", []))
+            except ValueError:
+                self.__dict__.update(before)
+                raise
             if "preconditioner" in self.__dict__:
                 self._restored = self._resume(self.__dict__.pop("_loaded", {}))
             return
@@ -722,6 +728,21 @@ class KFACMixin(Optimizer, Joinable):
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
+
+
+def _refuse_anothers(optimizer: KFACMixin, former: list[dict[str, Any]]) -> None:
+    """After a load: a step would end in a KeyError. The base has filled in what older states of its
+    own lack."""
+    pairs = list(zip(optimizer.param_groups, former, strict=False))
+    lacking = [
+        k for k in optimizer.defaults if any(k in old and k not in new for new, old in pairs)
+    ]
+    if lacking:
+        raise ValueError(
+            f"Invalid state_dict: its parameter groups lack {', '.join(lacking)}, which "
+            f"{optimizer._base.__name__} reads; it is of another optimizer: load it into one of "
+            "that class, or begin without its state"
+        )
 
 
 def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -858,13 +879,15 @@ def _what(params: Any, model: Any) -> str:
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
 
 
-def _refuse_unknown(title: str, given: Iterable[str], theirs: Mapping[str, Any]) -> None:
+def _refuse_unknown(
+    title: str, given: Iterable[str], theirs: Mapping[str, Any], base: type[Optimizer]
+) -> None:
     """Refuse arguments that neither K-FAC has nor the base, unless that takes any."""
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values()):
         return
     for name in given:
         if name not in theirs:
-            raise unexpected(title, name, _own_parameters(), theirs)
+            raise unexpected(title, name, _named_by(base), theirs)
 
 
 def _own_parameters(base: type[Optimizer] = Optimizer) -> dict[str, inspect.Parameter]:
@@ -911,16 +934,18 @@ def _against_the_eigenbasis(theirs: dict[str, Any], ours: dict[str, Any], groups
     return eigenbasis.argument_against(theirs) or option_against_eigenbasis(ours, defaults, groups)
 
 
+def _named_by(base: type[Optimizer]) -> dict[str, inspect.Parameter]:
+    """K-FAC's arguments that a class over this base has a use for."""
+    own = _own_parameters(base)
+    without = [name for name in _OF_MOMENTS if _is_the_bases(name, base)]
+    without += ("moments", *metric.WITHOUT) if base is Muon else ()
+    return {name: parameter for name, parameter in own.items() if name not in without}
+
+
 def _signature(base: type[Optimizer]) -> inspect.Signature:
     """The base's arguments as they are, then K-FAC's by keyword."""
-    own = _own_parameters(base)
-    if base is Muon:
-        for name in ("moments", *metric.WITHOUT):
-            del own[name]
+    own = _named_by(base)
     theirs = inspect.signature(base.__init__).parameters
-    for name in _OF_MOMENTS:
-        if _is_the_bases(name, base):
-            del own[name]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in theirs.values() if p.kind not in variadic]
     module_too = KFACMixin.__init__.__annotations__["params"]

@@ -285,7 +285,8 @@ class Options:
                 'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
                 'loss_reduction; remove them, or use normalization="fisher"'
             )
-        _one_of("moments", self.moments, ("parameters", "eigenbasis", "metric"))
+        if self.moments != "metric":  # which is no choice of the user's
+            _one_of("moments", self.moments, ("parameters", "eigenbasis"))
         if self.moments == "eigenbasis" and (
             self.compute_method != "eigen"
             or self.compute_eigenvalue_outer_product

@@ -10,7 +10,7 @@ import itertools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Preconditioner:
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
-        self.left: dict[Tensor, str] = {}  # what it was told not to cover, and its name
+        self.left: dict[Tensor, str] = {}  # what it was told not to cover: name and reason
         self._choices: list[Any] = []  # what groups said of that
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
@@ -1090,11 +1090,11 @@ class Preconditioner:
         self.lay_out()
         self._aim()
 
-    def _to_cover(self, groups: list[Group]) -> Set[Tensor]:
-        """The parameters that K-FAC is to cover where it can."""
+    def _to_leave(self, groups: list[Group]) -> dict[Tensor, str]:
+        """The parameters that K-FAC is not to cover, and why."""
         if not self.second_order.metric:
-            return self._group_of.keys()
-        return metric.matrices({p: groups[i] for p, i in self._group_of.items()}, self.model)
+            return {}
+        return metric.no_matrices({p: groups[i] for p, i in self._group_of.items()}, self.model)
 
     def _covered_by_all(self, groups: list[Group]) -> Coverage:
         """What is covered, found alike on all ranks; else every rank raises."""
@@ -1104,9 +1104,10 @@ class Preconditioner:
             refuse_flattened(self.model)
             check_trained(unwrapped(self.model), self._group_of)
             of_group = self._settings_of_groups(groups) if self.second_order.moments else []
+            left = self._to_leave(groups)
             found = cover(
                 unwrapped(self.model),
-                self._to_cover(groups),
+                dict.fromkeys(p for p in self._group_of if p not in left),
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
                 papers_only=self.options.papers,
@@ -1178,8 +1179,9 @@ class Preconditioner:
         self.second_order.parted = any(p.a != p.g for p in self.placements.values())
 
     def _left(self, groups: list[Group]) -> dict[Tensor, str]:
-        rest = self._group_of.keys() - self._to_cover(groups)
-        return {p: name for name, p in unwrapped(self.model).named_parameters() if p in rest}
+        reasons = self._to_leave(groups)
+        named = unwrapped(self.model).named_parameters()
+        return {p: f"{name}: {reasons[p]}" for name, p in named if p in reasons}
 
     def _detach(self) -> None:
         if self._capture is not None:

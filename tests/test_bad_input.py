@@ -535,6 +535,9 @@ def test_the_bases_own_errors_come_through():
         (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
         (with_kfac(torch.optim.RAdam), "orthogonl", r"; did you mean orthogonal\?"),
         (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
+        (KFACMuon, "kl_klip", r"; help\(KFACMuon\) lists"),  # it has no kl_clip
+        (KFACMuon, "nesterow", r"; did you mean nesterov\?"),
+        (KFACAdam, "kl_klip", r"; did you mean kl_clip\?"),
         (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
         (KFACSGD, "accumulation_steps", "; leave it out: any number of backward passes"),
         (KFACSGD, "symmetry_aware", "; leave it out: factors always travel as triangles"),

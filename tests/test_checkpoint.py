@@ -356,6 +356,29 @@ def test_what_is_no_tensor_is_named(key):
         KFACSGD(network(), lr=0.1).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loads", "lacking"),
+    [
+        (torch.optim.SGD, KFACAdam, "betas, eps, which Adam reads"),
+        (KFACAdam, KFACSGD, "momentum, dampening, which SGD reads"),
+        (torch.optim.Adam, KFACLAMB, ".*max_grad_norm.*, which LAMB reads"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(saved, loads, lacking):
+    """In the load, and not by a KeyError in the next step."""
+    model = network()
+    other = saved(model if saved is KFACAdam else model.parameters(), lr=0.01)
+    train(model, other, [0])
+    model, target = pair(loads, lr=0.01)
+    train(model, target, range(2))
+    twin, untouched = copy.deepcopy((model, target))
+    with pytest.raises(ValueError, match=f"its parameter groups lack {lacking}"):
+        target.load_state_dict(other.state_dict())
+    train(model, target, range(2, 4))
+    train(twin, untouched, range(2, 4))
+    assert_same(twin, model)
+
+
 def test_another_number_of_groups_is_torchs_error():
     _, opt = pair(KFACSGD, lr=0.1)
     other = network()

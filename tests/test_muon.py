@@ -607,7 +607,11 @@ def test_what_is_not_covered_takes_the_bases_steps():
     assert set(opt.preconditioner.layers) == {
         "body.attention.in_proj", "body.attention.out_proj", "body.wide", "body.narrow"
     }  # fmt: skip
-    assert "AdamW:" in repr(opt.preconditioner) and "body.words.weight" in repr(opt.preconditioner)
+    listed = repr(opt.preconditioner).split("AdamW:\n")[1]
+    assert "    body.words.weight: of an embedding or a norm\n" in listed
+    assert "    body.wide.bias: fewer than two dimensions\n" in listed
+    assert "    body.head.weight: use_muon=False" in listed
+    assert "body.wide.weight" not in listed
     table = torch.optim.AdamW([copy.deepcopy(model.body.words.weight)], **options)
     (words,) = table.param_groups[0]["params"]
     for step in range(3):
@@ -728,6 +732,8 @@ def test_what_has_no_meaning_is_refused(options, words):
 def test_others_have_no_such_momentum():
     with pytest.raises(ValueError, match='Invalid moments: "metric" is KFACMuon\'s own'):
         KFACAdam(network("chain"), moments="metric")
+    with pytest.raises(ValueError, match=r"'metrik'; choose from 'parameters', 'eigenbasis'$"):
+        KFACAdam(network("chain"), moments="metrik")
     _, opt = pair("chain")
     with pytest.raises(ValueError, match="AdaptiveDamping can't work with KFACMuon"):
         AdaptiveDamping(opt)

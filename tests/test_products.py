@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from training import assert_near
 
 from kaisa_optim import KFACSGD, algebra
@@ -49,6 +50,26 @@ def test_half_of_a_tall_product_is_all_of_it(calls, n, rows):
     by_halves = n >= 128 and rows >= 32 * n
     assert sum(m * w for m, _, w in calls) < (0.7 if by_halves else 1.01) * n * n
     assert (len(calls) > 1) == by_halves
+
+
+@pytest.mark.parametrize(
+    ("matrices", "rows", "n", "by_halves"),
+    [(1, 3700, 191, False), (1, 3700, 192, True), (2, 500, 517, False), (2, 600, 517, True)],
+)
+@pytest.mark.parametrize("append_one", [False, True])
+def test_half_of_torchs_own_product_is_all_of_it(
+    matrices, rows, n, by_halves, append_one, monkeypatch
+):
+    monkeypatch.setattr(algebra, "_onednn", lambda: None)
+    x = random(matrices, rows, n)
+    with FlopCounterMode(display=False) as counter:
+        found = algebra.second_moment(x, x.dtype, diagonal=False, append_one=append_one)
+    whole = torch.cat([x.double(), torch.ones(matrices, rows, append_one).double()], 2)
+    near(found, whole.mT @ whole)
+    assert torch.equal(found, found.mT)
+    full = 2 * matrices * rows * n * n
+    assert counter.get_total_flops() < (0.65 if by_halves else 1.01) * full
+    assert (counter.get_total_flops() < full) == by_halves
 
 
 @needs_onednn
