@@ -107,9 +107,12 @@ class Members:
             return [part for of_layer in zip(*parts, strict=True) for part in of_layer]
         return [view.of(stacked) for view in self._matrix]
 
-    def apart(self, stacked: Tensor, like: list[Tensor]) -> list[Tensor] | None:
-        """Copies of what each parameter has of the tensor of all, or None where one copy of each
-        kind can't do it. They are shaped like the parameters, of which there are none in parts."""
+    def apart(
+        self, stacked: Tensor, like: list[Tensor], scale: Tensor | None
+    ) -> list[Tensor] | None:
+        """Copies, times a scale, of what each parameter has of the tensor of all, or None where one
+        copy of each kind can't do it. They are shaped like the parameters, of which there are none
+        in parts."""
         dtype = like[0].dtype
         plain = all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in like)
         if not (self._are_alike and plain and all(p.is_contiguous() for p in self.parameters)):
@@ -121,7 +124,10 @@ class Members:
         ):
             shape = len(self.layers), *like[i].shape
             copies = torch.empty(shape, dtype=dtype, device=like[i].device)
-            here.of(copies).copy_(there.of(stacked))
+            if scale is None:
+                here.of(copies).copy_(there.of(stacked))
+            else:
+                torch.mul(there.of(stacked), scale, out=here.of(copies))
             result[i::kinds] = copies.unbind()
         return result
 
@@ -259,8 +265,9 @@ def unstack(
     stacks: list[Preconditioned],
     in_parts: Collection[Tensor] = (),
     gradient_of: GradientOf = own_gradient,
+    scale: Tensor | None = None,
 ) -> dict[Tensor, Tensor]:
-    """New gradients, shaped like their parameters, for those that have a gradient.
+    """New gradients times a scale, shaped like their parameters, for those that have a gradient.
 
     ``in_parts`` are parameters of which several layers cover a part each; a part whose layer is not
     among the stacks keeps its raw gradient.
@@ -273,10 +280,13 @@ def unstack(
         absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
         like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
         whole = not in_parts or not any(p in in_parts for p in parameters)
-        copies = one.members.apart(stacked, like) if whole else None
+        own_scale = None if scale is None else scale.to(stacked.device, stacked.dtype)
+        copies = one.members.apart(stacked, like, own_scale) if whole else None
         if copies is not None:
             new.update(zip(parameters, copies, strict=True))
             continue
+        if own_scale is not None:
+            stacked = stacked * own_scale
         for p, gradient in zip(parameters, like, strict=True):
             if p not in new:
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
@@ -296,13 +306,8 @@ def _room(parameter: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(gradient, memory_format=layout)
 
 
-def clip(
-    terms: dict[Layer, Tensor],
-    new: list[Tensor],
-    kl_clip: float,
-    alpha_of: Callable[[Tensor], Any],
-) -> None:
-    """Scale ``new`` by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look from the host.
+def clip(terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor], Any]) -> Tensor:
+    """ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look from the host.
 
     ``terms`` are rows of :func:`products`. They are added up in the layers' order, wherever they
     come from, so that ν has the same bits on all ranks.
@@ -315,9 +320,8 @@ def clip(
         total: Any = rows[:, 0].sum() * alphas[0] ** 2
     else:
         total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
-    scale = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
-    for gradient in new:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    scale: Tensor = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
+    return scale
 
 
 def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:

@@ -385,13 +385,14 @@ class Preconditioner:
         else:
             stacks = self._handed_out(apply)
         parts, terms = self._returned(apply)
-        limit = self._clip
+        scale, limit = None, self._clip
         if limit is not None:
             terms.update(item for one in stacks for item in one.terms().items())
             if terms:
-                new = [one.new for one in stacks] + [sharding.local(x) for x in parts.values()]
-                gradients.clip(terms, new, limit, lambda p: self._alpha(p, groups))
-        whole = gradients.unstack(stacks, self._in_parts)
+                scale = gradients.clip(terms, limit, lambda p: self._alpha(p, groups))
+                for part in map(sharding.local, parts.values()):
+                    part.mul_(scale.to(part.device, part.dtype))
+        whole = gradients.unstack(stacks, self._in_parts, scale=scale)
         if self.second_order.moments:
             whole = self._directions(whole, stacks)
         whole |= parts

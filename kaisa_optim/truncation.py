@@ -126,7 +126,7 @@ def precondition(
         new = algebra.out_of_basis(
             algebra.into_basis(gradient, some_g, some_a).mul_(steeper), some_g, some_a
         )
-    return new.add_(gradient / flat)
+    return new.addcdiv_(gradient, flat)
 
 
 def _leads(values: Tensor, idle: Tensor) -> Tensor:
