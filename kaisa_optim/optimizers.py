@@ -688,13 +688,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
-            before = {name: self.__dict__[name] for name in state if name in self.__dict__}
-            super().__setstate__(state)
-            try:
-                _refuse_anothers(self, before.get("param_groups", []))
-            except ValueError:
-                self.__dict__.update(before)
-                raise
+            self._take(state, super().__setstate__)
             if "preconditioner" in self.__dict__:
                 self._restored = self._resume(self.__dict__.pop("_loaded", {}))
             return
@@ -720,6 +714,36 @@ class KFACMixin(Optimizer, Joinable):
         self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries)
 
+    def _take(self, state: dict[str, Any], set_state: Callable[[dict[str, Any]], None]) -> None:
+        """Let the base set a loaded state; none but what its own optimizers have, else a step would
+        end in a KeyError. The base fills in what older states lack."""
+        before = {name: self.__dict__[name] for name in state if name in self.__dict__}
+        former = before.get("param_groups", [])
+        try:
+            set_state(state)
+        except Exception as error:
+            lacking = self._lacking(former)
+            self.__dict__.update(before)
+            if lacking:
+                raise ValueError(lacking) from error
+            raise
+        lacking = self._lacking(former)
+        if lacking:
+            self.__dict__.update(before)
+            raise ValueError(lacking)
+
+    def _lacking(self, former: list[dict[str, Any]]) -> str:
+        """What groups had and have no more."""
+        pairs = list(zip(self.param_groups, former, strict=False))
+        names = [k for k in self.defaults if any(k in old and k not in new for new, old in pairs)]
+        if not names:
+            return ""
+        return (
+            f"Invalid state_dict: its parameter groups lack {', '.join(names)}, which "
+            f"{self._base.__name__} reads; it is of another optimizer: load it into one of that "
+            "class, or begin without its state"
+        )
+
     def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
         """Continue from loaded tensors."""
         self._consolidated = None
@@ -728,21 +752,6 @@ class KFACMixin(Optimizer, Joinable):
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
-
-
-def _refuse_anothers(optimizer: KFACMixin, former: list[dict[str, Any]]) -> None:
-    """After a load: a step would end in a KeyError. The base has filled in what older states of its
-    own lack."""
-    pairs = list(zip(optimizer.param_groups, former, strict=False))
-    lacking = [
-        k for k in optimizer.defaults if any(k in old and k not in new for new, old in pairs)
-    ]
-    if lacking:
-        raise ValueError(
-            f"Invalid state_dict: its parameter groups lack {', '.join(lacking)}, which "
-            f"{optimizer._base.__name__} reads; it is of another optimizer: load it into one of "
-            "that class, or begin without its state"
-        )
 
 
 def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from typing import Any
@@ -356,16 +357,21 @@ def test_what_is_no_tensor_is_named(key):
         KFACSGD(network(), lr=0.1).load_state_dict(state)
 
 
+HeavySGD = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
 @pytest.mark.parametrize(
     ("saved", "loads", "lacking"),
     [
         (torch.optim.SGD, KFACAdam, "betas, eps, which Adam reads"),
         (KFACAdam, KFACSGD, "momentum, dampening, which SGD reads"),
         (torch.optim.Adam, KFACLAMB, ".*max_grad_norm.*, which LAMB reads"),
+        (HeavySGD, KFACAdam, "betas, eps, which Adam reads"),  # whose entries Adam trips over
+        (HeavySGD, with_kfac(torch.optim.RMSprop), "alpha, eps, which RMSprop reads"),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused(saved, loads, lacking):
-    """In the load, and not by a KeyError in the next step."""
+    """In the load, and not by a KeyError in it or in the next step."""
     model = network()
     other = saved(model if saved is KFACAdam else model.parameters(), lr=0.01)
     train(model, other, [0])
