@@ -294,7 +294,9 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         _gram_by_onednn(rows[0], out[0], linear)
         return
     in_half = rows.dtype != out.dtype
-    step = _columns_at_once(n) if n >= _HALVED and much >= _HALVED_MUCH else n
+    # Of few rows the copies would take longer than what they save.
+    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH
+    step = _columns_at_once(n) if pays else n
     for start in range(0, n, step):
         stop = min(start + step, n)
         # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.

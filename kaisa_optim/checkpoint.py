@@ -361,11 +361,15 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     return _saved_covers(layer, entry) == layer.covers and int(status[5]) == _convention(kfac)
 
 
+_MOMENTS = "exp_avg", "momentum"  # one of them is among what K-FAC keeps of a gradient
+
+
 class Restored(NamedTuple):
     """Names of layers that do not go on as they were."""
 
     anew: list[str]  # there are no tensors of them
     begun_anew: list[str]  # what was being decomposed is lost, and begins with what was saved
+    moments_anew: list[str]  # the moments are of another kind
 
 
 def restore(kfac: Preconditioner, entries: Entries) -> Restored:
@@ -378,7 +382,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> Restored:
     kfac.lay_out()
     kfac.second_order.failures.clear()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
-    restored = Restored([], [])
+    restored = Restored([], [], [])
     for layer in kfac.active:
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry, restored):
@@ -397,6 +401,10 @@ def _restore_layer(
         return False
     fed, ready, _, _, failures, _, *begun = status.tolist()
     second_order_present = True
+    moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}
+    given = moments & entry.keys()  # a whole state has those of other ranks, too
+    if moments & views.keys() - given if kfac.second_order.moments else given:
+        restored.moments_anew.append(layer.name)
     for name, view in views.items():
         if name in entry:
             view.copy_(entry[name])

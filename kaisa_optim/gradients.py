@@ -286,7 +286,7 @@ def unstack(
             new.update(zip(parameters, copies, strict=True))
             continue
         if own_scale is not None:
-            stacked = stacked * own_scale
+            stacked.mul_(own_scale)
         for p, gradient in zip(parameters, like, strict=True):
             if p not in new:
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)

@@ -199,7 +199,8 @@ class Muon(Optimizer):
             return
         for p in params:
             state = self.state[p]
-            if "exp_avg" not in state:  # a sub-class may keep entries of its own there
+            # A sub-class may keep entries of its own there; LAMB's have no step.
+            if "exp_avg" not in state or "step" not in state:
                 state.pop("momentum_buffer", None)  # of a time when it was Muon's
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):

@@ -648,7 +648,14 @@ class KFACMixin(Optimizer, Joinable):
             raise
         finally:
             handle.remove()
-        missing, begun_anew = self.__dict__.pop("_restored")
+        missing, begun_anew, moments_anew = self.__dict__.pop("_restored")
+        if moments_anew:
+            warnings.warn(
+                f"the moments of {', '.join(map(repr, moments_anew))} in this state are of another "
+                "kind than this optimizer's, and begin at zero; for a run to go on, build it with "
+                "the class and the moments= that the state was saved with",
+                stacklevel=2,
+            )
         if begun_anew:
             warnings.warn(
                 f"what was being decomposed of {', '.join(begun_anew)} is not in this state: it "
@@ -719,30 +726,25 @@ class KFACMixin(Optimizer, Joinable):
         end in a KeyError. The base fills in what older states lack."""
         before = {name: self.__dict__[name] for name in state if name in self.__dict__}
         former = before.get("param_groups", [])
+        failed: Exception | None = None
         try:
             set_state(state)
         except Exception as error:
-            lacking = self._lacking(former)
-            self.__dict__.update(before)
-            if lacking:
-                raise ValueError(lacking) from error
-            raise
-        lacking = self._lacking(former)
-        if lacking:
-            self.__dict__.update(before)
-            raise ValueError(lacking)
-
-    def _lacking(self, former: list[dict[str, Any]]) -> str:
-        """What groups had and have no more."""
+            failed = error
         pairs = list(zip(self.param_groups, former, strict=False))
         names = [k for k in self.defaults if any(k in old and k not in new for new, old in pairs)]
-        if not names:
-            return ""
-        return (
-            f"Invalid state_dict: its parameter groups lack {', '.join(names)}, which "
-            f"{self._base.__name__} reads; it is of another optimizer: load it into one of that "
-            "class, or begin without its state"
-        )
+        if failed is None and not names:
+            return
+        self.__dict__.update(before)
+        if not names and not isinstance(failed, KeyError):
+            assert failed is not None
+            raise failed
+        lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
+        raise ValueError(
+            f"Invalid state_dict: its {lacks}, which {self._base.__name__} reads; it is of another "
+            "optimizer, or of an older version: load it into one of that class, add what it lacks, "
+            "or begin without its state"
+        ) from failed
 
     def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
         """Continue from loaded tensors."""
@@ -944,7 +946,7 @@ def _against_the_eigenbasis(theirs: dict[str, Any], ours: dict[str, Any], groups
 
 
 def _named_by(base: type[Optimizer]) -> dict[str, inspect.Parameter]:
-    """K-FAC's arguments that a class over this base has a use for."""
+    """K-FAC's arguments in the signature of a class over this base."""
     own = _own_parameters(base)
     without = [name for name in _OF_MOMENTS if _is_the_bases(name, base)]
     without += ("moments", *metric.WITHOUT) if base is Muon else ()

@@ -54,7 +54,14 @@ def test_half_of_a_tall_product_is_all_of_it(calls, n, rows):
 
 @pytest.mark.parametrize(
     ("matrices", "rows", "n", "by_halves"),
-    [(1, 3700, 191, False), (1, 3700, 192, True), (2, 500, 517, False), (2, 600, 517, True)],
+    [
+        (1, 3700, 191, False),
+        (1, 3700, 192, True),
+        (2, 500, 517, False),
+        (2, 600, 517, True),
+        (1, 274, 1100, False),  # few rows
+        (1, 275, 1100, True),
+    ],
 )
 @pytest.mark.parametrize("append_one", [False, True])
 def test_half_of_torchs_own_product_is_all_of_it(
