@@ -301,6 +301,26 @@ def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_p
 
 
 @pytest.mark.parametrize("base", BASES)
+def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(base):
+    """Also one of moments in the eigenbasis, which are then gone."""
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    train(model, opt, range(3))
+    state = opt.state_dict()
+    entries = {
+        i: {key: value for key, value in entry.items() if not key.startswith("kfac_")}
+        for i, entry in state["state"].items()
+    }
+    state["state"] = {i: entry for i, entry in entries.items() if entry}
+    plain = cls._base(model.parameters(), **settings)
+    plain.load_state_dict(state)
+    before = values(model)
+    train(model, plain, range(3, 5))
+    moved = difference(before, model).values()
+    assert all(torch.isfinite(by).all() and by.any() for by in moved)
+
+
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_state_dict_taken_before_the_first_step(base, trained):
     cls, settings = BASES[base]
