@@ -369,7 +369,7 @@ class Restored(NamedTuple):
 
     anew: list[str]  # there are no tensors of them
     begun_anew: list[str]  # what was being decomposed is lost, and begins with what was saved
-    moments_anew: list[str]  # the moments are of another kind
+    moments_anew: list[str]  # the moments are missing, or of another kind
 
 
 def restore(kfac: Preconditioner, entries: Entries) -> Restored:
@@ -401,10 +401,6 @@ def _restore_layer(
         return False
     fed, ready, _, _, failures, _, *begun = status.tolist()
     second_order_present = True
-    moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}
-    given = moments & entry.keys()  # a whole state has those of other ranks, too
-    if moments & views.keys() - given if kfac.second_order.moments else given:
-        restored.moments_anew.append(layer.name)
     for name, view in views.items():
         if name in entry:
             view.copy_(entry[name])
@@ -431,4 +427,8 @@ def _restore_layer(
                 copies = {n: entry[key] for n, key in names.items() if key in entry}
                 if not kfac.second_order.go_on(kfac.shelf, (layer, side), step, copies):
                     restored.begun_anew.append(f"{layer.name!r} ({side.upper()})")
+    moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}
+    given = moments & entry.keys()  # a whole state has those of other ranks, too
+    if moments & views.keys() - given if kfac.second_order.moments else given:
+        restored.moments_anew.append(layer.name)
     return True

@@ -19,6 +19,8 @@ class Coverage:
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
+    # Of those that were never to be covered, the reason.
+    left: dict[Tensor, str] = field(default_factory=dict)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -650,10 +650,12 @@ class KFACMixin(Optimizer, Joinable):
             handle.remove()
         missing, begun_anew, moments_anew = self.__dict__.pop("_restored")
         if moments_anew:
+            names = ", ".join(map(repr, moments_anew))
             warnings.warn(
-                f"the moments of {', '.join(map(repr, moments_anew))} in this state are of another "
-                "kind than this optimizer's, and begin at zero; for a run to go on, build it with "
-                "the class and the moments= that the state was saved with",
+                f"the moments of {names} are missing in this state, or of another kind than this "
+                "optimizer's, and begin at zero; for a run to go on, build it with the class and "
+                "the moments= that the state was saved with, and on several ranks call "
+                "consolidate_state_dict() before a save",
                 stacklevel=2,
             )
         if begun_anew:

@@ -94,7 +94,7 @@ class Preconditioner:
         self.steps = 0
         self.layers: dict[str, Layer] = {}
         self.uncovered: dict[str, str] = {}
-        self.left: dict[Tensor, str] = {}  # what it was told not to cover: name and reason
+        self.left: dict[Tensor, str] = {}  # what it was told not to cover, and why
         self._choices: list[Any] = []  # what groups said of that
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
@@ -1068,7 +1068,7 @@ class Preconditioner:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
-        self.left = self._left(groups)
+        self.left = found.left
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self._in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         for layer in self.statistics.gathered.keys() - set(self.layers.values()):
@@ -1117,6 +1117,7 @@ class Preconditioner:
                 else None,
                 matrices_by_output=self.second_order.metric,
             )
+            found.left = left
             if self.options.correction == "examples":
                 world = self.ranks.world
                 correction.check_workers(self.strategy.gradient_workers(world), world)
@@ -1178,11 +1179,6 @@ class Preconditioner:
             work.assign(strategy, new, grid, self.options.colocate_factors, load)
         )
         self.second_order.parted = any(p.a != p.g for p in self.placements.values())
-
-    def _left(self, groups: list[Group]) -> dict[Tensor, str]:
-        reasons = self._to_leave(groups)
-        named = unwrapped(self.model).named_parameters()
-        return {p: f"{name}: {reasons[p]}" for name, p in named if p in reasons}
 
     def _detach(self) -> None:
         if self._capture is not None:
@@ -1387,10 +1383,11 @@ class Preconditioner:
         if self.options.refresh_lag:
             intervals += f", in use {self.options.refresh_lag} steps later"
         lines = [f"Preconditioner({how}, {self.steps} steps taken)", f"  {intervals}"]
+        named = unwrapped(self.model).named_parameters()
         for title, entries in (
             ("covered", [repr(layer) for layer in self.layers.values()]),
             ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),
-            ("AdamW", list(self.left.values())),
+            ("AdamW", [f"{name}: {self.left[p]}" for name, p in named if p in self.left]),
             ("skipped", [f"{name}: matches {why!r}" for name, why in self.skipped.items()]),
         ):
             if entries:

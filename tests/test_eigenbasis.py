@@ -1215,7 +1215,8 @@ def loaded(
     if moved:
         (text,) = texts
         assert text.startswith("the moments of 'first', 'branch', 'head'")
-        assert "in this state are of another kind than this optimizer's, and begin at zero" in text
+        assert "are missing in this state, or of another kind than this optimizer's" in text
+        assert ", and begin at zero; for a run to go on, build it with the class and the" in text
         return other, fresh
     assert [text[:40] for text in texts] == ["the checkpoint holds no K-FAC factors of"] * warns
     assert all(text.endswith(", and their moments begin at zero") for text in texts)
@@ -1343,6 +1344,19 @@ def test_states_of_other_moments_load(cls):
         check_goes_on(other, fresh, values(model))
         if here == "eigenbasis":
             assert set(counts(fresh).values()) == {6}
+
+
+def test_layers_without_factors_are_named_once():
+    """As in another rank's share, and not for their moments, too."""
+    model, opt = pair(KFACAdam)
+    learn(model, opt, range(6))
+    state = through_a_file(opt.state_dict())
+    for entry in state["state"].values():
+        for key in [
+            k for k in entry if k.startswith("kfac_") and not k.endswith(("step", "status"))
+        ]:
+            del entry[key]
+    loaded(KFACAdam, model, state, warns=True)
 
 
 @every_base

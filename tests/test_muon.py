@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from training import assert_near, assert_same, values
 
 from kaisa_optim import (
+    LAMB,
     AdaptiveDamping,
     KFACAdam,
     KFACMuon,
@@ -249,7 +250,7 @@ def test_schedules_of_the_momentum_are_muons():
         assert opt.param_groups[0]["adam_betas"] == before
 
 
-@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD, LAMB])
 def test_a_state_of_another_base_loads(base):
     params, others = weights((3, 4), (4,)), weights((3, 4), (4,))
     plain, opt = base(params, 0.1), Muon(others, 0.3, momentum=0.8)
