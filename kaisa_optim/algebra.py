@@ -28,6 +28,8 @@ _ALIGNED = 16  # columns that products take at a time
 _MUCH = 1 << 22
 _LEAST = 64  # rows, and columns, from which units for half precision pay
 _PARTS = 4
+# What torch's settings of float32 products are by backend: on CUDA, and on CPUs.
+_NEWER = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
 _TURNS = 8  # until each of the others has been looked at
@@ -58,13 +60,28 @@ _SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's
 _STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
 
 
-@contextmanager
-def full_precision(device: str | None = None) -> Iterator[None]:
+def full_precision(device: str | None = None) -> AbstractContextManager[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors.
 
     Settings of another type of device than a given one stay as they are, which takes less time.
     """
-    with _precise_matmuls(), _precise_convolutions(device):
+    return _at("highest", device)
+
+
+def statistics_precision(
+    setting: str, device: str, *, in_half: bool
+) -> AbstractContextManager[None]:
+    """Float32 products as ``torch.set_float32_matmul_precision(setting)`` would have them.
+
+    Convolutions, too, on CUDA; and there those of images that are ``in_half`` precision, whatever
+    the setting: TF32 has a place for each of their digits, so that it rounds nothing.
+    """
+    return _at(setting, device, tf32_convolutions=in_half or setting != "highest")
+
+
+@contextmanager
+def _at(setting: str, device: str | None, *, tf32_convolutions: bool = False) -> Iterator[None]:
+    with _matmuls_at(setting), _convolutions(device, tf32=tf32_convolutions and device == "cuda"):
         yield
 
 
@@ -74,12 +91,12 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _precise_matmuls() -> Iterator[None]:
+def _matmuls_at(setting: str) -> Iterator[None]:
     try:
         older: str | None = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = None  # torch refuses to answer where its newer settings say something else
-    if older == "highest":
+    if older == setting:
         yield
         return
     # The newer settings, by backend; none of them before torch 2.9.
@@ -87,11 +104,11 @@ def _precise_matmuls() -> Iterator[None]:
     backends: list[Any] = [torch.backends.cuda.matmul, on_cpu]
     saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     if older is not None:
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(setting)
     else:
-        for backend, value in saved:
-            if value != "none":
-                backend.fp32_precision = "ieee"
+        for (backend, value), newer in zip(saved, _NEWER[setting], strict=True):
+            if newer != "ieee" or value != "none":
+                backend.fp32_precision = newer
     try:
         yield
     finally:
@@ -101,22 +118,24 @@ def _precise_matmuls() -> Iterator[None]:
 
 
 @contextmanager
-def _precise_convolutions(device: str | None) -> Iterator[None]:
-    """cuDNN's convolutions use TF32 unless told otherwise."""
+def _convolutions(device: str | None, *, tf32: bool) -> Iterator[None]:
+    """cuDNN's use TF32 unless told otherwise."""
     of = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
     parts = [of[device]] if device in of else list(of.values())
     backends: list[Any] = [getattr(part, "conv", None) for part in parts]
     saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     if not saved:  # before torch 2.9
         allowed = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = tf32
         try:
             yield
         finally:
             torch.backends.cudnn.allow_tf32 = allowed
         return
     for backend, value in saved:
-        if value not in ("none", "ieee"):
+        if tf32:
+            backend.fp32_precision = "tf32"
+        elif value not in ("none", "ieee"):
             backend.fp32_precision = "ieee"
     try:
         yield
@@ -294,8 +313,8 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         _gram_by_onednn(rows[0], out[0], linear)
         return
     in_half = rows.dtype != out.dtype
-    # Of few rows the copies would take longer than what they save.
-    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH
+    # Of few rows the copies would take longer than what they save, as they do of fast products.
+    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _rounds(rows)
     step = _columns_at_once(n) if pays else n
     for start in range(0, n, step):
         stop = min(start + step, n)
@@ -318,6 +337,14 @@ def _gram_by_onednn(rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor]
         stop = min(start + step, n)
         out[start:, start:stop] = linear(columns[start:], columns[start:stop])
         out[start:stop, stop:] = out[stop:, start:stop].mT
+
+
+def _rounds(rows: Tensor) -> bool:
+    """Whether a CPU multiplies these float32 rows in bfloat16, as it has been told to."""
+    if rows.device.type != "cpu" or rows.dtype != torch.float32:
+        return False
+    setting = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    return setting == "bf16" and _multiplies_brain_floats(rows.device)
 
 
 def _columns_at_once(n: int) -> int:

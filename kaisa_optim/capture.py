@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from .algebra import full_precision, without_autocast
+from .algebra import statistics_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .saving import UNKNOWN, saving_hooks
@@ -257,6 +257,7 @@ class Capture:
         drop: Callable[[Layer], None],
         *,
         reduce: bool,
+        precision: str = "highest",
         keep_errors: bool = False,
     ) -> None:
         # The basis in which a layer's gradients' second moments are wanted, if in any.
@@ -268,6 +269,7 @@ class Capture:
         self.wanted = frozenset(layers)  # those whose turn it is to gather statistics
         self.missing = set(layers)  # those that have none
         self.reduce = reduce
+        self.precision = precision  # of float32 products
         self.sample: Sample | None = None  # of the rows of a pass; None: all
         self.paused = 0
         self.was_paused = False  # since the last reset, as the next one
@@ -562,7 +564,9 @@ class Capture:
                 part=call.part,
             )
 
-        with self._lock, torch.no_grad(), full_precision(device), without_autocast(device):
+        in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
+        precision = statistics_precision(self.precision, device, in_half=in_half)
+        with self._lock, torch.no_grad(), precision, without_autocast(device):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments

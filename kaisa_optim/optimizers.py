@@ -97,6 +97,7 @@ class KFACMixin(Optimizer, Joinable):
         basis_tolerance: float | None = None,
         truncation: float = 0.0,
         statistics_fraction: Number = 1.0,
+        statistics_precision: str = "highest",
         eigenvalue_correction: bool | str = False,
         grafting: bool = False,
         warmup_steps: int = 0,
@@ -116,6 +117,8 @@ class KFACMixin(Optimizer, Joinable):
             loss_reduction: "mean", or "sum" for a loss that does not average.
             weight_sharing: "expand", a row for each position; or "reduce", one for each example.
             statistics_fraction: the part of the examples that statistics are taken from (s).
+            statistics_precision: of their float32 products, "highest", "high" or "medium", as
+                torch.set_float32_matmul_precision has it.
             eigenvalue_correction: EKFAC: True or "examples", or "gradients".
             normalization: "fisher", or "kaisa" for the papers' own scaling.
             grad_scaler: the GradScaler, number or callable by which losses are scaled.
@@ -207,6 +210,7 @@ class KFACMixin(Optimizer, Joinable):
             "basis_tolerance": basis_tolerance,
             "truncation": truncation,
             "statistics_fraction": statistics_fraction,
+            "statistics_precision": statistics_precision,
             "eigenvalue_correction": eigenvalue_correction,
             "grafting": grafting,
             "warmup_steps": warmup_steps,

@@ -268,6 +268,7 @@ class Options:
     basis_tolerance: float | None = None
     truncation: float = 0.0
     statistics_fraction: Number = 1.0
+    statistics_precision: str = "highest"
     eigenvalue_correction: bool | str = False
     grafting: bool = False
     warmup_steps: int = 0
@@ -279,6 +280,7 @@ class Options:
         _one_of("compute_method", self.compute_method, ("eigen", "inverse"))
         _one_of("weight_sharing", self.weight_sharing, ("expand", "reduce"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _one_of("statistics_precision", self.statistics_precision, ("highest", "high", "medium"))
         plain = (self.weight_sharing, self.loss_terms, self.loss_reduction)
         if self.papers and plain != ("expand", "examples", "mean"):
             raise ValueError(

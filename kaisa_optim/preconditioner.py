@@ -1082,6 +1082,7 @@ class Preconditioner:
             self.statistics.add,
             self.statistics.drop,
             reduce=self.options.weight_sharing == "reduce",
+            precision=self.options.statistics_precision,
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
         )

@@ -54,6 +54,7 @@ OPTIONS = [
         [0, -0.5, 1.01, NAN, INF, "0.25", None, True],
         r"\(0, 1\], such as 0.25",
     ),
+    ("statistics_precision", ["tf32", "", None, 1], "choose from 'highest', 'high', 'medium'"),
     ("max_factor_size", [0, -1, NAN, "16", None], "1 or more"),
     ("max_failures", [-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
     (

@@ -1,0 +1,194 @@
+"""``statistics_precision``: what the statistics' float32 products are taken in, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import EVERY_STEP, network, train
+
+from kaisa_optim import KFACSGD, algebra, capture
+from kaisa_optim.layers import base as layer_base
+
+SETTINGS = "highest", "high", "medium"
+BY_BACKEND = {"highest": ["ieee"] * 2, "high": ["tf32"] * 2, "medium": ["tf32", "bf16"]}
+NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+def backends() -> list[Any]:
+    found = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    found += [getattr(part, "conv", None) for part in (torch.backends.cudnn, torch.backends.mkldnn)]
+    return [b for b in found if hasattr(b, "fp32_precision")]
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Puts the process's settings back, whatever a test made of them."""
+    saved = [b.fp32_precision for b in backends()]
+    allowed = torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision("highest")
+    if not NEWER:
+        torch.backends.cudnn.allow_tf32 = allowed
+    for backend, value in zip(backends(), saved, strict=True):
+        backend.fp32_precision = "none"
+        backend.fp32_precision = value
+
+
+def matmuls() -> list[str]:
+    return [b.fp32_precision for b in backends()[:2]]
+
+
+def convolutions() -> str:
+    if not NEWER:
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+    return str(torch.backends.cudnn.conv.fp32_precision)
+
+
+def one_setting(value: str) -> Any:
+    return lambda: torch.set_float32_matmul_precision(value)
+
+
+def by_backend() -> None:
+    if not NEWER:
+        pytest.skip("this torch has no fp32_precision")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+USERS = {"nothing": lambda: None, "by backend": by_backend} | {x: one_setting(x) for x in SETTINGS}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
+    seen: dict[str, list[Any]] = {"statistics": [], "decompositions": []}
+
+    def spied(kind: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Where torch has no settings by backend, there is but one.
+            seen[kind].append(matmuls() if NEWER else torch.get_float32_matmul_precision())
+            return function(*args, **kwargs)
+
+        return call
+
+    USERS[user]()
+    before = matmuls(), convolutions()
+    moments = spied("statistics", layer_base.second_moment)
+    monkeypatch.setattr(layer_base, "second_moment", moments)
+    eigh = spied("decompositions", algebra.eigendecompose)
+    monkeypatch.setattr(algebra, "eigendecompose", eigh)
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, statistics_precision=setting, **EVERY_STEP)
+    train(model, opt, range(2))
+    assert len(seen["statistics"]) >= 8 and len(seen["decompositions"]) >= 4
+    for kind, of_kind in {"statistics": setting, "decompositions": "highest"}.items():
+        wanted = BY_BACKEND[of_kind] if NEWER else of_kind
+        # What nobody has set is full precision, too.
+        said = [[x.replace("none", "ieee") for x in one] if NEWER else one for one in seen[kind]]
+        assert all(one == wanted for one in said), kind
+    assert (matmuls(), convolutions()) == before
+
+
+def test_settings_come_back_after_an_error():
+    torch.set_float32_matmul_precision("high")
+    before = matmuls(), convolutions()
+    with (
+        pytest.raises(ZeroDivisionError),
+        algebra.statistics_precision("medium", "cuda", in_half=True),
+    ):
+        raise ZeroDivisionError
+    assert (matmuls(), convolutions()) == before
+
+
+# ---- what becomes of the numbers ----
+
+
+@pytest.fixture
+def brain() -> None:
+    if not NEWER or not algebra._multiplies_brain_floats(torch.device("cpu")):
+        pytest.skip("this CPU, or torch, has no products in bfloat16")
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """By how much of its norm."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def factor_a(x: Tensor, setting: str, autocast: bool = False) -> Tensor:
+    net = nn.Sequential(nn.Linear(x.shape[1], 4))
+    opt = KFACSGD(net, lr=0.1, statistics_precision=setting, **EVERY_STEP)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = net(x).float().square().mean()
+    loss.backward()
+    opt.step()
+    return opt.preconditioner.factors("0")[0][0]
+
+
+@pytest.mark.parametrize("n", [80, 300])
+def test_medium_is_of_rows_rounded_to_bfloat16_with_sums_in_float32(n, brain):
+    x = torch.randn(1500, n) + 0.3
+    found = factor_a(x, "medium")
+    rounded, exact = (
+        torch.cat([rows, torch.ones(1500, 1)], 1).double() for rows in (x.bfloat16().float(), x)
+    )
+    # Of the 1s' products nothing is rounded: they are sums.
+    expected = rounded.mT @ rounded
+    expected[-1], expected[:, -1] = exact.sum(0), exact.sum(0)
+    assert off(found, expected / 1500) < 1e-5
+    assert 1e-5 < off(found, exact.mT @ exact / 1500) < 3e-3
+    assert off(factor_a(x, "highest"), exact.mT @ exact / 1500) < 1e-6
+
+
+def test_medium_takes_nothing_from_rows_that_autocast_has_rounded(brain):
+    x = torch.randn(1500, 300) + 0.3
+    expected = factor_a(x, "highest", autocast=True).double()
+    assert off(factor_a(x, "medium", autocast=True), expected) < 1e-5
+
+
+# ---- convolutions, of which CUDA alone has units for TF32 ----
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("in_half", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tf32_is_for_images_in_half_precision_and_for_lower_settings(setting, in_half, allowed):
+    if NEWER:
+        torch.backends.cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
+    else:
+        torch.backends.cudnn.allow_tf32 = allowed
+    before = convolutions()
+    with algebra.statistics_precision(setting, "cuda", in_half=in_half):
+        assert convolutions() == ("tf32" if in_half or setting != "highest" else "ieee")
+    assert convolutions() == before
+    with algebra.statistics_precision(setting, "cpu", in_half=in_half):
+        assert not NEWER or torch.backends.mkldnn.conv.fp32_precision in ("none", "ieee")
+    assert convolutions() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tf32_has_a_place_for_every_digit_of_half_precision(dtype):
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    bits = x[x.isfinite()].float().view(torch.int32)
+    assert not (bits & ((1 << 13) - 1)).any()  # what TF32 leaves out of 23
+
+
+def test_capture_says_what_images_are_in(monkeypatch):
+    asked: list[tuple[str, bool]] = []
+
+    def spied(setting: str, device: str, *, in_half: bool) -> Any:
+        asked.append((setting, in_half))
+        return algebra.statistics_precision(setting, device, in_half=in_half)
+
+    monkeypatch.setattr(capture, "statistics_precision", spied)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 2))
+    opt = KFACSGD(net, lr=0.1, statistics_precision="high", **EVERY_STEP)
+    for autocast in (False, True):
+        asked.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(torch.randn(4, 2, 4, 4)).float().square().mean()
+        loss.backward()
+        assert asked == [("high", autocast)] * 2
+        opt.step()
