@@ -8,7 +8,7 @@ as saved are decomposed in their place.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,20 @@ UNDER_WAY = f"{PREFIX}under_way"
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
+
+
+def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> None:
+    """Refuse what is no optimizer's state at all, such as a model's."""
+    if not isinstance(state, Mapping):
+        what = f"it is of type {type(state).__name__}"
+    elif missing := [key for key in keys if key not in state]:
+        what = f"it has no {' and no '.join(map(repr, missing))}"
+    else:
+        return
+    raise ValueError(
+        f"Invalid state_dict: {what}; pass what an optimizer's state_dict() has returned, and not "
+        "its model's, or the whole of a checkpoint that holds several"
+    )
 
 
 def _home(layer: Layer) -> Tensor:

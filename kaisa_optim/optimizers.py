@@ -625,6 +625,7 @@ class KFACMixin(Optimizer, Joinable):
 
         def separate(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal fresh
+            checkpoint.check_form(loaded)
             if self._kfac_options.moments == "eigenbasis":
                 for group in loaded["param_groups"]:
                     eigenbasis.check(self, group)
@@ -645,6 +646,7 @@ class KFACMixin(Optimizer, Joinable):
         # After the user's own hooks, which may change the state, and for this call only.
         handle = self.register_load_state_dict_pre_hook(separate)
         try:
+            checkpoint.check_form(state_dict, keys=())  # hooks may yet make one of it
             super().load_state_dict(state_dict)
         except Exception as error:
             self.__dict__.pop("_loaded", None)

@@ -406,6 +406,37 @@ def test_a_state_of_another_optimizer_is_refused(saved, loads, lacking):
     assert_same(twin, model)
 
 
+NO_STATES = {
+    "nothing": (lambda model, opt: None, "it is of type NoneType"),
+    "a list": (lambda model, opt: [opt.state_dict()], "it is of type list"),
+    "empty": (lambda model, opt: {}, "it has no 'state' and no 'param_groups'"),
+    "a model's": (lambda model, opt: model.state_dict(), "no 'state' and no 'param_groups'"),
+    "a checkpoint": (lambda model, opt: {"state": opt.state_dict()}, "it has no 'param_groups'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_is_no_optimizers_state_is_refused(name):
+    make, what = NO_STATES[name]
+    model = network()
+    opt = KFACAdam(model, lr=0.01)
+    train(model, opt, range(2))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=rf"Invalid state_dict: .*{what}.*state_dict\(\) has"):
+        opt.load_state_dict(make(model, opt))
+    assert_same(opt.state_dict(), before)
+
+
+def test_a_users_hook_may_make_a_state_of_what_is_none():
+    model = network()
+    opt = KFACSGD(model, lr=0.01)
+    train(model, opt, range(2))
+    whole = {"optimizer": copy.deepcopy(opt.state_dict())}
+    opt.register_load_state_dict_pre_hook(lambda _, loaded: loaded["optimizer"])
+    opt.load_state_dict(whole)
+    assert_same(opt.state_dict(), whole["optimizer"])
+
+
 def test_another_number_of_groups_is_torchs_error():
     _, opt = pair(KFACSGD, lr=0.1)
     other = network()
