@@ -46,6 +46,8 @@ def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str]
     near = meant(name, ours, theirs)
     remedy = f"did you mean {near}?" if near else f"help({owner}) lists what there is"
     remedy = _FORMER.get(name, remedy)
+    if name == "momentum" and "betas" in theirs:
+        remedy = "here it is the first of betas"
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")
 
 

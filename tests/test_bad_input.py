@@ -539,6 +539,7 @@ def test_the_bases_own_errors_come_through():
         (KFACMuon, "kl_klip", r"; help\(KFACMuon\) lists"),  # it has no kl_clip
         (KFACMuon, "nesterow", r"; did you mean nesterov\?"),
         (KFACAdam, "kl_klip", r"; did you mean kl_clip\?"),
+        (KFACAdam, "momentum", "; here it is the first of betas"),
         (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
         (KFACSGD, "accumulation_steps", "; leave it out: any number of backward passes"),
         (KFACSGD, "symmetry_aware", "; leave it out: factors always travel as triangles"),
