@@ -23,6 +23,7 @@ BATCHES = 10  # that a contestant goes through: factors must move, or refreshes 
 NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
+MEDIUM = ", medium statistics"  # of those whose second moments are bfloat16's, with float32 sums
 TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
 TRUNCATION = 0.1  # of the damping, up to which curvature is taken for none
 # What the papers' code leaves out.
@@ -217,6 +218,14 @@ OURS = {
     ),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
+    "KFACSGD, inverse" + BRAIN: ours(compute_method="inverse", inv_dtype=torch.bfloat16),
+    "KFACSGD" + MEDIUM: ours(statistics_precision="medium"),
+    "KFACSGD, truncated, bases followed, papers' layers" + MEDIUM: ours(
+        truncation=TRUNCATION,
+        basis_tolerance=TOLERANCE,
+        skip_layers=BEYOND_PAPERS,
+        statistics_precision="medium",
+    ),
 }
 # Statistics from some of the rows.
 HALF = {"KFACSGD, half": ours(statistics_fraction=0.5)}
@@ -238,8 +247,9 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     absent = []
     if not multiplies_in_half(torch.bfloat16, torch.empty(0, device=device)):
         # Ours would only store it, and the papers' be multiplied bit by bit.
-        del found["KFACSGD" + BRAIN]
-        absent.append("KFACSGD" + BRAIN + WITHOUT)
+        for name in [name for name in found if name.endswith((BRAIN, MEDIUM))]:
+            del found[name]
+            absent.append(name + WITHOUT)
     for peer, make in PEERS.items() if task.peers else ():
         try:
             if peer in NEEDS:

@@ -120,6 +120,7 @@ TASKS = {
             **_eigen(1.45, 2.0),
             ("KFACSGD, inverse", LONG): 1.25,
             ("KFACSGD, bfloat16", LONG): 1.25,
+            ("KFACSGD, inverse, bfloat16", LONG): 1.25,
         },
     ),
     "resnet50": Task(
