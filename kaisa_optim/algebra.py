@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ _ALIGNED = 16  # columns that products take at a time
 _MUCH = 1 << 22
 _LEAST = 64  # rows, and columns, from which units for half precision pay
 _PARTS = 4
-# What torch's settings of float32 products are by backend: on CUDA, and on CPUs.
+_SETTINGS = "highest", "high", "medium"  # torch's, of float32 products
+# Since torch 2.9 by backend: on CUDA, and on CPUs.
 _NEWER = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+_LEFT_OUT = 13  # digits of float32 that TF32 has no place for
+_BELOW_HALF = (1 << _LEFT_OUT - 1) - 1
 _FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
 _LEADING = 8  # one of so many eigenvectors leads
 _TURNS = 8  # until each of the others has been looked at
@@ -60,29 +64,87 @@ _SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's
 _STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
 
 
-def full_precision(device: str | None = None) -> AbstractContextManager[None]:
+class _OfProcess:
+    """A setting of the whole process, which contexts of several threads change.
+
+    The most precise level of those that are open holds, 0 before others; the last to end puts back
+    what the first one found. Reading gives what there is, applying says whether it changed that.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        apply: Callable[[int], bool],
+        put_back: Callable[[Any], None],
+    ) -> None:
+        self._read, self._apply, self._put_back = read, apply, put_back
+        self._lock = threading.Lock()  # for the books alone: threads may wait for each other within
+        self._open: list[int] = []
+        self._found: Any = None
+        self._changed = False
+
+    @contextmanager
+    def at(self, level: int) -> Iterator[None]:
+        with self._lock:
+            if not self._open:
+                self._found, self._changed = self._read(), False
+            self._open.append(level)
+            self._changed |= self._apply(min(self._open))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.remove(level)
+                if self._open:
+                    self._changed |= self._apply(min(self._open))
+                elif self._changed:
+                    self._put_back(self._found)
+
+
+class _Asked(threading.local):
+    setting = "highest"  # of the statistics that this thread gathers
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def full_precision(device: str | None = None) -> Iterator[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors.
 
     Settings of another type of device than a given one stay as they are, which takes less time.
     """
-    return _at("highest", device)
+    with _MATMULS.at(0), _convolutions(device, 0):
+        yield
 
 
-def statistics_precision(
-    setting: str, device: str, *, in_half: bool
-) -> AbstractContextManager[None]:
+@contextmanager
+def statistics_precision(setting: str, device: str, *, in_half: bool) -> Iterator[None]:
     """Float32 products as ``torch.set_float32_matmul_precision(setting)`` would have them.
 
     Convolutions, too, on CUDA; and there those of images that are ``in_half`` precision, whatever
     the setting: TF32 has a place for each of their digits, so that it rounds nothing.
     """
-    return _at(setting, device, tf32_convolutions=in_half or setting != "highest")
+    tf32 = device == "cuda" and (in_half or setting != "highest")
+    before, _asked.setting = _asked.setting, setting
+    try:
+        with _MATMULS.at(_SETTINGS.index(setting)), _convolutions(device, int(tf32)):
+            yield
+    finally:
+        _asked.setting = before
 
 
-@contextmanager
-def _at(setting: str, device: str | None, *, tf32_convolutions: bool = False) -> Iterator[None]:
-    with _matmuls_at(setting), _convolutions(device, tf32=tf32_convolutions and device == "cuda"):
-        yield
+def rounded(rows: Tensor) -> Tensor:
+    """Float32 rows as the products of statistics take them.
+
+    Sums and products must be of the same numbers, else they are no moment: it could be indefinite.
+    """
+    if _asked.setting == "highest" or rows.dtype != torch.float32:
+        return rows
+    if _asked.setting == "medium" and rows.device.type == "cpu":
+        return rows.bfloat16().float()
+    bits = rows.view(torch.int32)  # to the nearest of TF32, of two to the even one
+    return (bits + _BELOW_HALF + (bits >> _LEFT_OUT & 1) & -1 << _LEFT_OUT).view(torch.float32)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -90,57 +152,115 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
-@contextmanager
-def _matmuls_at(setting: str) -> Iterator[None]:
+def _matmul_backends() -> list[Any]:
+    """CUDA's settings and CPUs'; none of them before torch 2.9."""
+    both = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    return [backend for backend in both if hasattr(backend, "fp32_precision")]
+
+
+def _older() -> str | None:
     try:
-        older: str | None = torch.get_float32_matmul_precision()
+        return torch.get_float32_matmul_precision()
     except RuntimeError:
-        older = None  # torch refuses to answer where its newer settings say something else
-    if older == setting:
-        yield
-        return
-    # The newer settings, by backend; none of them before torch 2.9.
-    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
-    backends: list[Any] = [torch.backends.cuda.matmul, on_cpu]
-    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+        return None  # torch refuses to answer where its newer settings say something else
+
+
+def _read_matmuls() -> tuple[str | None, list[str]]:
+    return _older(), [backend.fp32_precision for backend in _matmul_backends()]
+
+
+def _apply_matmuls(level: int) -> bool:
+    setting, older, backends = _SETTINGS[level], _older(), _matmul_backends()
+    # The older name may tell what some backend is not at; at the highest none is below.
+    if older == setting == "highest":
+        return False
+    wanted = list(zip(backends, _NEWER[setting], strict=False))
+    if older == setting and all(backend.fp32_precision == newer for backend, newer in wanted):
+        return False
     if older is not None:
         torch.set_float32_matmul_precision(setting)
+    for backend, newer in wanted:
+        unset = newer == "ieee" and backend.fp32_precision == "none"
+        if backend.fp32_precision != newer and not unset:
+            backend.fp32_precision = newer
+    return True
+
+
+def _put_back_matmuls(found: tuple[str | None, list[str]]) -> None:
+    older, values = found
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    for backend, value in zip(_matmul_backends(), values, strict=True):
+        _set(backend, value)
+
+
+def _conv(part: Any) -> Any:
+    """A backend's setting of convolutions, or None before torch 2.9."""
+    conv = getattr(part, "conv", None)
+    return conv if hasattr(conv, "fp32_precision") else None
+
+
+def _read_cudnn() -> Any:
+    conv = _conv(torch.backends.cudnn)
+    return torch.backends.cudnn.allow_tf32 if conv is None else conv.fp32_precision
+
+
+def _apply_cudnn(level: int) -> bool:
+    """It uses TF32 unless told otherwise."""
+    conv, wanted = _conv(torch.backends.cudnn), "tf32" if level else "ieee"
+    if conv is None:
+        torch.backends.cudnn.allow_tf32 = level > 0
+    elif conv.fp32_precision == wanted or (conv.fp32_precision == "none" and not level):
+        return False
     else:
-        for (backend, value), newer in zip(saved, _NEWER[setting], strict=True):
-            if newer != "ieee" or value != "none":
-                backend.fp32_precision = newer
-    try:
-        yield
-    finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older)
-        _restore(saved)
+        conv.fp32_precision = wanted
+    return True
+
+
+def _put_back_cudnn(found: Any) -> None:
+    conv = _conv(torch.backends.cudnn)
+    if conv is None:
+        torch.backends.cudnn.allow_tf32 = found
+    else:
+        _set(conv, found)
+
+
+def _read_onednn() -> Any:
+    conv = _conv(torch.backends.mkldnn)
+    return "none" if conv is None else conv.fp32_precision
+
+
+def _apply_onednn(level: int) -> bool:
+    """It has no lower level: of what statistics need, its convolutions know only float32."""
+    if _read_onednn() in ("none", "ieee"):
+        return False
+    _conv(torch.backends.mkldnn).fp32_precision = "ieee"
+    return True
+
+
+def _put_back_onednn(found: Any) -> None:
+    _set(_conv(torch.backends.mkldnn), found)
+
+
+_MATMULS = _OfProcess(_read_matmuls, _apply_matmuls, _put_back_matmuls)
+_CUDNN = _OfProcess(_read_cudnn, _apply_cudnn, _put_back_cudnn)
+_ONEDNN = _OfProcess(_read_onednn, _apply_onednn, _put_back_onednn)
 
 
 @contextmanager
-def _convolutions(device: str | None, *, tf32: bool) -> Iterator[None]:
-    """cuDNN's use TF32 unless told otherwise."""
-    of = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
-    parts = [of[device]] if device in of else list(of.values())
-    backends: list[Any] = [getattr(part, "conv", None) for part in parts]
-    saved = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
-    if not saved:  # before torch 2.9
-        allowed = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = tf32
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.allow_tf32 = allowed
-        return
-    for backend, value in saved:
-        if tf32:
-            backend.fp32_precision = "tf32"
-        elif value not in ("none", "ieee"):
-            backend.fp32_precision = "ieee"
-    try:
+def _convolutions(device: str | None, level: int) -> Iterator[None]:
+    of = {"cuda": _CUDNN, "cpu": _ONEDNN}
+    with ExitStack() as stack:
+        for setting in [of[device]] if device in of else of.values():
+            stack.enter_context(setting.at(level))
         yield
-    finally:
-        _restore(saved)
+
+
+def _set(backend: Any, value: str) -> None:
+    """What a backend inherits it inherits again, else a later change would pass it by."""
+    backend.fp32_precision = "none"
+    if backend.fp32_precision != value:
+        backend.fp32_precision = value
 
 
 def _into_float32(left: Tensor, right: Tensor) -> Tensor:
@@ -155,15 +275,6 @@ def _multiplies_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
         return torch.equal(_into_float32(ones, ones), ones.float() * 16)
     except (RuntimeError, TypeError):  # before torch 2.8
         return False
-
-
-def _restore(saved: list[tuple[Any, str]]) -> None:
-    """What a backend inherits it inherits again, else a later change would pass it by."""
-    for backend, value in saved:
-        if backend.fp32_precision != value:
-            backend.fp32_precision = "none"
-            if backend.fp32_precision != value:
-                backend.fp32_precision = value
 
 
 @functools.cache
@@ -256,7 +367,8 @@ def second_moment(
     """
     if not diagonal and dtype == torch.float32 and _takes_halves(rows):
         return _moment(rows, append_one)
-    return _plain_moment(rows.to(dtype), diagonal, append_one)
+    rows = rows.to(dtype)
+    return _plain_moment(rows if diagonal else rounded(rows), diagonal, append_one)
 
 
 def _takes_halves(rows: Tensor) -> bool:
@@ -314,7 +426,7 @@ def _gram(rows: Tensor, out: Tensor) -> None:
         return
     in_half = rows.dtype != out.dtype
     # Of few rows the copies would take longer than what they save, as they do of fast products.
-    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _rounds(rows)
+    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
     step = _columns_at_once(n) if pays else n
     for start in range(0, n, step):
         stop = min(start + step, n)
@@ -339,12 +451,10 @@ def _gram_by_onednn(rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor]
         out[start:stop, stop:] = out[stop:, start:stop].mT
 
 
-def _rounds(rows: Tensor) -> bool:
-    """Whether a CPU multiplies these float32 rows in bfloat16, as it has been told to."""
-    if rows.device.type != "cpu" or rows.dtype != torch.float32:
-        return False
-    setting = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
-    return setting == "bf16" and _multiplies_brain_floats(rows.device)
+def _in_brain_floats(rows: Tensor) -> bool:
+    """Whether a CPU takes these products in bfloat16, as it has been asked to."""
+    on_cpu = rows.device.type == "cpu"
+    return on_cpu and _asked.setting == "medium" and multiplies_in_half(torch.bfloat16, rows)
 
 
 def _columns_at_once(n: int) -> int:

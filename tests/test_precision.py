@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,10 @@ def settings() -> Iterator[None]:
     saved = [b.fp32_precision for b in backends()]
     allowed = torch.backends.cudnn.allow_tf32
     yield
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "none"
+    for backend in backends():
+        backend.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     if not NEWER:
         torch.backends.cudnn.allow_tf32 = allowed
@@ -40,6 +45,14 @@ def settings() -> Iterator[None]:
 
 def matmuls() -> list[str]:
     return [b.fp32_precision for b in backends()[:2]]
+
+
+def all_settings() -> list[str]:
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "mixed"
+    return [older, *matmuls(), convolutions()]
 
 
 def convolutions() -> str:
@@ -58,7 +71,26 @@ def by_backend() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 
-USERS = {"nothing": lambda: None, "by backend": by_backend} | {x: one_setting(x) for x in SETTINGS}
+def highest_below_its_name() -> None:
+    """Torch's older name tells what a backend is no longer at."""
+    by_backend()
+    torch.set_float32_matmul_precision("medium")
+    backends()[1].fp32_precision = "ieee"
+
+
+def inherited() -> None:
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    torch.backends.fp32_precision = "ieee"
+
+
+USERS = {
+    "nothing": lambda: None,
+    "by backend": by_backend,
+    "other than its name": highest_below_its_name,
+    "inherited": inherited,
+    **{x: one_setting(x) for x in SETTINGS},
+}
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -75,7 +107,7 @@ def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
         return call
 
     USERS[user]()
-    before = matmuls(), convolutions()
+    before = all_settings()
     moments = spied("statistics", layer_base.second_moment)
     monkeypatch.setattr(layer_base, "second_moment", moments)
     eigh = spied("decompositions", algebra.eigendecompose)
@@ -89,27 +121,56 @@ def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
         # What nobody has set is full precision, too.
         said = [[x.replace("none", "ieee") for x in one] if NEWER else one for one in seen[kind]]
         assert all(one == wanted for one in said), kind
-    assert (matmuls(), convolutions()) == before
+    assert all_settings() == before
 
 
 def test_settings_come_back_after_an_error():
     torch.set_float32_matmul_precision("high")
-    before = matmuls(), convolutions()
+    before = all_settings()
     with (
         pytest.raises(ZeroDivisionError),
         algebra.statistics_precision("medium", "cuda", in_half=True),
     ):
         raise ZeroDivisionError
-    assert (matmuls(), convolutions()) == before
+    assert all_settings() == before
+
+
+def test_threads_leave_what_they_found():
+    """Whoever is last puts it back, and full precision is full beside any other's."""
+    torch.set_float32_matmul_precision("high")
+    before, seen = all_settings(), []
+    entered, left = threading.Barrier(2), threading.Barrier(2)
+
+    def rough() -> None:
+        with algebra.statistics_precision("medium", "cpu", in_half=False):
+            entered.wait()  # the other one begins within this
+            entered.wait()
+        left.wait()
+
+    def full() -> None:
+        entered.wait()
+        with algebra.full_precision():
+            entered.wait()
+            left.wait()  # and ends after it
+            seen.append(torch.get_float32_matmul_precision())
+
+    threads = [threading.Thread(target=run) for run in (rough, full)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["highest"] and all_settings() == before
+
+
+def test_what_is_inherited_stays_so():
+    inherited()
+    with algebra.statistics_precision("medium", "cpu", in_half=False):
+        pass
+    torch.backends.fp32_precision = "tf32"
+    assert matmuls() == ["tf32", "tf32"]
 
 
 # ---- what becomes of the numbers ----
-
-
-@pytest.fixture
-def brain() -> None:
-    if not NEWER or not algebra._multiplies_brain_floats(torch.device("cpu")):
-        pytest.skip("this CPU, or torch, has no products in bfloat16")
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -128,21 +189,54 @@ def factor_a(x: Tensor, setting: str, autocast: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [80, 300])
-def test_medium_is_of_rows_rounded_to_bfloat16_with_sums_in_float32(n, brain):
+def test_medium_is_of_rows_rounded_to_bfloat16_with_sums_in_float32(n):
+    """Also where a CPU has no such products: a run means the same everywhere."""
     x = torch.randn(1500, n) + 0.3
     found = factor_a(x, "medium")
     rounded, exact = (
         torch.cat([rows, torch.ones(1500, 1)], 1).double() for rows in (x.bfloat16().float(), x)
     )
-    # Of the 1s' products nothing is rounded: they are sums.
-    expected = rounded.mT @ rounded
-    expected[-1], expected[:, -1] = exact.sum(0), exact.sum(0)
-    assert off(found, expected / 1500) < 1e-5
+    assert off(found, rounded.mT @ rounded / 1500) < 1e-5
     assert 1e-5 < off(found, exact.mT @ exact / 1500) < 3e-3
     assert off(factor_a(x, "highest"), exact.mT @ exact / 1500) < 1e-6
 
 
-def test_medium_takes_nothing_from_rows_that_autocast_has_rounded(brain):
+def test_high_rounds_to_the_nearest_of_tf32():
+    x = torch.randn(1500, 20) * torch.logspace(-30, 30, 20)
+    with algebra.statistics_precision("high", "cpu", in_half=False):
+        found = algebra.rounded(x)
+        assert torch.equal(algebra.rounded(found), found)
+        assert algebra.rounded(x.double()).equal(x.double())
+    assert not (found.view(torch.int32) & ((1 << 13) - 1)).any()
+    step = torch.exp2(torch.frexp(x)[1] - 11.0)
+    assert ((found - x).abs() <= step / 2).all() and found.ne(x).any()
+    assert algebra.rounded(x) is x
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(100, 4), (100,)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (3, 9, 9)),
+    "strided": (lambda: nn.Conv2d(3, 4, 3, stride=2), (3, 9, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_factors_stay_positive_where_inputs_hardly_vary(setting, kind, sharing):
+    """Sums of exact rows beside products of rounded ones would be no moment."""
+    make, shape = LAYERS[kind]
+    net = nn.Sequential(make())
+    opt = KFACSGD(net, lr=0.1, weight_sharing=sharing, statistics_precision=setting, **EVERY_STEP)
+    x = torch.linspace(5, 15, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    net(x + 0.01 * torch.randn(500, *shape)).square().mean().backward()
+    opt.step()
+    values = torch.linalg.eigvalsh(opt.preconditioner.factors("0")[0].double())
+    assert values.min() > -1e-5 * values.max()
+
+
+def test_medium_takes_nothing_from_rows_that_autocast_has_rounded():
     x = torch.randn(1500, 300) + 0.3
     expected = factor_a(x, "highest", autocast=True).double()
     assert off(factor_a(x, "medium", autocast=True), expected) < 1e-5

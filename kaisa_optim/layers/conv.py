@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import bordered, fill_border, second_moment
+from ..algebra import bordered, fill_border, rounded, second_moment
 from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
@@ -148,7 +148,7 @@ class ConvLayer(_Spatial):
     ) -> Tensor:
         module = self.module
         assert isinstance(module, _Conv)
-        x, grad = self._batched(x), self._batched(grad)
+        x, grad = rounded(self._batched(x)), self._batched(grad)
         plain = not reduce and not diagonal and set(module.stride) == {1}
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
@@ -253,7 +253,7 @@ class ConvTransposeLayer(_Spatial):
         return x.unflatten(1, (self.blocks, -1)).flatten(2)
 
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        x, n = x.to(dtype), self.inputs
+        x, n = rounded(x.to(dtype)), self.inputs
         result = x.new_zeros(self.blocks, n + append_one, n + append_one)
         moment = result[:, :n, :n].unflatten(2, self.in_shape).unflatten(1, self.in_shape)
         known: dict[_Geometry, Tensor] = {}
