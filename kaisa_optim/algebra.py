@@ -368,7 +368,9 @@ def second_moment(
     if not diagonal and dtype == torch.float32 and _takes_halves(rows):
         return _moment(rows, append_one)
     rows = rows.to(dtype)
-    return _plain_moment(rows if diagonal else rounded(rows), diagonal, append_one)
+    if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
+        rows = rounded(rows)
+    return _plain_moment(rows, diagonal, append_one)
 
 
 def _takes_halves(rows: Tensor) -> bool:

@@ -135,31 +135,34 @@ def test_settings_come_back_after_an_error():
     assert all_settings() == before
 
 
-def test_threads_leave_what_they_found():
+@pytest.mark.parametrize("first", ["medium", "highest"])
+def test_threads_leave_what_they_found(first):
     """Whoever is last puts it back, and full precision is full beside any other's."""
     torch.set_float32_matmul_precision("high")
     before, seen = all_settings(), []
-    entered, left = threading.Barrier(2), threading.Barrier(2)
+    second = {"medium": "highest", "highest": "medium"}[first]
+    both, over = threading.Barrier(2), threading.Barrier(2)
 
-    def rough() -> None:
-        with algebra.statistics_precision("medium", "cpu", in_half=False):
-            entered.wait()  # the other one begins within this
-            entered.wait()
-        left.wait()
+    def outer() -> None:
+        with algebra.statistics_precision(first, "cpu", in_half=False):
+            both.wait()  # the other one begins within this
+            both.wait()
+            seen.append(torch.get_float32_matmul_precision())
+        over.wait()
 
-    def full() -> None:
-        entered.wait()
-        with algebra.full_precision():
-            entered.wait()
-            left.wait()  # and ends after it
+    def inner() -> None:
+        both.wait()
+        with algebra.statistics_precision(second, "cpu", in_half=False):
+            both.wait()
+            over.wait()  # and ends after it
             seen.append(torch.get_float32_matmul_precision())
 
-    threads = [threading.Thread(target=run) for run in (rough, full)]
+    threads = [threading.Thread(target=run) for run in (outer, inner)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == ["highest"] and all_settings() == before
+    assert seen == ["highest", second] and all_settings() == before
 
 
 def test_what_is_inherited_stays_so():
@@ -190,7 +193,6 @@ def factor_a(x: Tensor, setting: str, autocast: bool = False) -> Tensor:
 
 @pytest.mark.parametrize("n", [80, 300])
 def test_medium_is_of_rows_rounded_to_bfloat16_with_sums_in_float32(n):
-    """Also where a CPU has no such products: a run means the same everywhere."""
     x = torch.randn(1500, n) + 0.3
     found = factor_a(x, "medium")
     rounded, exact = (
@@ -234,6 +236,27 @@ def test_factors_stay_positive_where_inputs_hardly_vary(setting, kind, sharing):
     opt.step()
     values = torch.linalg.eigvalsh(opt.preconditioner.factors("0")[0].double())
     assert values.min() > -1e-5 * values.max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias"),
+    # Rows without sums are left to the product, which not every CPU rounds.
+    [*((kind, True) for kind in LAYERS), ("convolution", False), ("transposed", False)],
+)
+def test_all_of_an_inputs_moment_is_of_rounded_numbers(kind, bias):
+    """Also what is taken off again at the borders of images, and sums."""
+    make, shape = LAYERS[kind]
+    x = torch.randn(200, *shape) + 5
+    found = []
+    for setting, inputs in (("medium", x), ("highest", x.bfloat16().float())):
+        module = make()
+        if not bias:
+            module.bias = None
+        opt = KFACSGD(nn.Sequential(module), lr=0.1, statistics_precision=setting, **EVERY_STEP)
+        module(inputs).square().mean().backward()
+        opt.step()
+        found.append(opt.preconditioner.factors("0")[0].double())
+    assert off(found[0], found[1]) < 1e-6
 
 
 def test_medium_takes_nothing_from_rows_that_autocast_has_rounded():
