@@ -23,7 +23,7 @@ BATCHES = 10  # that a contestant goes through: factors must move, or refreshes 
 NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
-MEDIUM = ", medium statistics"  # of those whose second moments are bfloat16's, with float32 sums
+MEDIUM = ", medium statistics"  # of those whose float32 rows are multiplied in less
 TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
 TRUNCATION = 0.1  # of the damping, up to which curvature is taken for none
 # What the papers' code leaves out.
@@ -246,10 +246,10 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
     absent = []
     if not multiplies_in_half(torch.bfloat16, torch.empty(0, device=device)):
-        # Ours would only store it, and the papers' be multiplied bit by bit.
-        for name in [name for name in found if name.endswith((BRAIN, MEDIUM))]:
-            del found[name]
-            absent.append(name + WITHOUT)
+        # Ours would only store it, or round for nothing, and the papers' be multiplied bit by bit.
+        for without in [name for name in found if name.endswith((BRAIN, MEDIUM))]:
+            del found[without]
+            absent.append(without + WITHOUT)
     for peer, make in PEERS.items() if task.peers else ():
         try:
             if peer in NEEDS:
