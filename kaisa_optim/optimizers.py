@@ -740,7 +740,10 @@ class KFACMixin(Optimizer, Joinable):
         except Exception as error:
             failed = error
         pairs = list(zip(self.param_groups, former, strict=False))
-        names = [k for k in self.defaults if any(k in old and k not in new for new, old in pairs)]
+        read = dict(self.defaults)
+        if "differentiable" not in inspect.signature(self._base.__init__).parameters:
+            read.pop("differentiable", None)  # a load adds it to any optimizer's defaults
+        names = [k for k in read if any(k in old and k not in new for new, old in pairs)]
         if failed is None and not names:
             return
         self.__dict__.update(before)

@@ -32,7 +32,15 @@ from training import (
     values,
 )
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACParamScheduler, with_kfac
+from kaisa_optim import (
+    KFACLAMB,
+    KFACSGD,
+    LAMB,
+    KFACAdam,
+    KFACMuon,
+    KFACParamScheduler,
+    with_kfac,
+)
 
 BASES = {
     "SGD": (KFACSGD, {"lr": 0.05}),
@@ -435,6 +443,25 @@ def test_a_users_hook_may_make_a_state_of_what_is_none():
     opt.register_load_state_dict_pre_hook(lambda _, loaded: loaded["optimizer"])
     opt.load_state_dict(whole)
     assert_same(opt.state_dict(), whole["optimizer"])
+
+
+def test_its_own_state_loads_after_that_of_another_class():
+    """Torch leaves "differentiable" in the defaults, and the other's groups bring it along."""
+    model = network()
+    opt = KFACMuon(model, lr=0.02)
+    train(model, opt, range(2))
+    own, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+    train(model, opt, [2])
+    expected = copy.deepcopy(model)
+    other = torch.optim.AdamW(model.parameters())
+    train(model, other, [0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what begins anew
+        opt.load_state_dict(other.state_dict())
+    opt.load_state_dict(own)
+    model.load_state_dict(weights)
+    train(model, opt, [2])
+    assert_same(model, expected)
 
 
 def test_another_number_of_groups_is_torchs_error():
