@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_half_rows import off
 from torch import Tensor, nn
 from training import EVERY_STEP, network, train
 
@@ -174,11 +175,6 @@ def test_what_is_inherited_stays_so():
 
 
 # ---- what becomes of the numbers ----
-
-
-def off(found: Tensor, expected: Tensor) -> float:
-    """By how much of its norm."""
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def factor_a(x: Tensor, setting: str, autocast: bool = False) -> Tensor:

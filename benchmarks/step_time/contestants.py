@@ -207,24 +207,20 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
     ]
 
 
+LEAN: dict[str, Any] = {"truncation": TRUNCATION, "basis_tolerance": TOLERANCE}
 OURS = {
     "KFACSGD": ours(),
     "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
     "KFACSGD, truncated": ours(truncation=TRUNCATION),
-    "KFACSGD, truncated, bases followed": ours(truncation=TRUNCATION, basis_tolerance=TOLERANCE),
+    "KFACSGD, truncated, bases followed": ours(**LEAN),
     "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
-    "KFACSGD, truncated, bases followed, papers' layers": ours(
-        truncation=TRUNCATION, basis_tolerance=TOLERANCE, skip_layers=BEYOND_PAPERS
-    ),
+    "KFACSGD, truncated, bases followed, papers' layers": ours(**LEAN, skip_layers=BEYOND_PAPERS),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
     "KFACSGD, inverse" + BRAIN: ours(compute_method="inverse", inv_dtype=torch.bfloat16),
     "KFACSGD" + MEDIUM: ours(statistics_precision="medium"),
     "KFACSGD, truncated, bases followed, papers' layers" + MEDIUM: ours(
-        truncation=TRUNCATION,
-        basis_tolerance=TOLERANCE,
-        skip_layers=BEYOND_PAPERS,
-        statistics_precision="medium",
+        **LEAN, skip_layers=BEYOND_PAPERS, statistics_precision="medium"
     ),
 }
 # Statistics from some of the rows.
