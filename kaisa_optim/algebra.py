@@ -327,6 +327,11 @@ def _onednn_is_off() -> bool:
     return not torch._C._get_mkldnn_enabled()
 
 
+def multiplies_slowly(like: Tensor) -> bool:
+    """Whether torch's products take about twice as long as oneDNN's, and so as convolutions."""
+    return _linear_for(like) is not None
+
+
 def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
     """Whether products of float32 matrices with those of ``dtype`` are taken in that.
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .algebra import second_moment
+from . import spectrum
+from .algebra import full_precision, multiplies_slowly, second_moment
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
@@ -223,6 +224,11 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
         return second_moment(rows, x.dtype, diagonal=False)[:, None]
     if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
         return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
+    geometry = tuple(map(int, x.shape[2:])), kernel, dilation
+    channels, slow = x.shape[1] // groups, multiplies_slowly(x)
+    if x.device.type == "cpu" and spectrum.pays(*geometry, channels, groups, len(x), slow):
+        with full_precision("cpu"):  # whatever is asked of rows: these products are no rows'
+            return spectrum.autocorrelation(x, kernel, dilation, groups)
     total: Tensor | None = None
     for images in x.split(_images_at_once(x)):
         own = _by_convolution(images, kernel, dilation, groups)

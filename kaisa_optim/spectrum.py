@@ -1,0 +1,165 @@
+"""Autocorrelations of images by way of their frequencies.
+
+Moved by a shift, an image's Fourier transform X changes by phases alone. Σ x[c, q] x[c', q + s] is
+therefore, for all shifts s at once, a sum of the products X[c]* X[c'] over the frequencies; zeros
+beyond the image, as far as shifts reach, keep its ends apart. So one product of channels with
+channels for each frequency, of which a real image's first half says all, takes the place of one for
+each position and shift. The transforms are products with small matrices, which leave frequencies
+first, as the next products need them; what a fast transform leaves would have to be transposed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+_AT_ONCE = 1 << 19  # numbers of the images that are transformed together
+_TOGETHER = 32  # images, fewer of which are multiplied slowly
+_KEPT = 1 << 20  # numbers of products that are kept until they are added up
+# What takes as long as so many multiplications: to read a number of an image anew, and to write one
+# of the products, which images that are multiplied together share.
+_READ = 16
+_WRITTEN = 64
+_REMEMBERED = 1 << 10  # geometries, of which each step has the same
+Sizes = tuple[int, ...]
+
+
+def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
+    """Σ x[c, q] x[c', q + s] at all shifts s from tap to tap, ``[groups, shifts, C, C]``.
+
+    ``x`` is ``[batch, groups·C, *size]``. The shifts are those from 0 on, the last dimension's next
+    to each other; the others are mirror images of these.
+    """
+    geometry = tuple(map(int, x.shape[2:])), kernel, dilation
+    waves, *others = _transforms(*geometry, x.dtype, x.device)
+    phases = _phases(*geometry, x.dtype, x.device)
+    channels, across = x.shape[1] // groups, phases.shape[3]
+    found = x.new_zeros(groups, phases.shape[1], channels * channels)
+    some, images = _at_once(*geometry, channels, groups, len(x))
+    for start in range(0, len(waves), some):
+        those = waves[start : start + some]
+        products = x.new_empty(2, groups, len(those) * across, channels, channels)
+        for first in range(0, len(x), images):
+            spectrum = _transformed(x[first : first + images], those, others)
+            _add_products(spectrum, *products, anew=first == 0)
+        real, imaginary = products.flatten(3)
+        cosines, sines = phases[:, :, start : start + some].flatten(2)
+        found += cosines @ real
+        turned = (sines @ imaginary).unflatten(2, (channels, channels))
+        found += (turned - turned.mT).flatten(2)
+    return found.unflatten(2, (channels, channels))
+
+
+@functools.lru_cache(_REMEMBERED)
+def pays(
+    size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int, slow: bool
+) -> bool:
+    """Whether this takes less time on a CPU than products for each position and shift would.
+
+    ``slow``: where these, as a convolution, are multiplied twice as fast.
+    """
+    if not batch * channels * math.prod(size):
+        return False
+    padded = _padded(size, kernel, dilation)
+    lines, frequencies = math.prod(size[:-1]), padded[-1] // 2 + 1
+    some, images = _at_once(size, kernel, dilation, channels, groups, batch)
+    cost = -(-frequencies // some) * _READ * math.prod(size)
+    cost += lines * size[-1] * 2 * frequencies
+    for n, whole in zip(size[-2::-1], padded[-2::-1], strict=True):
+        lines //= n
+        cost += frequencies * lines * 2 * n * 2 * whole
+        frequencies *= whole
+    cost += frequencies * channels * 3 + frequencies * channels * _WRITTEN // images
+    shifts = kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
+    return (8 if slow else 4) * cost < 3 * shifts * math.prod(size) * channels
+
+
+@functools.lru_cache(_REMEMBERED)
+def _at_once(
+    size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int
+) -> tuple[int, int]:
+    """How many of the last dimension's waves are multiplied together, and of how many images."""
+    padded = _padded(size, kernel, dilation)
+    waves, numbers = padded[-1] // 2 + 1, groups * channels * math.prod(size)
+    products = groups * channels**2 * math.prod(padded[:-1])
+    images = min(batch, max(_TOGETHER, _AT_ONCE // numbers))
+    some = max(1, min(waves, _KEPT // products, _AT_ONCE * waves // (images * numbers)))
+    return some, min(batch, max(images, _AT_ONCE * waves // (some * numbers)))
+
+
+def _padded(size: Sizes, kernel: Sizes, dilation: Sizes) -> Sizes:
+    return tuple(n + d * (k - 1) for n, k, d in zip(size, kernel, dilation, strict=True))
+
+
+def _transformed(images: Tensor, waves: Tensor, others: list[Tensor]) -> Tensor:
+    """X, ``[frequencies, 2, batch, groups·C]``: the last dimension's first, real and imaginary."""
+    lines = images.reshape(-1, waves.shape[2])
+    found = (waves.flatten(0, 1) @ lines.mT).unflatten(0, (-1, 2))
+    for of_real, of_imaginary in others:
+        found = found.unflatten(2, (-1, of_real.shape[1]))
+        real, imaginary = found.mT.unbind(1)
+        turned = of_real @ real
+        turned.baddbmm_(of_imaginary.expand(len(turned), -1, -1), imaginary)
+        found = turned.unflatten(1, (-1, 2)).flatten(0, 1)
+    return found.unflatten(2, images.shape[:2])
+
+
+def _add_products(spectrum: Tensor, real: Tensor, imaginary: Tensor, *, anew: bool) -> None:
+    """Add Σ X[c]* X[c'] over the images, ``[groups, frequencies, C, C]``.
+
+    Of the imaginary part, half: that the other way round is still to be taken off.
+    """
+    channels, beta = real.shape[2], 0 if anew else 1
+    for group in range(len(real)):
+        own = spectrum[..., group * channels : (group + 1) * channels]
+        both = own.flatten(1, 2)
+        real[group].baddbmm_(both.mT, both, beta=beta)
+        imaginary[group].baddbmm_(own[:, 1].mT, own[:, 0], beta=beta)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _transforms(
+    size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """The last dimension's, ``[frequencies, 2, n]``, of which half are enough, then those of the
+    others, from the last to the first: what real and imaginary parts come to, ``[2, 2·N, n]``."""
+    found = []
+    padded = _padded(size, kernel, dilation)
+    for axis in reversed(range(len(size))):
+        n, whole = size[axis], padded[axis]
+        last = axis == len(size) - 1
+        angles = _angles(torch.arange(n, device="cpu"), whole // 2 + 1 if last else whole, whole).T
+        cosine, sine = angles.cos(), angles.sin()
+        ways = torch.stack([cosine, -sine], 1)
+        if not last:
+            ways = torch.stack([ways, torch.stack([sine, cosine], 1)]).flatten(1, 2)
+        found.append(ways.to(device, dtype))
+    return found
+
+
+@functools.lru_cache(_REMEMBERED)
+def _phases(
+    size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What products at frequencies add to each shift, ``[2, shifts, last dimension's, others]``."""
+    padded, dims = _padded(size, kernel, dilation), len(size)
+    taps = itertools.product(*(range(1 - k, k) for k in kernel))
+    apart = torch.tensor([s for s in taps if s >= (0,) * dims], device="cpu")
+    angles = torch.zeros(len(apart), 1, dtype=torch.float64, device="cpu")
+    for axis in reversed(range(dims)):
+        waves = padded[axis] // 2 + 1 if axis == dims - 1 else padded[axis]
+        own = _angles(apart[:, axis] * dilation[axis], waves, padded[axis])
+        angles = (angles[:, :, None] + own[:, None, :]).flatten(1)
+    found = torch.stack([angles.cos(), angles.sin()]).unflatten(2, (padded[-1] // 2 + 1, -1))
+    found[:, :, 1 : (padded[-1] + 1) // 2] *= 2  # for the half of the frequencies that is left out
+    return (found / math.prod(padded)).to(device, dtype)
+
+
+def _angles(places: Tensor, waves: int, whole: int) -> Tensor:
+    """Of so many waves at places in a line of ``whole``, in float64."""
+    turns = torch.outer(places, torch.arange(waves, device="cpu")) % whole
+    return turns.double() * (2 * math.pi / whole)
