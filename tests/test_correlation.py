@@ -286,3 +286,46 @@ def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, ker
     scale = expected.diagonal(dim1=1, dim2=2).sqrt()
     error = (moment - expected).abs() / (scale[:, :, None] * scale[:, None])
     assert error.max() < 1e-5
+
+
+GRADIENTS = {
+    "as torch leaves it": lambda g: g,
+    "channels last": lambda g: g.to(memory_format=torch.channels_last),
+    "some of the images": lambda g: torch.cat([g, g, g])[3:6],
+    "of one number": lambda g: torch.full_like(g, 0.5)[:, :1, :1, :1].expand_as(g),
+    "an image without a batch": lambda g: g[0],
+}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("lies", GRADIENTS)
+def test_a_gradients_moment_image_by_image_is_that_of_its_rows(lies, groups, monkeypatch):
+    module = nn.Conv2d(6, 12, 3, padding=1, groups=groups)
+    layer = ConvLayer("", module)
+    layer.trained = layer.covers = (True, True)
+    torch.manual_seed(0)
+    grad = GRADIENTS[lies](torch.randn(3, 12, 5, 4, dtype=torch.float64))
+    ways = {"reduce": False, "diagonal": False, "dtype": torch.float64}
+    calls = []
+    by_images = conv.moment_of_images
+    monkeypatch.setattr(conv, "moment_of_images", lambda g: calls.append(g) or by_images(g))
+    moment, *counts = layer.output_moment(None, grad, **ways)
+    assert len(calls) == 1
+    rows = layer.output_rows(None, grad)
+    assert counts == list(rows.shape[1:3])
+    rows = rows.flatten(1, 2)
+    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(12, 3, 3), (192, 14, 14)], ids=["few positions", "wide"])
+def test_where_a_gradients_rows_are_multiplied(shape, monkeypatch):
+    """Of more channels than positions each image's product is larger than the image; that of wide
+    rows is halved."""
+    channels, *size = shape
+    layer = ConvLayer("", nn.Conv2d(1, channels, 3, padding=1))
+    layer.trained = layer.covers = (True, True)
+    monkeypatch.setattr(conv, "moment_of_images", None)
+    grad = torch.randn(2, channels, *size)
+    moment, *_ = layer.output_moment(None, grad, reduce=False, diagonal=False, dtype=grad.dtype)
+    rows = grad.flatten(2).movedim(1, 2).flatten(0, 1)
+    torch.testing.assert_close(moment[0], rows.T @ rows)

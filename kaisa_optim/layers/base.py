@@ -270,12 +270,16 @@ class Layer:
 
         ``known_a`` is the input's, where an earlier pass has made it.
         """
-        g = self.output_rows(None if x is None else part.of(x), part.of(grad))
-        self._check_rows("output_rows", g, self.outputs)
-        batch, positions = part.whole_counts(*g.shape[1:3])
-        g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
         wide = self.g_dim_of(covers) > self.wide
-        moment_g = part.weighted(second_moment(g, dtype, diagonal=wide))
+        moment_g, *counts = self.output_moment(
+            None if x is None else part.of(x),
+            part.of(grad),
+            reduce=reduce,
+            diagonal=wide,
+            dtype=dtype,
+        )
+        moment_g = part.weighted(moment_g)
+        batch, positions = part.whole_counts(*counts)
         rows = batch if reduce else batch * positions
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
@@ -285,7 +289,8 @@ class Layer:
                 x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )
         else:
-            shape = (g.shape[0], self.a_dim_of(covers)) if diagonal else (g.shape[0], 1, 1)
+            blocks_seen = moment_g.shape[0]
+            shape = (blocks_seen, self.a_dim_of(covers)) if diagonal else (blocks_seen, 1, 1)
             moment_a = moment_g.new_full(shape, rows)
         return Moments(moment_a, moment_g, rows, positions, blocks)
 
@@ -308,6 +313,22 @@ class Layer:
             if key is not None:
                 self.shared.keep(x, said, moment)
         return moment
+
+    def output_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, int, int]:
+        """Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, of how many examples and positions."""
+        g = self.output_rows(x, grad)
+        self._check_rows("output_rows", g, self.outputs)
+        _, batch, positions, _ = g.shape
+        g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
+        return second_moment(g, dtype, diagonal=diagonal), batch, positions
 
     def input_moment(
         self,

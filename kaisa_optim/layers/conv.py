@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import bordered, fill_border, rounded, second_moment
+from ..algebra import (
+    bordered,
+    fill_border,
+    moment_of_images,
+    rounded,
+    second_moment,
+    sums_images,
+)
 from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from .base import Layer, register_layer
 
@@ -60,6 +67,20 @@ class _Spatial(Layer):
         columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
         # Channel by channel, as memory has them: copied fast, and the product takes them so.
         return columns.contiguous().permute(0, 2, 3, 1)
+
+    def output_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, int, int]:
+        images = self._batched(grad).flatten(2).unflatten(1, (self.blocks, self.outputs))
+        if reduce or diagonal or not sums_images(images, dtype):
+            return super().output_moment(x, grad, reduce=reduce, diagonal=diagonal, dtype=dtype)
+        return moment_of_images(images), len(images), images.shape[3]
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         """Σ over each image's positions of what every tap meets, ``[batch, blocks, inputs]``."""
