@@ -323,10 +323,12 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         raise ValueError(
             "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "
             "model with the same layers and options, or remove its kfac_ entries:\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join(problems[:_NAMED])
+            + (f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else "")
         )
 
 
+_NAMED = 20  # misfits, of which a whole model's may be hundreds
 _STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
 
 

@@ -1380,6 +1380,8 @@ class Preconditioner:
         if self.second_order.orthogonal:
             how += ", orthogonal directions"
         intervals = f"statistics every {self.factor_update_steps}"
+        if self.options.statistics_precision != "highest":
+            intervals += f" in {self.options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
         if self.options.refresh_lag:
             intervals += f", in use {self.options.refresh_lag} steps later"

@@ -602,6 +602,23 @@ def test_factors_of_a_frozen_layer_must_fit_it():
         target.load_state_dict(state)
 
 
+def test_misfits_of_a_whole_model_are_not_all_named():
+    narrow, wide = (nn.Sequential(*(nn.Linear(n, n) for _ in range(30))) for n in (2, 3))
+    states = []
+    for model, n in ((narrow, 2), (wide, 3)):
+        opt = KFACSGD(model, lr=0.1)
+        model(torch.ones(4, n)).sum().backward()
+        opt.step()
+        states.append(opt.state_dict())
+    entries = zip(states[0]["state"].values(), states[1]["state"].values(), strict=True)
+    for entry, other in entries:
+        entry.update({key: other[key] for key in entry if key.endswith("average")})
+    with pytest.raises(ValueError, match="the model needs") as refused:
+        KFACSGD(narrow, lr=0.1).load_state_dict(states[0])
+    told = str(refused.value).splitlines()
+    assert len(told) == 22 and told[-1] == "  and 40 more"
+
+
 def test_a_layer_frozen_only_where_it_is_loaded_is_estimated_anew():
     model, opt = pair(KFACSGD, lr=0.05, **EVERY_STEP)
     train(model, opt, range(2))

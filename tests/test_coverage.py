@@ -219,6 +219,7 @@ def test_repr_always_lists_what_is_not_covered():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt = exact(net, skip_layers=["^out$"])
+        rounding = exact(net, statistics_precision="medium")
     text = repr(opt.preconditioner)
     before, covered, raw, skipped = (
         text.replace("raw gradients:", "|")
@@ -228,6 +229,8 @@ def test_repr_always_lists_what_is_not_covered():
     )
     assert "eigen" in before and "0 steps taken" in before
     assert "statistics every 10, refreshes every 50 steps\n" in before
+    told = "statistics every 10 in medium precision, refreshes every 50 steps\n"
+    assert told in repr(rounding.preconditioner)
     assert "layer: A 4, G 3" in covered and "out" not in covered
     assert all(f"{name}: " in raw for name in UNCOVERED)
     assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped
