@@ -24,6 +24,7 @@ _HALVED = 192
 _HALVED_MUCH = 1 << 27
 _WIDE = 256  # columns from which it is saved by oneDNN
 _TALL = 32  # rows for each column from which it is saved from half as many columns on
+_LONG = 4  # positions for each channel, from which images are multiplied as they lie
 _ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
 _MUCH = 1 << 22
@@ -408,12 +409,18 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
     return moment
 
 
-def sums_images(images: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`moment_of_images` takes less time than the moment of rows in ``dtype``."""
-    _, _, n, positions = images.shape
-    if images.device.type != "cpu" or images.dtype != dtype or multiplies_slowly(images):
+def sums_images(images: Tensor) -> bool:
+    """Whether :func:`moment_of_images` takes less time than the moment of their rows.
+
+    ``images`` are ``[batch, k, n, *size]``. Where batch and k are not one in memory, they would be
+    copied; of few positions, products are mostly written and read; those of wide rows are halved.
+    """
+    if images.device.type != "cpu" or multiplies_slowly(images) or _in_brain_floats(images):
         return False
-    return n <= positions and n < _HALVED and not _in_brain_floats(images)
+    k, n = images.shape[1:3]
+    if k > 1 and images.stride(0) != k * images.stride(1):
+        return False
+    return n < _HALVED and images.shape[3:].numel() >= _LONG * n
 
 
 def moment_of_images(images: Tensor) -> Tensor:

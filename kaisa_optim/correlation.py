@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import spectrum
 from .algebra import full_precision, multiplies_slowly, second_moment
+from .spectrum import Sizes, half_of_shifts
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
@@ -27,7 +28,6 @@ _CALLS = 16  # what a piece's calls cost, in products of channels with channels 
 _MOST_TAPS = 256  # of whose pairs the places are remembered
 _MOST_ROWS = 3  # products of channels with channels, for each one in the result
 _REMEMBERED = 1 << 10  # geometries, of which each step has the same
-Sizes = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
 # Of each dimension in which positions are left out: its axis, and what _strips says.
 Piece = tuple[tuple[int, int, int, int, int], ...]
@@ -97,7 +97,7 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
 
 def _rows(alike: _Alike) -> int:
     return sum(
-        len(pieces) * _shifts(kernel) * math.prod(counts) ** 2
+        len(pieces) * half_of_shifts(kernel) * math.prod(counts) ** 2
         for (counts, kernel, *_), pieces in alike
     )
 
@@ -127,7 +127,7 @@ def _places(
             rows.append(first + row)
             sign = (-1.0) ** len(piece)
             weights.append(torch.where(shift == 0, sign / 2, sign))
-            first += _shifts(own_kernel) * math.prod(counts) ** 2
+            first += half_of_shifts(own_kernel) * math.prod(counts) ** 2
     block = torch.cat(blocks)
     order = block.argsort(stable=True)
     counted = block.bincount(minlength=math.prod(kernel) ** 2)
@@ -156,11 +156,6 @@ def _pairs_of_taps(
             shift = shift * (2 * kernel[axis] - 1) + at[other, axis] - at[one, axis]
     one, other, shift = (t[shift >= 0] for t in (one, other, shift))
     return one * taps + other, shift, (shift * count + inner[one]) * count + inner[other]
-
-
-def _shifts(kernel: Sizes) -> int:
-    """How many shifts from tap to tap are not before 0, which stands first."""
-    return (math.prod(2 * k - 1 for k in kernel) + 1) // 2
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -235,7 +230,7 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
         total = own if total is None else total.add_(own)
     assert total is not None
     found = total.unflatten(0, (groups, -1)).flatten(3).permute(0, 3, 1, 2)
-    return found[:, -_shifts(kernel) :]
+    return found[:, -half_of_shifts(kernel) :]
 
 
 def _images_at_once(x: Tensor) -> int:

@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 19  # numbers of the images that are transformed together
-_TOGETHER = 32  # images, fewer of which are multiplied slowly
+# Images that are, however large, where there are as many: products of fewer are mostly written
+# and read.
+_TOGETHER = 32
 _KEPT = 1 << 20  # numbers of products that are kept until they are added up
+_MOST_KEPT = 8  # for each number of what they add up to, of one wave alone
+_MOST_PHASES = 1 << 19  # numbers, which are kept for good
 # What takes as long as so many multiplications: to read a number of an image anew, and to write one
 # of the products, which images that are multiplied together share.
 _READ = 16
 _WRITTEN = 64
-_REMEMBERED = 1 << 10  # geometries, of which each step has the same
+_REMEMBERED = 1 << 7  # geometries, of which each step has the same
 Sizes = tuple[int, ...]
 
 
@@ -37,12 +41,13 @@ def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
     geometry = tuple(map(int, x.shape[2:])), kernel, dilation
     waves, *others = _transforms(*geometry, x.dtype, x.device)
     phases = _phases(*geometry, x.dtype, x.device)
-    channels, across = x.shape[1] // groups, phases.shape[3]
+    channels, across = int(x.shape[1]) // groups, phases.shape[3]
     found = x.new_zeros(groups, phases.shape[1], channels * channels)
     some, images = _at_once(*geometry, channels, groups, len(x))
+    room = x.new_empty(2, groups, some * across, channels, channels)
     for start in range(0, len(waves), some):
         those = waves[start : start + some]
-        products = x.new_empty(2, groups, len(those) * across, channels, channels)
+        products = room[:, :, : len(those) * across]
         for first in range(0, len(x), images):
             spectrum = _transformed(x[first : first + images], those, others)
             _add_products(spectrum, *products, anew=first == 0)
@@ -58,14 +63,16 @@ def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 def pays(
     size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int, slow: bool
 ) -> bool:
-    """Whether this takes less time on a CPU than products for each position and shift would.
+    """Whether this takes less time on a CPU than products for each position and shift would, and
+    little more memory.
 
     ``slow``: where these, as a convolution, are multiplied twice as fast.
     """
     if not batch * channels * math.prod(size):
         return False
-    padded = _padded(size, kernel, dilation)
+    padded, kept = _padded(size, kernel, dilation), half_of_shifts(kernel)
     lines, frequencies = math.prod(size[:-1]), padded[-1] // 2 + 1
+    of_a_wave, result = (groups * n * channels**2 for n in (math.prod(padded[:-1]), kept))
     some, images = _at_once(size, kernel, dilation, channels, groups, batch)
     cost = -(-frequencies // some) * _READ * math.prod(size)
     cost += lines * size[-1] * 2 * frequencies
@@ -73,7 +80,11 @@ def pays(
         lines //= n
         cost += frequencies * lines * 2 * n * 2 * whole
         frequencies *= whole
-    cost += frequencies * channels * 3 + frequencies * channels * _WRITTEN // images
+    products = frequencies * channels
+    cost += products * 3 + products * _WRITTEN // images + products * 2 * kept // batch
+    if of_a_wave > max(_KEPT, _MOST_KEPT * result) or 2 * kept * frequencies > _MOST_PHASES:
+        return False
+    # A convolution multiplies those below 0 in the last dimensions, too.
     shifts = kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
     return (8 if slow else 4) * cost < 3 * shifts * math.prod(size) * channels
 
@@ -89,6 +100,11 @@ def _at_once(
     images = min(batch, max(_TOGETHER, _AT_ONCE // numbers))
     some = max(1, min(waves, _KEPT // products, _AT_ONCE * waves // (images * numbers)))
     return some, min(batch, max(images, _AT_ONCE * waves // (some * numbers)))
+
+
+def half_of_shifts(kernel: Sizes) -> int:
+    """How many shifts from tap to tap are not before 0, which stands first."""
+    return (math.prod(2 * k - 1 for k in kernel) + 1) // 2
 
 
 def _padded(size: Sizes, kernel: Sizes, dilation: Sizes) -> Sizes:

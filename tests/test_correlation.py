@@ -292,7 +292,7 @@ GRADIENTS = {
     "as torch leaves it": lambda g: g,
     "channels last": lambda g: g.to(memory_format=torch.channels_last),
     "some of the images": lambda g: torch.cat([g, g, g])[3:6],
-    "of one number": lambda g: torch.full_like(g, 0.5)[:, :1, :1, :1].expand_as(g),
+    "of one number": lambda g: torch.full_like(g, 0.5)[:1, :1, :1, :1].expand_as(g),
     "an image without a batch": lambda g: g[0],
 }
 
@@ -304,28 +304,48 @@ def test_a_gradients_moment_image_by_image_is_that_of_its_rows(lies, groups, mon
     layer = ConvLayer("", module)
     layer.trained = layer.covers = (True, True)
     torch.manual_seed(0)
-    grad = GRADIENTS[lies](torch.randn(3, 12, 5, 4, dtype=torch.float64))
+    grad = GRADIENTS[lies](torch.randn(3, 12, 8, 7, dtype=torch.float64))
     ways = {"reduce": False, "diagonal": False, "dtype": torch.float64}
     calls = []
     by_images = conv.moment_of_images
     monkeypatch.setattr(conv, "moment_of_images", lambda g: calls.append(g) or by_images(g))
-    moment, *counts = layer.output_moment(None, grad, **ways)
-    assert len(calls) == 1
+    moment, *counts = layer._output_moment(None, grad, **ways)
+    # Several groups that lie apart in each image would be copied.
+    assert len(calls) == (lies != "channels last" or groups == 1)
     rows = layer.output_rows(None, grad)
     assert counts == list(rows.shape[1:3])
     rows = rows.flatten(1, 2)
     torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(12, 3, 3), (192, 14, 14)], ids=["few positions", "wide"])
-def test_where_a_gradients_rows_are_multiplied(shape, monkeypatch):
-    """Of more channels than positions each image's product is larger than the image; that of wide
-    rows is halved."""
+@pytest.mark.parametrize(
+    ("shape", "slowly"),
+    [((12, 6, 7), False), ((192, 28, 28), False), ((12, 8, 7), True)],
+    ids=["few positions", "wide", "slow products"],
+)
+def test_where_a_gradients_rows_are_multiplied(shape, slowly, monkeypatch):
+    """Of few positions for each channel each image's product is large; that of wide rows is
+    halved; and oneDNN's, where torch's are slow, takes all rows at once."""
     channels, *size = shape
     layer = ConvLayer("", nn.Conv2d(1, channels, 3, padding=1))
     layer.trained = layer.covers = (True, True)
     monkeypatch.setattr(conv, "moment_of_images", None)
-    grad = torch.randn(2, channels, *size)
-    moment, *_ = layer.output_moment(None, grad, reduce=False, diagonal=False, dtype=grad.dtype)
+    monkeypatch.setattr(algebra, "multiplies_slowly", lambda like: slowly)
+    torch.manual_seed(0)
+    grad = torch.randn(2, channels, *size, dtype=torch.float64)
+    moment, *_ = layer._output_moment(None, grad, reduce=False, diagonal=False, dtype=grad.dtype)
     rows = grad.flatten(2).movedim(1, 2).flatten(0, 1)
     torch.testing.assert_close(moment[0], rows.T @ rows)
+
+
+def test_a_subclass_with_rows_of_its_own_is_asked_for_them():
+    class Doubled(ConvLayer):
+        def output_rows(self, x, grad):
+            return 2 * super().output_rows(x, grad)
+
+    plain, doubled = (kind("", nn.Conv2d(1, 2, 3, padding=1)) for kind in (ConvLayer, Doubled))
+    grad = torch.randn(2, 2, 8, 7, dtype=torch.float64)
+    ways = {"reduce": False, "diagonal": False, "dtype": torch.float64}
+    expected, *_ = plain._output_moment(None, grad, **ways)
+    moment, *_ = doubled._output_moment(None, grad, **ways)
+    torch.testing.assert_close(moment, 4 * expected)

@@ -271,7 +271,7 @@ class Layer:
         ``known_a`` is the input's, where an earlier pass has made it.
         """
         wide = self.g_dim_of(covers) > self.wide
-        moment_g, *counts = self.output_moment(
+        moment_g, *counts = self._output_moment(
             None if x is None else part.of(x),
             part.of(grad),
             reduce=reduce,
@@ -314,7 +314,7 @@ class Layer:
                 self.shared.keep(x, said, moment)
         return moment
 
-    def output_moment(
+    def _output_moment(
         self,
         x: Tensor | None,
         grad: Tensor,

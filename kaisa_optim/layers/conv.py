@@ -20,7 +20,8 @@ from ..algebra import (
     second_moment,
     sums_images,
 )
-from ..correlation import Pairs, Sizes, patch_moment, patch_sums, pays, windows
+from ..correlation import Pairs, patch_moment, patch_sums, pays, windows
+from ..spectrum import Sizes
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.
@@ -68,7 +69,7 @@ class _Spatial(Layer):
         # Channel by channel, as memory has them: copied fast, and the product takes them so.
         return columns.contiguous().permute(0, 2, 3, 1)
 
-    def output_moment(
+    def _output_moment(
         self,
         x: Tensor | None,
         grad: Tensor,
@@ -77,10 +78,13 @@ class _Spatial(Layer):
         diagonal: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, int, int]:
-        images = self._batched(grad).flatten(2).unflatten(1, (self.blocks, self.outputs))
-        if reduce or diagonal or not sums_images(images, dtype):
-            return super().output_moment(x, grad, reduce=reduce, diagonal=diagonal, dtype=dtype)
-        return moment_of_images(images), len(images), images.shape[3]
+        own_rows = type(self).output_rows is _Spatial.output_rows  # and not a subclass's
+        if own_rows and not reduce and not diagonal and grad.dtype == dtype:
+            images = self._batched(grad).unflatten(1, (self.blocks, self.outputs))
+            if sums_images(images):
+                images = images.flatten(3)
+                return moment_of_images(images), len(images), images.shape[3]
+        return super()._output_moment(x, grad, reduce=reduce, diagonal=diagonal, dtype=dtype)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         """Σ over each image's positions of what every tap meets, ``[batch, blocks, inputs]``."""
