@@ -280,6 +280,12 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
     return entries
 
 
+def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
+    """The first ones, and how many more: a whole model's may be hundreds."""
+    rest = len(names) - limit
+    return between.join(names[:limit] + ([f"and {rest} more"] if rest > 0 else []))
+
+
 def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
     named = unwrapped(kfac.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
@@ -323,12 +329,10 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
         raise ValueError(
             "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "
             "model with the same layers and options, or remove its kfac_ entries:\n  "
-            + "\n  ".join(problems[:_NAMED])
-            + (f"\n  and {len(problems) - _NAMED} more" if len(problems) > _NAMED else "")
+            + abridged(problems, 20, "\n  ")
         )
 
 
-_NAMED = 20  # misfits, of which a whole model's may be hundreds
 _STATUS_SHAPES = (8,), (6,)  # the latter without what is under way
 
 

@@ -588,7 +588,7 @@ class KFACMixin(Optimizer, Joinable):
                     f"state_dict() holds rank {self.preconditioner.ranks.rank}'s share of K-FAC's "
                     "state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
                     f"ranks' shares, as torch.distributed.checkpoint does. Absent are "
-                    f"{_abridged(absent)} and what follows from them",
+                    f"{checkpoint.abridged(absent)} and what follows from them",
                     stacklevel=2,
                 )
         # Before the user's own hooks, which see the state whole.
@@ -795,11 +795,6 @@ def _callers(depth: int = 1) -> Iterator[FrameType]:
     ):
         yield frame
         frame = frame.f_back
-
-
-def _abridged(names: list[str], limit: int = 10) -> str:
-    rest = len(names) - limit
-    return "; ".join(names[:limit]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 @contextmanager
