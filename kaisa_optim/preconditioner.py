@@ -50,6 +50,7 @@ _SCHEDULED = (
 )
 _PATIENCE = 20  # steps
 _GIVEN_UP = 10  # intervals between statistics
+_WIDE = 4096  # columns from which eigenvectors take a core of a CPU about a minute
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
 _FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
@@ -172,6 +173,25 @@ class Preconditioner:
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
             text = f"the base optimizer updates these with their raw gradients:\n{lines}"
             agreement.warn(self.ranks, text, stacklevel=4)
+        wide = self._wide_on_cpu()
+        if wide:
+            text = (
+                f"eigenvectors of a factor wider than {_WIDE} take a CPU minutes at each refresh:\n"
+                f"{wide}\nfor a diagonal factor in its place give a lower max_factor_size; "
+                'compute_method="inverse" takes about a tenth of the time'
+            )
+            agreement.warn(self.ranks, text, stacklevel=4)
+
+    def _wide_on_cpu(self) -> str:
+        """Factors whose eigenvectors hold up training for long, a line each."""
+        if self.options.compute_method != "eigen" or self.second_order.metric:
+            return ""
+        on_cpu = [x for x in self.layers.values() if x.weight is not None and x.weight.is_cpu]
+        sides = [(x.name, "A", x.a_dim) for x in on_cpu if not x.diagonal_a]
+        sides += [(x.name, "G", x.g_dim) for x in on_cpu if not x.diagonal_g]
+        return "\n".join(
+            f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in checks.PER_GROUP:

@@ -591,11 +591,13 @@ class SecondOrder:
             if count > self.max_failures:
                 raise RuntimeError(
                     f"{what} (max_failures={self.max_failures}): its statistics are not finite or "
-                    "too ill-conditioned; look for diverging activations, raise damping, store "
-                    "factors in float32 or skip the layer with skip_layers"
+                    "too ill-conditioned; look for a loss that is not finite and for diverging "
+                    "activations, raise damping, store factors in float32 or skip the layer with "
+                    "skip_layers"
                 )
             kept = "its older state" if layer in self.ready else "its raw gradient"
-            agreement.warn(self.ranks, f"{what}; {kept} stays in use", stacklevel=2)
+            text = f"{what}; {kept} stays in use. See whether the loss is finite"
+            agreement.warn(self.ranks, text, stacklevel=2)
 
     # ---- application ----
 

@@ -236,6 +236,42 @@ def test_repr_always_lists_what_is_not_covered():
     assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped
 
 
+def test_repr_tells_parts_of_a_module_and_what_is_frozen():
+    net = seeded(lambda: nn.Sequential(nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 2)))
+    opt = quiet(net)
+    text = repr(opt.preconditioner)
+    assert "0: A 3, G 3, for each of 2 parts of its outputs\n" in text and "frozen" not in text
+    net[1].weight.requires_grad_(False)
+    assert "1: A 7, G 2 (weight frozen)" in repr(opt.preconditioner)
+    net[1].requires_grad_(False)
+    assert "1: A 7, G 2 (weight and bias frozen)" in repr(opt.preconditioner)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "named"),
+    [
+        ("cpu", {}, ["0: A has 4101 columns", "1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4100}, ["1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4096}, []),
+        ("cpu", {"compute_method": "inverse"}, []),
+        ("meta", {}, []),
+    ],
+)
+def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named):
+    with torch.device(device):
+        net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exact(net, **options)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (1 if named else 0)
+    for text in texts:
+        lines = text.split("\n")
+        assert lines[1:-1] == [f"  {name}" for name in named]
+        assert "max_factor_size" in text and 'compute_method="inverse"' in text
+        assert caught[0].filename == __file__.replace("test_coverage", "watch")
+
+
 def test_uncovered_parameters_get_their_raw_gradient():
     net = seeded(Mixed)
     opt = noisy(net, kl_clip=1e-8)  # the clip is for covered layers

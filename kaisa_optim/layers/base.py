@@ -424,8 +424,11 @@ class Layer:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
         a = "left out" if self.without_input else a
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
-        count = f", {self.blocks} blocks" if self.blocks > 1 else ""
-        return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}"
+        count = f", for each of {self.blocks} parts of its outputs" if self.blocks > 1 else ""
+        each = zip(("weight", "bias"), self.trained, self.covers_now(), strict=True)
+        frozen = [name for name, trained, moves in each if trained and not moves]
+        note = f" ({' and '.join(frozen)} frozen)" if frozen else ""
+        return f"{self.name or type(self.module).__name__}: A {a}, G {g}{count}{note}"
 
 
 def _overrides(kind: type[Layer], name: str) -> bool:
