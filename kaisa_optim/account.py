@@ -7,6 +7,7 @@ of what is sent are the same; a single rank may send more than it receives, or l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -188,7 +189,7 @@ class Account:
         ``refresh`` which it refreshes, ``asked`` of which layers bases followed in the step
         before. In the ``first`` of all, there is no eigenbasis yet.
         """
-        got = self._gradients()
+        got = {kind: sizes.copy() for kind, sizes in self._gradients.items()}
         if self.grid.world > 1:
             fed, due = self._chosen(factors), self._chosen(refresh)
             self._add(got["status"], self._words(fed, due, len(set(asked))))
@@ -280,9 +281,8 @@ class Account:
         for itemsize, parcels, bucket in self._buckets(fed, first):
             wire = self.wire_bytes or itemsize
             scales = self._ring(len(parcels) * itemsize) if self.scaled else 0
-            for rank, pieces in enumerate(bucket.to_add):
-                # From every other rank its term of what this one adds up.
-                got[rank] += scales + (world - 1) * wire * sum(p.stop - p.start for p in pieces)
+            # From every other rank its term of what this one adds up.
+            self._add(got, [scales + (world - 1) * wire * size for size in bucket.sizes])
             for piece in bucket.pieces:
                 if piece.adder != piece.owner:
                     got[piece.owner] += (piece.stop - piece.start) * itemsize
@@ -346,7 +346,9 @@ class Account:
             return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
         return cargo_bytes(self._state(factor).values())
 
+    @functools.cached_property
     def _gradients(self) -> dict[str, list[int]]:
+        """In every step."""
         got = {kind: [0] * self.grid.world for kind in MOVED}
         whole = [work for work in self.active if not work.shards]
         sizes = [0] * self.grid.columns

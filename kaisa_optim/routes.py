@@ -80,9 +80,10 @@ class Bucket(Generic[P]):
         self.size = at
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Piece]] = [[] for _ in range(world)]  # by rank
+        self.sizes = [0] * world  # of that
         for piece in self.pieces:
             self.to_add[piece.adder].append(piece)
-        self.sizes = [sum(p.stop - p.start for p in pieces) for pieces in self.to_add]
+            self.sizes[piece.adder] += piece.stop - piece.start
 
 
 class Moves(NamedTuple):

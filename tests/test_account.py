@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.account import KEPT, MOVED, Account
 
-WINDOWS = 2  # whole intervals that are counted
+WINDOWS = 1  # whole intervals that are counted, after the first step and the first interval
 
 
 class Mixed(nn.Module):
