@@ -454,19 +454,24 @@ def _gram(rows: Tensor, out: Tensor) -> None:
     if linear is not None:
         _gram_by_onednn(rows[0], out[0], linear)
         return
-    in_half = rows.dtype != out.dtype
     # Of few rows the copies would take longer than what they save, as they do of fast products.
     pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
-    step = _columns_at_once(n) if pays else n
+    if not pays:
+        _product_into(rows.mT, rows, out)
+        return
+    step = _columns_at_once(n)
     for start in range(0, n, step):
         stop = min(start + step, n)
         # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
-        here, before = rows[:, :, start:stop].mT, rows[:, :, :stop]
-        if in_half:
-            out[:, start:stop, :stop] = _into_float32(here, before)
-        else:
-            torch.bmm(here, before, out=out[:, start:stop, :stop])
+        _product_into(rows[:, :, start:stop].mT, rows[:, :, :stop], out[:, start:stop, :stop])
         out[:, :start, start:stop] = out[:, start:stop, :start].mT
+
+
+def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(_into_float32(left, right))
 
 
 def _gram_by_onednn(rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> None:

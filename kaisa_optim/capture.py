@@ -282,6 +282,7 @@ class Capture:
         # An input of every tap that gathers: differentiating by it runs them, and no parameter.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
+        self._looked: int | None = None  # the pass that last looked for gradients that are gone
         # Who handed anything since the last reset, and where its gradient is.
         self._handed: dict[Layer, tuple[Tensor, Tensor]] = {}
         self._local = _OfThread()
@@ -595,7 +596,8 @@ class Capture:
         if not self._has_gradient(*gradient) and self._begun.get(layer) != task:
             self._begun[layer] = task
             self.drop(layer)
-            if passage.outer is None:
+            if passage.outer is None and (task is None or task != self._looked):
+                self._looked = task  # once: what was there at first goes in no pass
                 self._drop_gone(task)
         self._handed[layer] = gradient
 

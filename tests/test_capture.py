@@ -39,6 +39,7 @@ from watch import (
 )
 
 from kaisa_optim import KFACSGD, Layer, register_layer, saving
+from kaisa_optim.capture import Capture
 
 
 def mlp() -> nn.Sequential:
@@ -1650,3 +1651,23 @@ def test_a_kind_of_ones_own_may_read_sparse_inputs():
     opt.step()
     clean.step()
     assert_same((net, opt), (other, clean), [""])
+
+
+def test_a_pass_looks_at_each_gradient_a_few_times(monkeypatch):
+    """And not at those of all layers in each layer."""
+    looks: list[Tensor] = []
+    has_gradient = Capture._has_gradient
+    monkeypatch.setattr(
+        Capture,
+        "_has_gradient",
+        lambda self, own, anchor: looks.append(own) or has_gradient(self, own, anchor),
+    )
+    for count in (5, 50):
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
+        opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
+        for _ in range(2):
+            opt.zero_grad()
+            looks.clear()
+            model(torch.randn(4, 2)).sum().backward()
+            assert count <= len(looks) <= 2 * count
+            opt.step()
