@@ -50,7 +50,7 @@ _SCHEDULED = (
 )
 _PATIENCE = 20  # steps
 _GIVEN_UP = 10  # intervals between statistics
-_WIDE = 4096  # columns from which eigenvectors take a core of a CPU a third of a minute or more
+_WIDE = 4096  # columns from which eigenvectors take a core of a CPU a quarter of a minute or more
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
 _FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
@@ -176,7 +176,7 @@ class Preconditioner:
         wide = self._wide_on_cpu()
         if wide:
             text = (
-                f"eigenvectors of a factor wider than {_WIDE} hold up a CPU for long at each refresh:\n"
+                f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:\n"
                 f"{wide}\nfor a diagonal factor in its place give a lower max_factor_size; "
                 'compute_method="inverse" takes about a fifth of the time'
             )
