@@ -890,7 +890,7 @@ def _what(params: Any, model: Any) -> str:
     """What was given for a model, in few words."""
     listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
     if listed and model is None:
-        return "parameters alone were given"
+        return "no model was given"
     given = model if listed or model is not None else params
     if isinstance(given, type):
         return f"the class {given.__name__}"

@@ -50,7 +50,7 @@ _SCHEDULED = (
 )
 _PATIENCE = 20  # steps
 _GIVEN_UP = 10  # intervals between statistics
-_WIDE = 4096  # columns from which eigenvectors take a core of a CPU a quarter of a minute or more
+_WIDE = 4096  # columns beyond which eigenvectors take a core of a CPU a quarter of a minute or more
 _SETTABLE = (*_SCHEDULED, "grad_scaler")
 _FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
@@ -177,9 +177,13 @@ class Preconditioner:
         if wide:
             text = (
                 f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:\n"
-                f"{wide}\nfor a diagonal factor in its place give a lower max_factor_size; "
-                'compute_method="inverse" takes about a fifth of the time'
+                f"{wide}\nfor a diagonal factor in its place give a lower max_factor_size"
             )
+            if not self.second_order.moments:  # which have no use for inverses
+                text += (
+                    '; compute_method="inverse", where your other options admit it, takes about a '
+                    "fifth of the time"
+                )
             agreement.warn(self.ranks, text, stacklevel=4)
 
     def _wide_on_cpu(self) -> str:
@@ -187,8 +191,9 @@ class Preconditioner:
         if self.options.compute_method != "eigen" or self.second_order.metric:
             return ""
         on_cpu = [x for x in self.layers.values() if x.weight is not None and x.weight.is_cpu]
-        sides = [(x.name, "A", x.a_dim) for x in on_cpu if not x.diagonal_a]
-        sides += [(x.name, "G", x.g_dim) for x in on_cpu if not x.diagonal_g]
+        tasks = [_task(x) for x in on_cpu]  # frozen ones, too: they may be trained later
+        sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
+        sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
         return "\n".join(
             f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE
         )
@@ -1480,7 +1485,7 @@ def _described(found: Coverage) -> dict[str, Any]:
     return {
         f"layer {layer.name!r}": f"{layer!r}, {layer.covers}, {layer.parameters[0].dtype}"
         if layer.parameters
-        else f"{layer!r}, frozen"
+        else repr(layer)
         for layer in found.layers.values()
     }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from watch import assert_close, assert_factors, exact, factors_of, normal, seeded, solved, taken
 
-from kaisa_optim import KFACSGD, Layer, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
 from kaisa_optim.layers import base
 
 
@@ -257,9 +257,11 @@ def test_repr_tells_parts_of_a_module_and_what_is_frozen():
         ("meta", {}, []),
     ],
 )
-def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
     with torch.device(device):
         net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+    net[0].requires_grad_(not frozen)  # it may be trained later
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         exact(net, **options)
@@ -270,6 +272,19 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named):
         assert lines[1:-1] == [f"  {name}" for name in named]
         assert "max_factor_size" in text and 'compute_method="inverse"' in text
         assert caught[0].filename == __file__.replace("test_coverage", "watch")
+
+
+def test_inverses_are_no_remedy_for_moments_in_the_eigenbasis():
+    with pytest.warns(UserWarning, match="wider than 4096") as caught:
+        KFACAdam(nn.Linear(4100, 1), lr=0.1)
+    (text,) = [str(w.message) for w in caught]
+    assert "max_factor_size" in text and "inverse" not in text
+
+
+def test_no_eigenvectors_of_a_metric_are_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACMuon(nn.Linear(2, 4100), lr=0.1)
 
 
 def test_uncovered_parameters_get_their_raw_gradient():

@@ -321,7 +321,10 @@ def test_compiled_model_first(first):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda m: ((m.parameters(),), {}), "Invalid model: parameters alone.*pass the nn.Module"),
+        (
+            lambda m: ((m.parameters(),), {}),
+            "Invalid model: no model was given.*pass the nn.Module",
+        ),
         (lambda m: ((m,), {"model": network()}), "Invalid model: the first argument is a module"),
         (lambda m: ((m.parameters(),), {"model": [1]}), r"Invalid model: \[1\]"),
         (lambda m: ((network().parameters(),), {"model": m}), "Invalid params: .*does not belong"),
