@@ -597,7 +597,7 @@ class Capture:
             self._begun[layer] = task
             self.drop(layer)
             if passage.outer is None and (task is None or task != self._looked):
-                self._looked = task  # once: what was there at first goes in no pass
+                self._looked = task  # once: what a hook clears within a pass, the next one drops
                 self._drop_gone(task)
         self._handed[layer] = gradient
 

@@ -173,30 +173,29 @@ class Preconditioner:
             lines = "\n".join(f"  {name}: {why}" for name, why in self.uncovered.items())
             text = f"the base optimizer updates these with their raw gradients:\n{lines}"
             agreement.warn(self.ranks, text, stacklevel=4)
-        wide = self._wide_on_cpu()
-        if wide:
-            text = (
-                f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:\n"
-                f"{wide}\nfor a diagonal factor in its place give a lower max_factor_size"
-            )
-            if not self.second_order.moments:  # which have no use for inverses
-                text += (
-                    '; compute_method="inverse", where your other options admit it, takes about a '
-                    "fifth of the time"
-                )
+        text = self._of_wide_factors()
+        if text:
             agreement.warn(self.ranks, text, stacklevel=4)
 
-    def _wide_on_cpu(self) -> str:
-        """Factors whose eigenvectors hold up training for long, a line each."""
+    def _of_wide_factors(self) -> str:
+        """What to say of those whose eigenvectors hold up training on a CPU for long, if any do."""
         if self.options.compute_method != "eigen" or self.second_order.metric:
             return ""
         on_cpu = [x for x in self.layers.values() if x.weight is not None and x.weight.is_cpu]
         tasks = [_task(x) for x in on_cpu]  # frozen ones, too: they may be trained later
         sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
         sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
-        return "\n".join(
-            f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE
-        )
+        wide = [f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE]
+        if not wide:
+            return ""
+        remedy = "for a diagonal factor in its place give a lower max_factor_size"
+        if not self.second_order.moments:  # which have no use for inverses
+            remedy += (
+                '; compute_method="inverse", where your other options admit it, takes about a '
+                "fifth of the time"
+            )
+        head = f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:"
+        return "\n".join([head, *wide, remedy])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in checks.PER_GROUP:

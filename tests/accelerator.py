@@ -110,7 +110,7 @@ def device() -> Iterator[_Waits]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those in lists, tuples and dicts; torch's own way takes ten times as long."""
+    """Those in lists, tuples and dicts; torch's own way took half of all tests' time."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
