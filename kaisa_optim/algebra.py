@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,40 +66,36 @@ _STILL = 1e-3  # below which a direction's own is next to nothing, as where grad
 
 
 class _OfProcess:
-    """A setting of the whole process, which contexts of several threads change.
+    """A setting of the whole process, which several threads change for a while.
 
-    The most precise level of those that are open holds, 0 before others; the last to end puts back
-    what the first one found. Reading gives what there is, applying says whether it changed that.
+    The most precise of the levels begun holds, 0 before others; what was found is put back when the
+    last one ends. ``change`` returns what was there before, or None where nothing had to change.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        apply: Callable[[int], bool],
-        put_back: Callable[[Any], None],
-    ) -> None:
-        self._read, self._apply, self._put_back = read, apply, put_back
+    def __init__(self, change: Callable[[int], Any], put_back: Callable[[Any], None]) -> None:
+        self._change, self._put_back = change, put_back
         self._lock = threading.Lock()  # for the books alone: threads may wait for each other within
-        self._open: list[int] = []
+        self._begun: list[int] = []
         self._found: Any = None
-        self._changed = False
 
-    @contextmanager
-    def at(self, level: int) -> Iterator[None]:
+    def begin(self, level: int) -> None:
         with self._lock:
-            if not self._open:
-                self._found, self._changed = self._read(), False
-            self._open.append(level)
-            self._changed |= self._apply(min(self._open))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.remove(level)
-                if self._open:
-                    self._changed |= self._apply(min(self._open))
-                elif self._changed:
-                    self._put_back(self._found)
+            self._take(min((level, *self._begun)))
+            self._begun.append(level)
+
+    def end(self, level: int) -> None:
+        with self._lock:
+            self._begun.remove(level)
+            if self._begun:
+                self._take(min(self._begun))
+            elif self._found is not None:
+                found, self._found = self._found, None
+                self._put_back(found)
+
+    def _take(self, level: int) -> None:
+        before = self._change(level)
+        if self._found is None:
+            self._found = before
 
 
 class _Asked(threading.local):
@@ -109,14 +105,12 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-@contextmanager
-def full_precision(device: str | None = None) -> Iterator[None]:
+def full_precision(device: str | None = None) -> AbstractContextManager[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors.
 
     Settings of another type of device than a given one stay as they are, which takes less time.
     """
-    with _MATMULS.at(0), _convolutions(device, 0):
-        yield
+    return _at("highest", _convolutions(device), 0)
 
 
 @contextmanager
@@ -129,10 +123,26 @@ def statistics_precision(setting: str, device: str, *, in_half: bool) -> Iterato
     tf32 = device == "cuda" and (in_half or setting != "highest")
     before, _asked.setting = _asked.setting, setting
     try:
-        with _MATMULS.at(_SETTINGS.index(setting)), _convolutions(device, int(tf32)):
+        with _at(setting, _convolutions(device), int(tf32)):
             yield
     finally:
         _asked.setting = before
+
+
+@contextmanager
+def _at(setting: str, convolutions: Sequence[_OfProcess], level: int) -> Iterator[None]:
+    begun: list[tuple[_OfProcess, int]] = []
+    try:
+        for of, own in (
+            (_MATMULS, _SETTINGS.index(setting)),
+            *((of, level) for of in convolutions),
+        ):
+            of.begin(own)
+            begun.append((of, own))
+        yield
+    finally:
+        for of, own in reversed(begun):
+            of.end(own)
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -166,25 +176,23 @@ def _older() -> str | None:
         return None  # torch refuses to answer where its newer settings say something else
 
 
-def _read_matmuls() -> tuple[str | None, list[str]]:
-    return _older(), [backend.fp32_precision for backend in _matmul_backends()]
-
-
-def _apply_matmuls(level: int) -> bool:
-    setting, older, backends = _SETTINGS[level], _older(), _matmul_backends()
+def _change_matmuls(level: int) -> tuple[str | None, list[str]] | None:
+    setting, older = _SETTINGS[level], _older()
     # The older name may tell what some backend is not at; at the highest none is below.
     if older == setting == "highest":
-        return False
+        return None
+    backends = _matmul_backends()
+    before = [backend.fp32_precision for backend in backends]
     wanted = list(zip(backends, _NEWER[setting], strict=False))
     if older == setting and all(backend.fp32_precision == newer for backend, newer in wanted):
-        return False
+        return None
     if older is not None:
         torch.set_float32_matmul_precision(setting)
     for backend, newer in wanted:
         unset = newer == "ieee" and backend.fp32_precision == "none"
         if backend.fp32_precision != newer and not unset:
             backend.fp32_precision = newer
-    return True
+    return older, before
 
 
 def _put_back_matmuls(found: tuple[str | None, list[str]]) -> None:
@@ -201,21 +209,18 @@ def _conv(part: Any) -> Any:
     return conv if hasattr(conv, "fp32_precision") else None
 
 
-def _read_cudnn() -> Any:
-    conv = _conv(torch.backends.cudnn)
-    return torch.backends.cudnn.allow_tf32 if conv is None else conv.fp32_precision
-
-
-def _apply_cudnn(level: int) -> bool:
+def _change_cudnn(level: int) -> bool | str | None:
     """It uses TF32 unless told otherwise."""
     conv, wanted = _conv(torch.backends.cudnn), "tf32" if level else "ieee"
     if conv is None:
+        allowed: bool = torch.backends.cudnn.allow_tf32
         torch.backends.cudnn.allow_tf32 = level > 0
-    elif conv.fp32_precision == wanted or (conv.fp32_precision == "none" and not level):
-        return False
-    else:
-        conv.fp32_precision = wanted
-    return True
+        return allowed
+    before: str = conv.fp32_precision
+    if before == wanted or (before == "none" and not level):
+        return None
+    conv.fp32_precision = wanted
+    return before
 
 
 def _put_back_cudnn(found: Any) -> None:
@@ -226,35 +231,28 @@ def _put_back_cudnn(found: Any) -> None:
         _set(conv, found)
 
 
-def _read_onednn() -> Any:
-    conv = _conv(torch.backends.mkldnn)
-    return "none" if conv is None else conv.fp32_precision
-
-
-def _apply_onednn(level: int) -> bool:
+def _change_onednn(level: int) -> str | None:
     """It has no lower level: of what statistics need, its convolutions know only float32."""
-    if _read_onednn() in ("none", "ieee"):
-        return False
-    _conv(torch.backends.mkldnn).fp32_precision = "ieee"
-    return True
+    conv = _conv(torch.backends.mkldnn)
+    before: str = "none" if conv is None else conv.fp32_precision
+    if before in ("none", "ieee"):
+        return None
+    conv.fp32_precision = "ieee"
+    return before
 
 
 def _put_back_onednn(found: Any) -> None:
     _set(_conv(torch.backends.mkldnn), found)
 
 
-_MATMULS = _OfProcess(_read_matmuls, _apply_matmuls, _put_back_matmuls)
-_CUDNN = _OfProcess(_read_cudnn, _apply_cudnn, _put_back_cudnn)
-_ONEDNN = _OfProcess(_read_onednn, _apply_onednn, _put_back_onednn)
+_MATMULS = _OfProcess(_change_matmuls, _put_back_matmuls)
+_CUDNN = _OfProcess(_change_cudnn, _put_back_cudnn)
+_ONEDNN = _OfProcess(_change_onednn, _put_back_onednn)
+_OF_DEVICES = {"cuda": (_CUDNN,), "cpu": (_ONEDNN,)}
 
 
-@contextmanager
-def _convolutions(device: str | None, level: int) -> Iterator[None]:
-    of = {"cuda": _CUDNN, "cpu": _ONEDNN}
-    with ExitStack() as stack:
-        for setting in [of[device]] if device in of else of.values():
-            stack.enter_context(setting.at(level))
-        yield
+def _convolutions(device: str | None) -> Sequence[_OfProcess]:
+    return _OF_DEVICES.get(device or "", (_CUDNN, _ONEDNN))
 
 
 def _set(backend: Any, value: str) -> None:
