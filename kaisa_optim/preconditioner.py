@@ -399,7 +399,8 @@ class Preconditioner:
             return self._nothing()
 
         def hyperparameter(name: str) -> Callable[[Layer], float]:
-            return lambda layer: self._shared(layer, groups, name)
+            # Each stack asks for its layers' values, and they stay for a step.
+            return functools.cache(lambda layer: self._shared(layer, groups, name))
 
         damping_of, decay_of = hyperparameter("damping"), hyperparameter("factor_decay")
         renewed = self._take_in(tally, damping_of, decay_of)
