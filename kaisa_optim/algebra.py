@@ -23,7 +23,8 @@ Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + 
 _HALVED = 192
 _HALVED_MUCH = 1 << 27
 _WIDE = 256  # columns from which it is saved by oneDNN
-_TALL = 32  # rows for each column from which it is saved from half as many columns on
+_LEAST_HALVED = 128  # the fewest of which it is, there and of many rows
+_TALL = 32  # rows for each column, from which it is saved of fewer
 _LONG = 4  # positions for each channel, from which images are multiplied as they lie
 _ALIGNED = 16  # columns that products take at a time
 # Multiplications from which on oneDNN pays, which is called for one matrix after the other.
@@ -362,19 +363,25 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def second_moment(
-    rows: Tensor, dtype: torch.dtype, *, diagonal: bool, append_one: bool = False
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    diagonal: bool,
+    append_one: bool = False,
+    lower: bool = False,
 ) -> Tensor:
     """Σ r rᵀ over ``rows`` ``[k, N, n]``, in ``dtype``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
     in half precision are multiplied by units for it, with sums in float32, where there are such.
+    ``lower``: what is not in its :func:`lower_parts` may be anything until it is :func:`mirrored`.
     """
     if not diagonal and dtype == torch.float32 and _takes_halves(rows):
-        return _moment(rows, append_one)
+        return _moment(rows, append_one, lower)
     rows = rows.to(dtype)
     if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
         rows = rounded(rows)
-    return _plain_moment(rows, diagonal, append_one)
+    return _plain_moment(rows, diagonal, append_one, lower)
 
 
 def _takes_halves(rows: Tensor) -> bool:
@@ -384,7 +391,7 @@ def _takes_halves(rows: Tensor) -> bool:
     return count * n * n >= _MUCH and _multiplies_into_float32(rows.dtype, rows.device)
 
 
-def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
+def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool, lower: bool) -> Tensor:
     """The same of rows as they are, in their own precision."""
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
@@ -393,18 +400,18 @@ def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
         return moment
     if append_one and rows.numel() <= _FEW:
         rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
-    return _moment(rows, append_one)
+    return _moment(rows, append_one, lower)
 
 
-def _moment(rows: Tensor, append_one: bool) -> Tensor:
+def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
     """In float32 if the rows are in half precision."""
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
-    _gram(rows, moment[:, :n, :n])
+    halved = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
         fill_border(moment, rows.sum(1, dtype=dtype), count)
-    return moment
+    return mirrored(moment) if halved and not lower else moment
 
 
 def sums_images(images: Tensor) -> bool:
@@ -444,25 +451,24 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
     moment[:, -1, -1] = count
 
 
-def _gram(rows: Tensor, out: Tensor) -> None:
-    """Rᵀ R into a view. Of wide ones only the blocks on and under the diagonal are multiplied."""
+def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
+    """Rᵀ R into a view, beside a border or none. Of wide ones the :func:`lower_parts` alone:
+    then True."""
     _, count, n = rows.shape
     much = count * n * n
     linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
     if linear is not None:
-        _gram_by_onednn(rows[0], out[0], linear)
-        return
+        return _gram_by_onednn(rows[0], out[0], border, linear)
     # Of few rows the copies would take longer than what they save, as they do of fast products.
     pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
     if not pays:
         _product_into(rows.mT, rows, out)
-        return
-    step = _columns_at_once(n)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
-        _product_into(rows[:, :, start:stop].mT, rows[:, :, :stop], out[:, start:stop, :stop])
-        out[:, :start, start:stop] = out[:, start:stop, :start].mT
+        return False
+    # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
+    for start, stop in _spans(n, border):
+        right, part = rows.narrow(2, 0, stop), out.narrow(1, start, stop - start)
+        _product_into(right.narrow(2, start, stop - start).mT, right, part.narrow(2, 0, stop))
+    return True
 
 
 def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -472,16 +478,16 @@ def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(_into_float32(left, right))
 
 
-def _gram_by_onednn(rows: Tensor, out: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+def _gram_by_onednn(
+    rows: Tensor, out: Tensor, border: bool, linear: Callable[[Tensor, Tensor], Tensor]
+) -> bool:
     count, n = rows.shape
     # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
     columns = rows.mT.contiguous()
-    pays = count >= n // 4 if n >= _WIDE else 2 * n >= _WIDE and count >= _TALL * n
-    step = _columns_at_once(n) if pays else n
-    for start in range(0, n, step):
-        stop = min(start + step, n)
+    pays = count >= n // 4 if n >= _WIDE else n >= _LEAST_HALVED and count >= _TALL * n
+    for start, stop in _spans(n, border) if pays else [(0, n)]:
         out[start:, start:stop] = linear(columns[start:], columns[start:stop])
-        out[start:stop, stop:] = out[stop:, start:stop].mT
+    return pays
 
 
 def _in_brain_floats(rows: Tensor) -> bool:
@@ -490,9 +496,32 @@ def _in_brain_floats(rows: Tensor) -> bool:
     return on_cpu and _asked.setting == "medium" and multiplies_in_half(torch.bfloat16, rows)
 
 
-def _columns_at_once(n: int) -> int:
-    """Where half of a Gram matrix of n columns is saved by parts."""
-    return -(-n // (_PARTS * _ALIGNED)) * _ALIGNED
+def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
+    """The rows of each block of a symmetric matrix, of which half is saved by parts.
+
+    Beside a border they are what they are with it, as of one more row: the last block's.
+    """
+    most = n + border - 1
+    step = max(_ALIGNED, -(-most // (_PARTS * _ALIGNED)) * _ALIGNED)
+    return [(start, n if start + step >= most else start + step) for start in range(0, most, step)]
+
+
+def lower_parts(matrices: Tensor) -> list[Tensor]:
+    """Views of symmetric ``[k, n, n]`` that hold all that is on and under the diagonal.
+
+    Of wide ones they leave out most of what is above it; one given as ``[k, n]`` is diagonal.
+    """
+    if matrices.dim() == 2 or matrices.shape[1] < _LEAST_HALVED:
+        return [matrices]
+    return [matrices[:, start:stop, :stop] for start, stop in _spans(matrices.shape[1])]
+
+
+def mirrored(matrices: Tensor) -> Tensor:
+    """Symmetric ``[k, n, n]``, of which the :func:`lower_parts` count, made whole in place."""
+    for part in lower_parts(matrices)[1:]:
+        start = part.shape[2] - part.shape[1]
+        matrices[:, :start, start : part.shape[2]] = part[:, :, :start].mT
+    return matrices
 
 
 def projected_moment(
@@ -528,7 +557,7 @@ def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
     """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal."""
     if moment.dim() == 2 or vectors is None:
         return moment.clone()
-    return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
+    return (vectors * product(mirrored(moment), vectors)).sum(-2).clamp_(min=0)
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
@@ -840,14 +869,15 @@ def packed_size(n: int) -> int:
 def pack(matrices: Tensor) -> Tensor:
     """Symmetric ``[k, n, n]`` as ``[k, n (n + 1) / 2]``, in a few block copies.
 
-    The left half of the columns is a rectangle. Above its diagonal it repeats what stands below:
-    the triangle of the lower right block goes there (rectangular full packed format, LAPACK).
+    Read is what is on and under the diagonal. The left half of the columns is a rectangle; above
+    its diagonal, where it has nothing to say, goes the triangle of the lower right block
+    (rectangular full packed format, LAPACK).
     """
     k, n, _ = matrices.shape
     packed = matrices.new_empty(k, packed_size(n))
     left, top, m = _rectangle(packed, n)
     left.copy_(matrices[:, :, :m])
-    top.copy_(top.tril(-1) + matrices[:, m:, m:].triu())
+    top.copy_(top.tril(-1) + matrices[:, m:, m:].tril().mT)
     return packed
 
 

@@ -591,6 +591,7 @@ class KFACMixin(Optimizer, Joinable):
                     f"{checkpoint.abridged(absent)} and what follows from them",
                     stacklevel=2,
                 )
+        self.preconditioner.make_whole()
         # Before the user's own hooks, which see the state whole.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
@@ -612,6 +613,7 @@ class KFACMixin(Optimizer, Joinable):
             )
         if ranks.world > 1:
             self.preconditioner.settle_load(self.param_groups)
+            self.preconditioner.make_whole()
             entries = checkpoint.consolidate(self.preconditioner, to)
             self._consolidated = entries if ranks.rank == to else None
 
@@ -693,6 +695,7 @@ class KFACMixin(Optimizer, Joinable):
                 "an optimizer with process_group= can't be copied or pickled, since no process "
                 "group can; save its state_dict()"
             )
+        self.preconditioner.make_whole()
         kept = ("_kfac_model", "_group_defaults", "_group_schedules")
         return {
             **super().__getstate__(),

@@ -20,6 +20,7 @@ from . import agreement, correction, eigenbasis, fisher, gradients, metric, shar
 from . import assignment as work
 from . import options as checks
 from .account import Account, Assigned, Work
+from .algebra import mirrored
 from .assignment import Placement, Task
 from .capture import Capture
 from .collectives import Circle, Ranks, Shipment
@@ -1304,8 +1305,13 @@ class Preconditioner:
         ]
         if away:
             raise KeyError(f"layer {name!r} has {' and '.join(away)}, not here")
-        a, g = (self.shelf.factors[key] for key in keys)
-        return a["average"], g["average"]
+        a, g = (mirrored(self.shelf.factors[key]["average"]) for key in keys)
+        return a, g
+
+    def make_whole(self) -> None:
+        """Both halves of the running averages that are here, of which a step keeps up one."""
+        for stack in self.shelf.stacks.values():
+            mirrored(stack.tensors["average"])
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of K-FAC state by kind.

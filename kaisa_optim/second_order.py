@@ -553,7 +553,8 @@ class SecondOrder:
         return _flagged(factors, ~good)
 
     def _averages(self, stack: Stack, factors: list[Factor]) -> Tensor:
-        return stack.tensors["average"][slots_of(factors)].to(stack.key.dtype)
+        average = stack.tensors["average"][slots_of(factors)]
+        return algebra.mirrored(average.to(stack.key.dtype))
 
     def _state(
         self, stack: Stack, factors: list[Factor], layout: Layout

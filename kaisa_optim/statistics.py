@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from .algebra import full_precision, pack, packed_size, unpack
+from .algebra import full_precision, lower_parts, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
@@ -317,6 +318,8 @@ class Statistics:
             averages = list(stack.tensors["average"][slots].split(blocks))
         else:
             averages = [factor["average"] for factor in factors]
+        if not stack.key.diagonal:
+            averages, values, steps = _lower(averages, values, steps)
         if averages[0].dtype == stack.key.dtype:
             torch._foreach_lerp_(averages, values, steps)
         else:
@@ -324,6 +327,16 @@ class Statistics:
                 average.copy_(average.to(stack.key.dtype).lerp_(value, part))
         weight[slots] = grown
         rejected[slots] += (~finite).int()
+
+
+def _lower(
+    averages: list[Tensor], values: list[Tensor], steps: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Parts that hold all that counts, and each one's step."""
+    parts = [lower_parts(average) for average in averages]
+    own = [lower_parts(value) for value in values]
+    steps = [step for step, some in zip(steps, parts, strict=True) for _ in some]
+    return list(chain.from_iterable(parts)), list(chain.from_iterable(own)), steps
 
 
 def _trace(value: Tensor, key: StackKey) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .algebra import mirrored
 from .background import Background, Failure, Job, Results
 from .layers import Layer
 from .stacks import Factor, Shelf, Specs, StackKey, joined, slots_of
@@ -122,7 +123,7 @@ class UnderWay:
         """Of factors of one stack, as they are now; what has been counted goes with the copy."""
         key, tensors, slots = factors[0].key, factors[0].tensors, slots_of(factors)
         average, rejected = (tensors[name][slots] for name in COPIED)
-        batch = [average.to(key.dtype, copy=True), rejected.clone()]
+        batch = [mirrored(average.to(key.dtype, copy=True)), rejected.clone()]
         tensors["rejected"][slots] = 0
         for factor, own in _parts(factors):
             copy = {name: tensor[own] for name, tensor in zip(COPIED, batch, strict=True)}

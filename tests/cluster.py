@@ -237,6 +237,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
     kfac = opt.preconditioner
+    kfac.make_whole()
     return {(x.name, s): f["average"].clone() for (x, s), f in kfac.shelf.factors.items()}
 
 

@@ -27,7 +27,8 @@ _CHUNK_ELEMENTS = 1 << 24
 class Moments(NamedTuple):
     """Sums that one backward pass of one layer adds to the statistics of ``blocks``.
 
-    Those of a part of the pass are weighted up, and stand for the whole of it, as the counts do.
+    Those of a part of the pass are weighted up, and stand for the whole of it, as the counts do. Of
+    wide symmetric ones what is not in their ``lower_parts`` is not read, and may be anything.
     """
 
     a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
@@ -328,7 +329,7 @@ class Layer:
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        return second_moment(g, dtype, diagonal=diagonal), batch, positions
+        return second_moment(g, dtype, diagonal=diagonal, lower=True), batch, positions
 
     def input_moment(
         self,
@@ -344,7 +345,7 @@ class Layer:
         a = self.input_rows(x, grad)
         self._check_rows("input_rows", a, self.inputs)
         a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
-        return second_moment(a, dtype, diagonal=diagonal, append_one=append_one)
+        return second_moment(a, dtype, diagonal=diagonal, append_one=append_one, lower=True)
 
     def projected_moment(
         self,

@@ -93,7 +93,7 @@ class _Spatial(Layer):
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
         """Σ a aᵀ over all positions of a part of the batch."""
         rows = self.input_rows(x, grad).flatten(1, 2)
-        return second_moment(rows, dtype, diagonal=False, append_one=append_one)
+        return second_moment(rows, dtype, diagonal=False, append_one=append_one, lower=True)
 
     def input_moment(
         self,
@@ -124,7 +124,9 @@ class _Spatial(Layer):
         positions = grad.shape[2:].numel()
         if reduce:
             rows = self._sums(x, grad).transpose(0, 1) / positions
-            return second_moment(rows, x.dtype, diagonal=diagonal, append_one=append_one)
+            return second_moment(
+                rows, x.dtype, diagonal=diagonal, append_one=append_one, lower=True
+            )
         moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
         return F.pad(moment, (0, 1), value=x.shape[0] * positions) if append_one else moment
 
