@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + 
 _HALVED = 192
 _HALVED_MUCH = 1 << 27
 _WIDE = 256  # columns from which it is saved by oneDNN
-_LEAST_HALVED = 128  # the fewest of which it is, there and of many rows
+_LEAST_HALVED = 128  # the fewest of which it is, there and of many rows, and so anywhere
 _TALL = 32  # rows for each column, from which it is saved of fewer
 _LONG = 4  # positions for each channel, from which images are multiplied as they lie
 _ALIGNED = 16  # columns that products take at a time
@@ -70,7 +70,7 @@ class _OfProcess:
     """A setting of the whole process, which several threads change for a while.
 
     The most precise of the levels begun holds, 0 before others; what was found is put back when the
-    last one ends. ``change`` returns what was there before, or None where nothing had to change.
+    last one ends. ``change`` returns what was there before, or None where that is to stay.
     """
 
     def __init__(self, change: Callable[[int], Any], put_back: Callable[[Any], None]) -> None:
@@ -132,18 +132,12 @@ def statistics_precision(setting: str, device: str, *, in_half: bool) -> Iterato
 
 @contextmanager
 def _at(setting: str, convolutions: Sequence[_OfProcess], level: int) -> Iterator[None]:
-    begun: list[tuple[_OfProcess, int]] = []
-    try:
-        for of, own in (
-            (_MATMULS, _SETTINGS.index(setting)),
-            *((of, level) for of in convolutions),
-        ):
+    levels = (_MATMULS, _SETTINGS.index(setting)), *((of, level) for of in convolutions)
+    with ExitStack() as stack:
+        for of, own in levels:
             of.begin(own)
-            begun.append((of, own))
+            stack.callback(of.end, own)
         yield
-    finally:
-        for of, own in reversed(begun):
-            of.end(own)
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -411,7 +405,9 @@ def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
     halved = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
         fill_border(moment, rows.sum(1, dtype=dtype), count)
-    return mirrored(moment) if halved and not lower else moment
+    if halved and not (lower and _keeps_half(moment)):
+        moment = _filled_in(moment)
+    return moment
 
 
 def sums_images(images: Tensor) -> bool:
@@ -459,7 +455,7 @@ def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
     linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
     if linear is not None:
         return _gram_by_onednn(rows[0], out[0], border, linear)
-    # Of few rows the copies would take longer than what they save, as they do of fast products.
+    # Of few rows parts would take longer than what they save, as they do of fast products.
     pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
     if not pays:
         _product_into(rows.mT, rows, out)
@@ -497,30 +493,42 @@ def _in_brain_floats(rows: Tensor) -> bool:
 
 
 def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
-    """The rows of each block of a symmetric matrix, of which half is saved by parts.
+    """The rows of each block of a wide symmetric matrix, of which half is saved by parts.
 
     Beside a border they are what they are with it, as of one more row: the last block's.
     """
     most = n + border - 1
-    step = max(_ALIGNED, -(-most // (_PARTS * _ALIGNED)) * _ALIGNED)
+    step = -(-most // (_PARTS * _ALIGNED)) * _ALIGNED
     return [(start, n if start + step >= most else start + step) for start in range(0, most, step)]
 
 
 def lower_parts(matrices: Tensor) -> list[Tensor]:
     """Views of symmetric ``[k, n, n]`` that hold all that is on and under the diagonal.
 
-    Of wide ones they leave out most of what is above it; one given as ``[k, n]`` is diagonal.
+    Of wide ones on CPUs, they leave out most of what is above it: there that need not be kept up.
     """
-    if matrices.dim() == 2 or matrices.shape[1] < _LEAST_HALVED:
+    if not _keeps_half(matrices):
         return [matrices]
     return [matrices[:, start:stop, :stop] for start, stop in _spans(matrices.shape[1])]
 
 
 def mirrored(matrices: Tensor) -> Tensor:
-    """Symmetric ``[k, n, n]``, of which the :func:`lower_parts` count, made whole in place."""
-    for part in lower_parts(matrices)[1:]:
-        start = part.shape[2] - part.shape[1]
-        matrices[:, :start, start : part.shape[2]] = part[:, :, :start].mT
+    """Symmetric ``[k, n, n]``, of which the :func:`lower_parts` count, made whole in place.
+
+    One given as ``[k, n]`` is diagonal, and whole.
+    """
+    return _filled_in(matrices) if _keeps_half(matrices) else matrices
+
+
+def _keeps_half(matrices: Tensor) -> bool:
+    # On GPUs more and smaller calls would take longer than what they save.
+    wide = matrices.dim() == 3 and matrices.shape[1] >= _LEAST_HALVED
+    return wide and matrices.device.type == "cpu"
+
+
+def _filled_in(matrices: Tensor) -> Tensor:
+    for start, stop in _spans(matrices.shape[1])[1:]:
+        matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
     return matrices
 
 
@@ -557,7 +565,7 @@ def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
     """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal."""
     if moment.dim() == 2 or vectors is None:
         return moment.clone()
-    return (vectors * product(mirrored(moment), vectors)).sum(-2).clamp_(min=0)
+    return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:

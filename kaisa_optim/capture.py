@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from .algebra import statistics_precision, without_autocast
+from .algebra import mirrored, statistics_precision, without_autocast
 from .layers import Basis, Layer, Moments, Shared
 from .sampling import WHOLE, Part, Sample
 from .saving import UNKNOWN, saving_hooks
@@ -623,7 +623,7 @@ class Capture:
             return moments
         g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
         x, grad = None if x is None else part.of(x), part.of(grad)
-        moment_g = moments.g if part.weight == 1 else moments.g / part.weight
+        moment_g = mirrored(moments.g) if part.weight == 1 else mirrored(moments.g / part.weight)
         found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self.reduce)
         return moments._replace(projected=part.weighted(found))
 

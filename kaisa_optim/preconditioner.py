@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from . import agreement, correction, eigenbasis, fisher, gradients, metric, sharding
 from . import assignment as work
@@ -1291,7 +1292,10 @@ class Preconditioner:
             yield
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` where diagonal."""
+        """Running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` where diagonal.
+
+        They are the state itself: to be asked for again after a step, and not to be changed.
+        """
         layer = self.layers.get(name)
         if layer is None:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(self.layers)}")
@@ -1305,13 +1309,13 @@ class Preconditioner:
         ]
         if away:
             raise KeyError(f"layer {name!r} has {' and '.join(away)}, not here")
-        a, g = (mirrored(self.shelf.factors[key]["average"]) for key in keys)
+        a, g = (_whole(self.shelf.factors[key]["average"]) for key in keys)
         return a, g
 
     def make_whole(self) -> None:
         """Both halves of the running averages that are here, of which a step keeps up one."""
         for stack in self.shelf.stacks.values():
-            mirrored(stack.tensors["average"])
+            _whole(stack.tensors["average"])
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of K-FAC state by kind.
@@ -1499,3 +1503,9 @@ def _described(found: Coverage) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     """As 1 and 1.0 are the same, and are not to print otherwise."""
     return float(value) if work.is_real(value) else value
+
+
+def _whole(average: Tensor) -> Tensor:
+    """With both its halves: that changes nothing that a user may have kept for a backward pass."""
+    with _unsafe_preserve_version_counter(average):
+        return mirrored(average)

@@ -167,7 +167,10 @@ class Statistics:
     # ---- at a step ----
 
     def specs(self, key: StackKey, count: int) -> Specs:
-        """What is kept of ``count`` factors of one shape."""
+        """What is kept of ``count`` factors of one shape; of averages, their lower parts.
+
+        What else is in a wide one is of no account until whoever reads it has it mirrored.
+        """
         return {
             "average": (key.shape(count), self.factor_dtype or key.dtype),
             "weight": ((count,), key.dtype),

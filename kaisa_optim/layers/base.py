@@ -28,7 +28,8 @@ class Moments(NamedTuple):
     """Sums that one backward pass of one layer adds to the statistics of ``blocks``.
 
     Those of a part of the pass are weighted up, and stand for the whole of it, as the counts do. Of
-    wide symmetric ones what is not in their ``lower_parts`` is not read, and may be anything.
+    wide symmetric ones the ``algebra.lower_parts`` count; the rest is not read and may be anything,
+    until ``algebra.mirrored`` fills it in.
     """
 
     a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
@@ -324,7 +325,10 @@ class Layer:
         diagonal: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, int, int]:
-        """Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, of how many examples and positions."""
+        """Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, of how many examples and positions.
+
+        Of a wide one ``algebra.lower_parts`` count.
+        """
         g = self.output_rows(x, grad)
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
@@ -341,7 +345,7 @@ class Layer:
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Σ a aᵀ of this input."""
+        """Σ a aᵀ of this input; of a wide one ``algebra.lower_parts`` count (:class:`Moments`)."""
         a = self.input_rows(x, grad)
         self._check_rows("input_rows", a, self.inputs)
         a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
