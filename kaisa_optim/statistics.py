@@ -321,8 +321,7 @@ class Statistics:
             averages = list(stack.tensors["average"][slots].split(blocks))
         else:
             averages = [factor["average"] for factor in factors]
-        if not stack.key.diagonal:
-            averages, values, steps = _lower(averages, values, steps)
+        averages, values, steps = _lower(averages, values, steps)
         if averages[0].dtype == stack.key.dtype:
             torch._foreach_lerp_(averages, values, steps)
         else:

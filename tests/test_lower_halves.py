@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from cluster import average
 from ranks import run
 from torch import Tensor, nn
-from training import EVERY_STEP, assert_near
+from training import EVERY_STEP, assert_near, values
 
 from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, algebra
 
@@ -74,10 +74,6 @@ def halved(monkeypatch, nothing_is_zero):
     monkeypatch.setattr(algebra, "_onednn", lambda: None)
 
 
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def skew(average: Tensor) -> float:
     """Rounding alone makes something of the order of 1e-16."""
     return float((average - average.mT).norm() / average.norm())
@@ -97,7 +93,7 @@ def test_steps_are_those_of_whole_products(maker, halved, monkeypatch):
         patch.setattr(algebra, "_LEAST_HALVED", 1 << 20)
         learn(whole, reference, range(5))
     within = 2e-3 if maker == "rounded" else 1e-9
-    assert_near(values(model), values(whole), within, within)
+    assert_near(model, whole, within, within)
     assert_near(averages(opt), averages(reference), within, within)
 
 
@@ -176,7 +172,7 @@ def test_whoever_is_given_an_average_gets_all_of_it(halved):
         assert skew(t) < 1e-14
 
 
-def spread(options: dict[str, Any]) -> tuple[list[Tensor], bool, Any]:
+def spread(options: dict[str, Any]) -> tuple[dict[str, Tensor], bool, Any]:
     much, algebra._HALVED_MUCH = algebra._HALVED_MUCH, 0
     try:
         torch.manual_seed(0)
