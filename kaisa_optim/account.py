@@ -143,7 +143,7 @@ class Account:
                 column["corrected_eigenvalues"] += _gradient(work) * work.itemsize
                 column["counters"] += work.task.blocks * work.itemsize
             if self.truncated:
-                column["counters"] += work.task.blocks * 3 * 4
+                column["counters"] += work.task.blocks * 5 * 4
             if self.stored_product:
                 stored = self.state_bytes or work.itemsize
                 column["eigenvalue_products"] += _gradient(work) * stored

@@ -349,11 +349,14 @@ def _multiplies_brain_floats(device: torch.device) -> bool:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """L R of two stacks of as many matrices, by oneDNN where it pays."""
-    much = left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
-    linear = _linear_for(left, right) if much else None
+    linear = _linear_for(left, right) if _is_much(left, right) else None
     if linear is None:
         return left @ right
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
+
+
+def _is_much(left: Tensor, right: Tensor) -> bool:
+    return left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
 
 
 def second_moment(
@@ -720,6 +723,28 @@ def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | N
 def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Q_G ∇ Q_Aᵀ."""
     return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
+
+
+def add_out_of_basis_(
+    out: Tensor, gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None
+) -> None:
+    """Q_G ∇ Q_Aᵀ, added where it is multiplied; of one dtype, and one basis at least."""
+    if vectors_g is None:
+        assert vectors_a is not None
+        return _add_product_(out, gradient, vectors_a.mT)
+    if vectors_a is None:
+        return _add_product_(out, vectors_g, gradient)
+    (_, g, rows), (_, a, columns) = vectors_g.shape, vectors_a.shape
+    if g * columns * (a + rows) < rows * a * (g + columns):
+        return _add_product_(out, product(vectors_g, gradient), vectors_a.mT)
+    return _add_product_(out, vectors_g, product(gradient, vectors_a.mT))
+
+
+def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    if _is_much(left, right) and multiplies_slowly(out):
+        out += product(left, right)
+    else:
+        out.baddbmm_(left, right)
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:

@@ -428,7 +428,7 @@ def _restore_layer(
             return False
         elif name.endswith("stale"):
             view.fill_(1)  # nobody has looked whether bases can follow: they may be rounded
-        elif name.endswith("idle"):
+        elif name.endswith("left_out"):
             view.zero_()  # nobody has counted: all eigenvectors are multiplied by
         else:
             second_order_present = second_order_present and name.endswith("rejected")

@@ -431,7 +431,7 @@ class SecondOrder:
                 scale[pair.slots[layer]] = _stored(product.reciprocal_(), scale.dtype)
 
     def count(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
-        """How many eigenvectors lead from the next step on; ``layers`` have a new state."""
+        """Which eigenvectors lead from the next step on; ``layers`` have a new state."""
         if self.truncation is not None:
             self.truncation.count(layout, self.ready, set(layers), damping_of)
 
@@ -628,13 +628,14 @@ class SecondOrder:
             if taken is not None and any(layer in taken.decays for layer in members):
                 correction.take_gradients(pair, slots, projected, members, taken)
             return algebra.out_of_basis(new, *bases)
-        leading = None if self.truncation is None else self.truncation.leading(pair, members)
-        if leading is not None:
+        runs = None if self.truncation is None else self.truncation.runs(pair, members)
+        if runs is not None:
             values_g, values_a = of("g", "values"), of("a", "values")
             assert values_g is not None and values_a is not None
-            idle, damping = pair.tensors["idle"][slots], _common_or_each(members, damping_of, pair)
+            left_out = pair.tensors["left_out"][slots]
+            damping = _common_or_each(members, damping_of, pair)
             values = values_g, values_a
-            return truncation.precondition(gradient, bases, values, idle, leading, damping)
+            return truncation.precondition(gradient, bases, values, left_out, runs, damping)
         projected = algebra.into_basis(gradient, *bases)
         if projected is gradient:  # by two diagonal factors; it is wanted as it is
             projected = gradient.clone()

@@ -25,54 +25,126 @@ def spectrum(k: int, n: int, decades: float, generator: torch.Generator) -> tupl
     return vectors, values
 
 
-@settings(max_examples=60)
+def shares(g: Tensor, a: Tensor, left_out: Tensor) -> Tensor:
+    """Which pairs are multiplied by, ``[k, g, a]``, from the equation's side."""
+    idle_g, idle_a, short, spared = (x[:, None, None] for x in left_out[:, :4].unbind(1))
+    i = torch.arange(g.shape[1])[None, :, None]
+    j = torch.arange(a.shape[1])[None, None, :]
+    rows, columns = g.shape[1] - idle_g, a.shape[1] - idle_a
+    in_rows, in_columns = i < rows, j < columns
+    return in_rows & in_columns & ((i < rows - short) | (j < columns - spared))
+
+
+def stacked(g: int, a: int, left_out: Tensor) -> list[truncation.Run]:
+    """All together, by the most of any."""
+    idle_g, idle_a, short, spared = left_out[:, :4].unbind(1)
+    most = g - idle_g, a - idle_a, g - idle_g - short, a - idle_a - spared
+    return [(slice(0, len(left_out)), truncation.Leading(*(int(x.max()) for x in most)))]
+
+
+def apart(g: int, a: int, left_out: Tensor) -> list[truncation.Run]:
+    return [
+        (slice(i, i + 1), stacked(g, a, left_out[i : i + 1])[0][1]) for i in range(len(left_out))
+    ]
+
+
+@settings(max_examples=200)
 @given(
     k=st.integers(1, 3),
     g=st.integers(2, 12),
     a=st.integers(2, 12),
-    diagonal=st.sampled_from(["", "g", "a"]),
+    diagonal=st.sampled_from(["", "", "g", "a"]),
     decades=st.sampled_from([0.5, 3.0, 8.0]),
     damping=st.sampled_from([1e-6, 1e-2, 10.0]),
     tolerance=st.sampled_from([1e-3, 0.1, 0.9]),
+    calls=st.sampled_from([0, 100]),
+    in_order=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_what_leads_is_exact_and_the_rest_a_little_shorter(
-    k, g, a, diagonal, decades, damping, tolerance, seed
+    k, g, a, diagonal, decades, damping, tolerance, calls, in_order, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     (q_g, v_g), (q_a, v_a) = (spectrum(k, n, decades, generator) for n in (g, a))
+    if in_order:
+        v_g, v_a = (v.sort(descending=True).values for v in (v_g, v_a))
     sides = [None if diagonal == "g" else q_g, None if diagonal == "a" else q_a]
     raw = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
-    none = torch.zeros(k, dtype=torch.int32)
-    idle = torch.stack(
-        [
-            none if side is None else truncation._idle(own, other, tolerance * damping)
-            for side, own, other in zip(sides, (v_g, v_a), (v_a, v_g), strict=True)
-        ],
-        1,
+    dense = diagonal != "g", diagonal != "a"
+    counts = truncation.counted(v_g, v_a, tolerance * damping, dense, calls)
+    left_out = torch.nn.functional.pad(counts, (0, 1))
+    got, alone = (
+        precondition(raw, (sides[0], sides[1]), (v_g, v_a), left_out, runs(g, a, left_out), damping)
+        for runs in (stacked, apart)
     )
-    leading = g - int(idle[:, 0].min()), a - int(idle[:, 1].min())
-    got = precondition(raw, (sides[0], sides[1]), (v_g, v_a), idle, leading, damping)
-    ratio = algebra.into_basis(got, *sides) / algebra.into_basis(raw, *sides)
+    was, now = algebra.into_basis(raw, *sides), algebra.into_basis(got, *sides)
     curvature = v_g[:, :, None] * v_a[:, None, :]
-    exact = 1 / (curvature + damping)
-    for i in range(k):
-        lead_g, lead_a = g - int(idle[i, 0]), a - int(idle[i, 1])
-        led = ratio[i, :lead_g, :lead_a]
-        torch.testing.assert_close(led, exact[i, :lead_g, :lead_a], rtol=1e-6, atol=0)
-        left = torch.ones(g, a, dtype=torch.bool)
-        left[:lead_g, :lead_a] = False
-        assert (curvature[i][left] <= tolerance * damping * (1 + 1e-9)).all()
-        share = (ratio[i] / exact[i])[left]
-        assert (share <= 1 + 1e-6).all()
-        assert (share >= 1 / (1 + tolerance) - 1e-6).all()
+    exact = was / (curvature + damping)
+    rounding = 1e-14 * raw.norm() / damping  # of the flat part, which all entries have a share in
+    assert ((got - alone).abs() <= 1e-6 * alone.abs() + rounding).all()
+    leads = shares(v_g, v_a, left_out)
+    assert ((now - exact).abs() <= 1e-6 * exact.abs() + rounding)[leads].all()
+    assert (curvature[~leads] <= tolerance * damping * (1 + 1e-9)).all()
+    size, most = now * was.sign(), exact.abs()
+    assert (size <= most + rounding)[~leads].all()
+    assert (size >= most / (1 + tolerance) - rounding)[~leads].all()
+
+
+@settings(max_examples=60)
+@given(
+    g=st.integers(1, 9),
+    a=st.integers(1, 9),
+    decades=st.sampled_from([0.5, 3.0]),
+    floor=st.sampled_from([1e-3, 0.03, 0.9]),
+    calls=st.sampled_from([0, 40]),
+    seed=st.integers(0, 99),
+)
+def test_the_least_is_multiplied(g, a, decades, floor, calls, seed):
+    """Among all blocks that hold every pair above the floor, with what a second one costs."""
+    generator = torch.Generator().manual_seed(seed)
+    v_g, v_a = (spectrum(1, n, decades, generator)[1] for n in (g, a))
+    left_out = truncation.counted(v_g, v_a, floor, (True, True), calls)
+    matters = v_g[0, :, None] * v_a[0, None, :] > floor
+
+    def work(first: int, few: int) -> int:
+        rows, columns = (matters.any(x).nonzero().flatten().tolist() for x in (1, 0))
+        found = truncation.Leading(max(rows, default=-1) + 1, max(columns, default=-1) + 1, 0, 0)
+        found = found._replace(first=min(first, found.rows), few=min(few, found.columns))
+        covered = torch.zeros_like(matters)
+        for r, c in found.blocks():
+            covered[r, c] = True
+        if (matters & ~covered).any():
+            return 10**9
+        return found.work((1, g, a), 0) + calls * max(len(found.blocks()) - 1, 0)
+
+    counts = [int(x) for x in left_out[0]]
+    got = work(g - counts[0] - counts[2], a - counts[1] - counts[3])
+    assert got == min(work(i, j) for i in range(g + 1) for j in range(a + 1))
 
 
 def test_what_leads_is_counted_up_to_the_last_that_matters():
     values = torch.tensor([[4.0, 0.1, 2.0, 0.1, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     others = torch.tensor([[0.5, 1.0], [1.0, 1.0]])
-    assert truncation._idle(values, others, 0.1).tolist() == [2, 5]
-    assert truncation._idle(values, others, 0.09).tolist() == [1, 5]
+
+    def idle(floor: float, dense: tuple[bool, bool]) -> list[int]:
+        return truncation.counted(values, others, floor, dense, 0)[:, 0].tolist()
+
+    assert idle(0.1, (True, True)) == idle(0.1, (True, False)) == [2, 5]
+    assert idle(0.09, (True, True)) == [1, 5]
+    assert idle(0.1, (False, True)) == [0, 0]
+
+
+def test_layers_are_multiplied_together_unless_that_is_more_work_than_calls():
+    small, large, alike = [90, 95, 0, 0, 0], [10, 20, 60, 70, 0], [89, 95, 0, 0, 0]
+    rows = [small, alike, large, small]
+    own = truncation.Leading(10, 5, 10, 5), truncation.Leading(11, 5, 11, 5)
+    wide = truncation.Leading(90, 80, 30, 10)
+    apart = truncation._runs(rows, (4, 100, 100), 2_000)
+    assert apart == [(slice(0, 2), own[1]), (slice(2, 3), wide), (slice(3, 4), own[0])]
+    together = truncation._runs(rows, (4, 100, 100), 10**7)
+    assert together == [(slice(0, 4), wide)]
+    none = truncation._runs(rows, (4, 100, 100), 0)
+    assert [where for where, _ in none] == [slice(i, i + 1) for i in range(4)]
 
 
 def test_single_precision_comes_near_double():
@@ -81,14 +153,15 @@ def test_single_precision_comes_near_double():
     (q_g, v_g), (q_a, v_a) = (spectrum(1, n, 6.0, generator) for n in (60, 50))
     raw = torch.randn(1, 60, 50, generator=generator, dtype=torch.float64)
     v_g, v_a = v_g.sort(descending=True).values, v_a.sort(descending=True).values
-    sides = (v_g, v_a), (v_a, v_g)
-    idle = torch.stack([truncation._idle(own, other, 1e-5) for own, other in sides], 1)
-    assert idle.min() > 5
-    leading = 60 - int(idle[0, 0]), 50 - int(idle[0, 1])
-    double = precondition(raw, (q_g, q_a), (v_g, v_a), idle, leading, 1e-4)
+    counts = truncation.counted(v_g, v_a, 1e-5, (True, True), 0)
+    assert counts.min() > 5
+    left_out = torch.nn.functional.pad(counts, (0, 1))
+    runs = stacked(60, 50, left_out)
+    assert len(runs[0][1].blocks()) == 2
+    double = precondition(raw, (q_g, q_a), (v_g, v_a), left_out, runs, 1e-4)
     floats = (x.float() for x in (q_g, q_a, v_g, v_a))
     f_g, f_a, w_g, w_a = floats
-    single = precondition(raw.float(), (f_g, f_a), (w_g, w_a), idle, leading, 1e-4)
+    single = precondition(raw.float(), (f_g, f_a), (w_g, w_a), left_out, runs, 1e-4)
     led = q_g[..., :5].mT @ double @ q_a[..., :5]
     off = q_g[..., :5].mT @ single.double() @ q_a[..., :5] - led
     assert off.abs().max() < 0.02 * led.abs().max()
@@ -193,7 +266,7 @@ def test_a_new_state_in_an_old_count_is_damped_too_much_not_too_little():
         backward(model, opt, step)
         opt.step()
     pair = opt.preconditioner.layout.pair_of[opt.preconditioner.layers["first"]]
-    before = pair.tensors["idle"].clone()
+    before = pair.tensors["left_out"].clone()
     x, y = data(2)
     opt.zero_grad()  # curvature a thousand times as large
     (30 * (model(30 * x) - y)).square().sum(1).mean().backward()
@@ -210,7 +283,7 @@ def test_a_new_state_in_an_old_count_is_damped_too_much_not_too_little():
     share = ratio * (curvature + 0.05)
     assert (share < 1 + 1e-6).all()
     assert share.min() < 0.9  # else nothing was left out that counts now
-    assert not torch.equal(pair.tensors["idle"], before)
+    assert not torch.equal(pair.tensors["left_out"], before)
 
 
 def test_it_is_counted_anew_as_the_damping_falls():
@@ -232,7 +305,7 @@ def test_it_is_counted_anew_as_the_damping_falls():
             for name in ("first", "second") if step else ():
                 layer = kfac.layers[name]
                 pair = kfac.layout.pair_of[layer]
-                idle = pair.tensors["idle"][pair.slots[layer]][0].tolist()
+                idle = pair.tensors["left_out"][pair.slots[layer]][0].tolist()
                 g, a = (kfac.layout.factors[layer, side]["values"][0] for side in "ga")
                 left = [(g[9 - idle[0] :], a), (a[10 - idle[1] :], g)]
                 largest = max(float(x.max() * y.max()) if len(x) else 0.0 for x, y in left)
@@ -257,7 +330,7 @@ def test_a_count_is_loaded_and_one_that_is_absent_begins_with_all():
     wanted = ref.take_step(opt, model)
     without = copy.deepcopy(state)
     for entry in without["state"].values():
-        for name in [n for n in entry if n.endswith("idle")]:
+        for name in [n for n in entry if n.endswith("left_out")]:
             del entry[name]
     for saved, alike in ((state, True), (without, False)):
         model.load_state_dict(weights)
@@ -275,22 +348,25 @@ def test_a_count_is_loaded_and_one_that_is_absent_begins_with_all():
 
 
 def test_products_are_taken_of_what_leads_alone(monkeypatch):
-    """In the two layers of one shape; in the last one all of G's lead."""
+    """Of the two layers of one shape together; in the last one all of G's lead."""
     torch.manual_seed(0)
     model = Net().double()
     opt = made(0.9, model)
     backward(model, opt, 0)
     opt.step()
-    seen: list[tuple[int, int]] = []
+    seen: dict[int, list[tuple[int, int]]] = {}
     into = algebra.into_basis
 
     def noted(gradient: Tensor, g: Tensor | None, a: Tensor | None) -> Tensor:
-        if len(gradient) == 2:
-            seen.extend((q.shape[1], q.shape[2]) for q in (g, a) if q is not None)
+        own = seen.setdefault(len(gradient), [])
+        own.extend((q.shape[1], q.shape[2]) for q in (g, a) if q is not None)
         return into(gradient, g, a)
 
     monkeypatch.setattr(algebra, "into_basis", noted)
     backward(model, opt, 1)
     opt.step()
-    assert len(seen) == 2
-    assert all(columns < rows for rows, columns in seen)
+    assert sorted(seen) == [1, 2]
+    assert len(seen[2]) == 2
+    assert all(columns < rows for rows, columns in seen[2])
+    assert seen[1][0] == (4, 4)
+    assert seen[1][1][1] < seen[1][1][0] == 10
