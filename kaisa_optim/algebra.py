@@ -735,9 +735,14 @@ def add_out_of_basis_(
     if vectors_a is None:
         return _add_product_(out, vectors_g, gradient)
     (_, g, rows), (_, a, columns) = vectors_g.shape, vectors_a.shape
-    if g * columns * (a + rows) < rows * a * (g + columns):
-        return _add_product_(out, product(vectors_g, gradient), vectors_a.mT)
-    return _add_product_(out, vectors_g, product(gradient, vectors_a.mT))
+    if _right_first(g, rows, columns, a):
+        return _add_product_(out, vectors_g, product(gradient, vectors_a.mT))
+    return _add_product_(out, product(vectors_g, gradient), vectors_a.mT)
+
+
+def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
+    """Of L M R, M ``[g, a]``, whether M R first is less work; square sides are alike."""
+    return g * columns * (a + rows) < rows * a * (g + columns)
 
 
 def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -759,7 +764,7 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
         out = middle if left is None else product(left, middle)
         return out if right is None else product(out, right)
     rows, g, a, columns = left.shape[1], *middle.shape[1:], right.shape[2]
-    if g * columns * (a + rows) < rows * a * (g + columns):  # alike for square sides
+    if _right_first(rows, g, a, columns):
         return product(left, product(middle, right))
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:

@@ -1,72 +1,104 @@
 """Preconditioning by the leading eigenvectors alone.
 
 Where an eigenvalue s of G ⊗ A is far below the damping γ, 1 / (s + γ) is 1 / γ, whatever the
-eigenvectors. With those pairs that lead, and σ the largest s of the others,
+eigenvectors. If some pairs of eigenvectors are taken to lead, and σ is the largest s of the others,
 
     Q_G (V / (s + γ)) Q_Aᵀ ≈ ∇ / (γ + σ) + Q_G (V ∘ (1 / (s + γ) - 1 / (γ + σ)) ∘ L) Q_Aᵀ,
 
 V = Q_Gᵀ ∇ Q_A, L 1 where a pair leads, else 0. It is exact for all that lead, and damps the others
-by at most σ too much, never too little. As s is the product of a value of G's and one of A's, pairs
-that lead lie under a hyperbola, most of them beside the largest values. L covers it by two blocks:
-the first eigenvectors of G by all of A's that lead with any, the others of G that lead by the first
-of A's. Their sizes are counted on the device at refreshes, and where the damping has fallen, such
-that σ is at most τγ and the least is multiplied; they hold from the next step on: by then the host
-knows them without waiting. All workers of a layer have the same eigenvalues and damping, so they
-count alike.
+by at most σ too much, never too little. As s is the product of a value of G's and one of A's, it is
+large beside the largest of either. So L is two blocks: the first eigenvectors of G by all of A's
+that lead with any, the others of G that lead by the first of A's; or one, where that is less work.
+Their sizes are counted on the device at refreshes, and where the damping has fallen, such that σ is
+at most τγ and the least of such blocks is multiplied; they hold from the next step on: by then the
+host knows them without waiting. All workers of a layer have the same eigenvalues and damping, so
+they count alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import algebra
 from .layers import Basis, Layer
-from .stacks import Layout, Pair, Specs
+from .stacks import Layout, Pair, Specs, joined
 from .tracking import Notes
 
 _NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
-# Multiplications that take as long as the calls for one block more; of GPUs a guess.
+# Multiplications that take as long as the calls for one more block; that of GPUs is a guess.
 _CALLS_ON_CPU = 1 << 22
 _CALLS_ELSEWHERE = 1 << 28
 
+Count = TypeVar("Count", int, Tensor)
+
+
+class Sides(NamedTuple):
+    """How wide a gradient is, and which of its bases are multiplied by: dense factors' own."""
+
+    g: int
+    a: int
+    dense_g: bool = True
+    dense_a: bool = True
+
+    def orders(self, rows: Count, columns: Count) -> tuple[Count, Count]:
+        """Multiplications by so many vectors of G and of A, by the former or the latter first; as
+        many again on the way back."""
+        by_g, by_a, last = rows * self.g * self.a, columns * self.g * self.a, rows * columns
+        return (
+            by_g * self.dense_g + last * self.a * self.dense_a,
+            by_a * self.dense_a + last * self.g * self.dense_g,
+        )
+
+
+class Counts(NamedTuple):
+    """What is kept of a layer. Zeros leave nothing out."""
+
+    idle_g: int  # of the last eigenvectors of G, those that lead with none
+    idle_a: int
+    short: int  # of the rows that lead, the last ones that leave columns out; 0: one block
+    spared: int  # the columns that these leave out
+    notch: int  # the damping that it was counted for
+
 
 class Leading(NamedTuple):
-    """Which pairs of eigenvectors are multiplied by: two blocks of them."""
+    """Which eigenvectors are multiplied by."""
 
-    rows: int  # vectors of G that lead with any of A
-    columns: int  # vectors of A that lead with any of G
-    first: int  # of these rows, those that are taken with all these columns
-    few: int  # of these columns, those that are taken with all these rows
+    rows: int  # of G
+    columns: int  # of A
+    first: int  # of these rows, those by all these columns
+    few: int  # the first columns, those by all these rows
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """In rows and columns."""
+        """Rows by columns; the first block has the first rows."""
+        if not self.rows or not self.columns:
+            return []
+        if self.first >= self.rows or self.few >= self.columns:
+            return [(slice(0, self.rows), slice(0, self.columns))]
         upper = slice(0, self.first), slice(0, self.columns)
-        lower = slice(self.first, self.rows), slice(0, self.few)
-        return [(r, c) for r, c in (upper, lower) if r.start < r.stop and c.stop]
+        return [upper, (slice(self.first, self.rows), slice(0, self.few))]
 
-    def work(self, shape: Sequence[int], calls: int) -> int:
-        """Multiplications, half of all: as many again on the way back."""
-        _, g, a = shape
-        work = 0
-        for r, c in self.blocks():
-            rows, columns = r.stop - r.start, c.stop
-            work += calls + min(rows * a * (g + columns), g * columns * (a + rows))
-        return work
+    def forms(self) -> list[Leading]:
+        """The same as what there is beside others: one block is an upper or a lower one."""
+        if len(self.blocks()) > 1:
+            return [self]
+        return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]
+
+    def work(self, sides: Sides) -> int:
+        """Multiplications, on one way."""
+        return sum(min(sides.orders(r.stop - r.start, c.stop - c.start)) for r, c in self.blocks())
 
 
 Run = tuple[slice, Leading]  # entries of a stack that are multiplied together
 
 
 def specs(count: int) -> Specs:
-    """How many of the last eigenvectors of G and of A are left out; how many of the rows that lead
-    are not taken with all columns, and how many columns these leave out; for which damping, in
-    notches. Zeros leave nothing out."""
-    return {"left_out": ((count, 5), torch.int32)}
+    """:class:`Counts` of each entry."""
+    return {"left_out": ((count, len(Counts._fields)), torch.int32)}
 
 
 class Truncation:
@@ -74,7 +106,7 @@ class Truncation:
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance  # τ
-        self._known: dict[Pair, list[list[int]]] = {}  # "left_out", on the host
+        self._known: dict[Pair, list[Counts]] = {}  # "left_out", on the host
         self._notes = Notes()
         self._runs: dict[Pair, tuple[Sequence[Layer], list[Run] | None]] = {}
 
@@ -92,88 +124,104 @@ class Truncation:
         damping_of: Callable[[Layer], float],
     ) -> None:
         """Count anew for layers with a new state or a lower damping, from the next step on."""
-        changed: dict[Pair, None] = {}
+        due: dict[Pair, dict[int, list[slice]]] = {}  # by notch
         for layer, pair in layout.pair_of.items():
             if layer not in ready or 1 in pair.shape[1:]:  # where nothing is to be spared
                 continue
             notch = math.floor(math.log(damping_of(layer), _NOTCH))
-            if layer not in renewed and notch >= self._of(pair)[pair.slots[layer].start][4]:
-                continue
-            g, a = (layout.factors[layer, side]["values"] for side in "ga")
-            left_out = pair.tensors["left_out"][pair.slots[layer]]
-            floor = self.tolerance * _NOTCH**notch
-            dense = not pair.g.key.diagonal, not pair.a.key.diagonal
-            left_out[:, :4] = counted(g, a, floor, dense, _calls(g.device))
-            left_out[:, 4] = notch
-            changed[pair] = None
-        for pair in changed:
+            slots = pair.slots[layer]
+            if layer in renewed or notch < self._counts(pair)[slots.start].notch:
+                due.setdefault(pair, {}).setdefault(notch, []).append(slots)
+        for pair, notches in due.items():
+            for notch, slices in notches.items():
+                self._count(pair, joined(slices, pair.g.key.device), notch)
             self._known.pop(pair, None)
             self._runs.pop(pair, None)
             self._notes.send(pair, pair.tensors["left_out"])
 
+    def _count(self, pair: Pair, slots: slice | Tensor, notch: int) -> None:
+        g, a = (
+            stack.tensors["values"][own][slots]
+            for stack, own in ((pair.g, pair.g_slots), (pair.a, pair.a_slots))
+        )
+        found = counted(g, a, self.tolerance * _NOTCH**notch, _sides(pair), _calls(pair))
+        pair.tensors["left_out"][slots] = torch.nn.functional.pad(found, (0, 1), value=notch).int()
+
     def runs(self, pair: Pair, members: Sequence[Layer]) -> list[Run] | None:
         """How these layers are multiplied; None where nothing is left out."""
         if pair not in self._runs or self._runs[pair][0] is not members:
-            known = self._of(pair)
-            rows = [row for layer in members for row in known[pair.slots[layer]]]
-            some = any(any(row[:3]) for row in rows)
-            self._runs[pair] = (
-                members,
-                _runs(rows, pair.shape, _calls(pair.g.key.device)) if some else None,
-            )
+            known = self._counts(pair)
+            counts = [entry for layer in members for entry in known[pair.slots[layer]]]
+            some = any(entry.idle_g or entry.idle_a or entry.short for entry in counts)
+            runs = runs_of(counts, _sides(pair), _calls(pair)) if some else None
+            self._runs[pair] = members, runs
         return self._runs[pair][1]
 
-    def _of(self, pair: Pair) -> list[list[int]]:
+    def _counts(self, pair: Pair) -> list[Counts]:
         if pair not in self._known:
-            self._known[pair] = self._notes.read(pair, pair.tensors["left_out"])
+            read = self._notes.read(pair, pair.tensors["left_out"])
+            self._known[pair] = [Counts(*entry) for entry in read]
         return self._known[pair]
 
 
-def _calls(device: torch.device) -> int:
-    return _CALLS_ON_CPU if device.type == "cpu" else _CALLS_ELSEWHERE
+def _sides(pair: Pair) -> Sides:
+    return Sides(*pair.shape[1:], not pair.g.key.diagonal, not pair.a.key.diagonal)
 
 
-def _runs(rows: Sequence[Sequence[int]], shape: Sequence[int], calls: int) -> list[Run]:
-    """Neighbours together by the most of any, unless that is more work than calls apart."""
-    _, g, a = shape
+def _calls(pair: Pair) -> int:
+    return _CALLS_ON_CPU if pair.g.key.device.type == "cpu" else _CALLS_ELSEWHERE
+
+
+def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[Run]:
+    """Neighbours together by the most of any, where that takes no longer than apart.
+
+    In none are entries of which nothing leads, unless others lie on both sides of them.
+    """
+
+    def cost(leading: Leading, count: int) -> int:
+        return count * leading.work(sides) + calls * len(leading.blocks())
+
     runs: list[Run] = []
-    for i, (idle_g, idle_a, short, spared, _) in enumerate(rows):
-        own = Leading(g - idle_g, a - idle_a, g - idle_g - short, a - idle_a - spared)
+    for i, entry in enumerate(counts):
+        rows, columns = sides.g - entry.idle_g, sides.a - entry.idle_a
+        own = Leading(rows, columns, rows - entry.short, columns - entry.spared)
+        if not own.blocks():
+            continue
         if runs:
             where, leading = runs[-1]
-            both = Leading(*map(max, leading, own))
-            count = i - where.start
-            extra = (count + 1) * both.work(shape, 0) - count * leading.work(shape, 0)
-            if extra <= own.work(shape, calls):
+            joint = (Leading(*map(max, x, y)) for x in leading.forms() for y in own.forms())
+            both = min(joint, key=lambda x: x.work(sides))
+            apart = cost(leading, where.stop - where.start) + cost(own, 1)
+            if cost(both, i + 1 - where.start) <= apart:
                 runs[-1] = slice(where.start, i + 1), both
                 continue
         runs.append((slice(i, i + 1), own))
     return runs
 
 
-def counted(g: Tensor, a: Tensor, floor: float, dense: tuple[bool, bool], calls: int) -> Tensor:
-    """What the pairs of values ``g`` ``[k, n]`` and ``a`` leave out whose products are not above
-    ``floor``: ``[k, 4]``, as :func:`specs` has it. Only a dense factor's vectors are multiplied."""
+def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Tensor:
+    """:class:`Counts` but for the notch, ``[k, 4]``.
+
+    All pairs of a value of ``g`` ``[k, n]`` and one of ``a`` lead whose product is above ``floor``.
+    A second block has to save ``calls``, of which layers that are multiplied together would need
+    fewer. A diagonal factor has no vectors to leave out.
+    """
     g, a = _falling(g), _falling(a)
     rows, columns = _above(g, floor / a[:, :1]), _above(a, floor / g[:, :1])
-    (k, n_g), n_a = g.shape, a.shape[1]
-    if not all(dense):
+    if not (sides.dense_g and sides.dense_a):
         none = torch.zeros_like(rows)
-        sides = (n_g - rows, dense[0]), (n_a - columns, dense[1])
-        return torch.cat([*(idle if has else none for idle, has in sides), none, none], 1)
+        idle_g = sides.g - rows if sides.dense_g else none
+        idle_a = sides.a - columns if sides.dense_a else none
+        return torch.cat([idle_g, idle_a, none, none], 1)
     # Of each number of first rows, the columns that the others need, and the multiplications.
-    few = torch.nn.functional.pad(_above(a, floor / g), (0, 1))
-    first = torch.arange(n_g + 1, device=g.device).expand(k, -1)
-    work = _work(first, columns, n_g, n_a) + _work(rows - first, few, n_g, n_a)
-    split = (first > 0) & (first < rows)
-    work = (work + split * calls).masked_fill(first > rows, torch.iinfo(work.dtype).max)
+    few = _above(a, floor / g)
+    first = torch.arange(sides.g, device=g.device).expand_as(few)
+    upper, lower = sides.orders(first, columns), sides.orders(rows - first, few)
+    work = torch.minimum(*upper) + torch.minimum(*lower) + (first > 0) * calls
+    work.masked_fill_((first >= rows) & (first > 0), torch.iinfo(work.dtype).max)
     best = work.argmin(1, keepdim=True)
-    return torch.cat([n_g - rows, n_a - columns, rows - best, columns - few.gather(1, best)], 1)
-
-
-def _work(rows: Tensor, columns: Tensor, g: int, a: int) -> Tensor:
-    """:meth:`Leading.work` of a block, on the device."""
-    return torch.minimum(rows * a * (g + columns), g * columns * (a + rows))
+    short = torch.where(best > 0, rows - best, 0)  # all rows by all columns is one block
+    return torch.cat([sides.g - rows, sides.a - columns, short, columns - few.gather(1, best)], 1)
 
 
 def _falling(values: Tensor) -> Tensor:
@@ -210,25 +258,24 @@ def precondition(
     # The damping is far below what leads: TF32 of the one would drown the other.
     with algebra.full_precision(gradient.device.type):
         for some, leading in runs:
+            own = damping[some] if isinstance(damping, Tensor) else damping
             for r, c in leading.blocks():
                 curvature = g[some, r, None] * a[some, None, c]
-                bottom = (curvature + _of(damping, some)).mul_(flat[some])
                 # 1 / (s + γ) - 1 / (γ + σ), without the difference of what is nearly equal.
-                steeper = (largest[some] - curvature).div_(bottom)
-                if len(steeper) > 1:  # else it has no more than leads
-                    upper = first[some, r, None] * leads_a[some, None, c]
-                    steeper.mul_(torch.maximum(upper, leads_g[some, r, None] * few[some, None, c]))
-                sides = [
+                steeper = (largest[some] - curvature).div_((curvature + own).mul_(flat[some]))
+                if len(steeper) > 1:  # one alone has no more than leads
+                    leads = leads_g[some, r, None] * few[some, None, c]
+                    if r.start == 0:
+                        upper = first[some, r, None] * leads_a[some, None, c]
+                        leads = torch.maximum(leads, upper)
+                    steeper.mul_(leads)
+                bases = [
                     None if q is None else q[some, :, n]
                     for q, n in zip(vectors, (r, c), strict=True)
                 ]
-                projected = algebra.into_basis(gradient[some], *sides).mul_(steeper)
-                algebra.add_out_of_basis_(new[some], projected, *sides)
+                projected = algebra.into_basis(gradient[some], *bases).mul_(steeper)
+                algebra.add_out_of_basis_(new[some], projected, *bases)
     return new
-
-
-def _of(damping: Tensor | float, some: slice) -> Tensor | float:
-    return damping[some] if isinstance(damping, Tensor) else damping
 
 
 def _ones(values: Tensor, count: Tensor) -> Tensor:
