@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from ranks import run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra
+from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra, truncation
 from kaisa_optim.agreement import alike, checksum
 from kaisa_optim.collectives import Parcel, Ranks
 from kaisa_optim.routes import cut
@@ -166,6 +167,25 @@ def test_every_fraction_takes_the_same_steps(world, curvature):
         for together in (True, False) if workers > 1 else (True,):
             spread = {"grad_worker_fraction": workers / world, "colocate_factors": together}
             check(Plan(even(world, 2), "images", options=options, spread=spread))
+
+
+def train_by_two_blocks(plan: Plan, alone: bool = False) -> Trained:
+    """As wide layers multiply leading eigenvectors: here calls have to take no time for it."""
+    with mock.patch.object(truncation, "_CALLS_ON_CPU", 0):
+        return train_alone(plan) if alone else train(plan)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_leading_eigenvectors_by_two_blocks(world):
+    options = {"truncation": 0.5, **INTERVALS, "kl_clip": 1e-5}
+    plan = Plan(even(world, 2), "images", options=options)
+    alone = train_by_two_blocks(plan, alone=True).parameters
+    assert error(train_alone(plan).parameters, alone) > 1e-8  # by one, as calls take time
+    for workers in divisors(world):
+        spread = {"grad_worker_fraction": workers / world}
+        ranks = run(world, train_by_two_blocks, dataclasses.replace(plan, spread=spread))
+        assert_alike([rank.parameters for rank in ranks])
+        assert error(ranks[0].parameters, alone) < 1e-9
 
 
 def test_the_clip_is_active_where_it_is_drawn():
