@@ -6,13 +6,13 @@ eigenvectors. If some pairs of eigenvectors are taken to lead, and σ is the lar
     Q_G (V / (s + γ)) Q_Aᵀ ≈ ∇ / (γ + σ) + Q_G (V ∘ (1 / (s + γ) - 1 / (γ + σ)) ∘ L) Q_Aᵀ,
 
 V = Q_Gᵀ ∇ Q_A, L 1 where a pair leads, else 0. It is exact for all that lead, and damps the others
-by at most σ too much, never too little. As s is the product of a value of G's and one of A's, it is
-large beside the largest of either. So L is two blocks: the first eigenvectors of G by all of A's
-that lead with any, the others of G that lead by the first of A's; or one, where that is less work.
-Their sizes are counted on the device at refreshes, and where the damping has fallen, such that σ is
-at most τγ and the least of such blocks is multiplied; they hold from the next step on: by then the
-host knows them without waiting. All workers of a layer have the same eigenvalues and damping, so
-they count alike.
+by at most σ too much, never too little. s is the product of a value of G's and one of A's, and most
+of those that are large have one of the largest of either as a factor. So L is two blocks: the first
+eigenvectors of G by all of A's that lead with any, the others of G that lead by the first of A's;
+or one, where that is less work. Of all sizes with σ at most τγ theirs are the least work. They are
+counted on the device, at refreshes and where the damping has fallen, and hold from the next step
+on: by then the host knows them without waiting. All workers of a layer have the same eigenvalues
+and damping, so they count alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .stacks import Layout, Pair, Specs, joined
 from .tracking import Notes
 
 _NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
-# Multiplications that take as long as the calls for one more block; that of GPUs is a guess.
+# Half of the multiplications, those of one way, that take as long as the calls for one more block;
+# that of GPUs is a guess.
 _CALLS_ON_CPU = 1 << 22
 _CALLS_ELSEWHERE = 1 << 28
 
@@ -83,7 +84,7 @@ class Leading(NamedTuple):
         return [upper, (slice(self.first, self.rows), slice(0, self.few))]
 
     def forms(self) -> list[Leading]:
-        """The same as what there is beside others: one block is an upper or a lower one."""
+        """What one block may stand for when it is joined with others: an upper or a lower one."""
         if len(self.blocks()) > 1:
             return [self]
         return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]
@@ -108,7 +109,8 @@ class Truncation:
         self.tolerance = tolerance  # τ
         self._known: dict[Pair, list[Counts]] = {}  # "left_out", on the host
         self._notes = Notes()
-        self._runs: dict[Pair, tuple[Sequence[Layer], list[Run] | None]] = {}
+        # Of each pair by the first of some members.
+        self._runs: dict[Pair, dict[Layer, tuple[tuple[Layer, ...], list[Run] | None]]] = {}
 
     def clear(self) -> None:
         """The device has other numbers now: those of a new layout, or loaded ones."""
@@ -149,13 +151,14 @@ class Truncation:
 
     def runs(self, pair: Pair, members: Sequence[Layer]) -> list[Run] | None:
         """How these layers are multiplied; None where nothing is left out."""
-        if pair not in self._runs or self._runs[pair][0] is not members:
+        found, layers = self._runs.setdefault(pair, {}), tuple(members)
+        if layers[0] not in found or found[layers[0]][0] != layers:
             known = self._counts(pair)
-            counts = [entry for layer in members for entry in known[pair.slots[layer]]]
+            counts = [entry for layer in layers for entry in known[pair.slots[layer]]]
             some = any(entry.idle_g or entry.idle_a or entry.short for entry in counts)
             runs = runs_of(counts, _sides(pair), _calls(pair)) if some else None
-            self._runs[pair] = members, runs
-        return self._runs[pair][1]
+            found[layers[0]] = layers, runs
+        return found[layers[0]][1]
 
     def _counts(self, pair: Pair) -> list[Counts]:
         if pair not in self._known:
@@ -214,7 +217,7 @@ def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Ten
         idle_a = sides.a - columns if sides.dense_a else none
         return torch.cat([idle_g, idle_a, none, none], 1)
     # Of each number of first rows, the columns that the others need, and the multiplications.
-    few = _above(a, floor / g)
+    few = torch.maximum(_above(a, floor / g), columns.clamp(max=1))  # rounding may say none
     first = torch.arange(sides.g, device=g.device).expand_as(few)
     upper, lower = sides.orders(first, columns), sides.orders(rows - first, few)
     work = torch.minimum(*upper) + torch.minimum(*lower) + (first > 0) * calls
