@@ -367,6 +367,20 @@ def test_it_is_counted_anew_as_the_damping_falls(blocks):
         assert torch.equal(straight, resumed)
 
 
+def test_those_are_multiplied_that_have_gradients():
+    torch.manual_seed(0)
+    model = Net().double()
+    opt = made(0.9, model)
+    backward(model, opt, 0)
+    opt.step()
+    kfac = opt.preconditioner
+    first, second = kfac.layers["first"], kfac.layers["second"]
+    for members in ([first, second], [first], [first, second], [second]):
+        runs = kfac.second_order.truncation.runs(kfac.layout.pair_of[first], members)
+        assert runs is not None
+        assert [(where.start, where.stop) for where, _ in runs] == [(0, len(members))]
+
+
 def test_it_is_not_counted_anew_for_nothing(monkeypatch):
     torch.manual_seed(0)
     model = Net().double()
