@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Count = TypeVar("Count", int, Tensor)
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 
 # Columns, and multiplications, from which half of a symmetric product is saved by parts.
@@ -740,9 +741,15 @@ def add_out_of_basis_(
     return _add_product_(out, product(vectors_g, gradient), vectors_a.mT)
 
 
+def orders(rows: Count, g: int, a: int, columns: Count) -> tuple[Count, Count]:
+    """Multiplications of L M R, M ``[g, a]``, for L M first and for M R first."""
+    return rows * a * (g + columns), g * columns * (a + rows)
+
+
 def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
-    """Of L M R, M ``[g, a]``, whether M R first is less work; square sides are alike."""
-    return g * columns * (a + rows) < rows * a * (g + columns)
+    """Whether M R first is less work; square sides are alike."""
+    left, right = orders(rows, g, a, columns)
+    return right < left
 
 
 def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import algebra
+from .algebra import Count
 from .layers import Basis, Layer
 from .stacks import Layout, Pair, Specs, joined
 from .tracking import Notes
@@ -34,8 +35,6 @@ _NOTCH = 1.1  # from one damping to the next lower one for which it is counted a
 # that of GPUs is a guess.
 _CALLS_ON_CPU = 1 << 22
 _CALLS_ELSEWHERE = 1 << 28
-
-Count = TypeVar("Count", int, Tensor)
 
 
 class Sides(NamedTuple):
@@ -49,11 +48,10 @@ class Sides(NamedTuple):
     def orders(self, rows: Count, columns: Count) -> tuple[Count, Count]:
         """Multiplications by so many vectors of G and of A, by the former or the latter first; as
         many again on the way back."""
-        by_g, by_a, last = rows * self.g * self.a, columns * self.g * self.a, rows * columns
-        return (
-            by_g * self.dense_g + last * self.a * self.dense_a,
-            by_a * self.dense_a + last * self.g * self.dense_g,
-        )
+        if self.dense_g and self.dense_a:
+            return algebra.orders(rows, self.g, self.a, columns)
+        only = (rows if self.dense_g else columns) * self.g * self.a
+        return only, only
 
 
 class Counts(NamedTuple):
@@ -250,9 +248,8 @@ def precondition(
     g, a = values
     idle_g, idle_a, short, spared, _ = left_out.unbind(1)
     rows, columns = g.shape[1] - idle_g, a.shape[1] - idle_a
-    leads_g, leads_a, first, few = (
-        _ones(v, n) for v, n in ((g, rows), (a, columns), (g, rows - short), (a, columns - spared))
-    )
+    ends = (g, rows), (a, columns), (g, rows - short), (a, columns - spared)
+    ones = leads_g, leads_a, first, few = tuple(_ones(v, n) for v, n in ends)
     left = (g, leads_g, a.amax(1)), (a, leads_a, g.amax(1)), (g, first, _left(a, few))
     largest = torch.stack([_left(v, leads) * most for v, leads, most in left]).amax(0)
     largest = largest[:, None, None]
@@ -267,11 +264,7 @@ def precondition(
                 # 1 / (s + γ) - 1 / (γ + σ), without the difference of what is nearly equal.
                 steeper = (largest[some] - curvature).div_((curvature + own).mul_(flat[some]))
                 if len(steeper) > 1:  # one alone has no more than leads
-                    leads = leads_g[some, r, None] * few[some, None, c]
-                    if r.start == 0:
-                        upper = first[some, r, None] * leads_a[some, None, c]
-                        leads = torch.maximum(leads, upper)
-                    steeper.mul_(leads)
+                    steeper.mul_(_leads(r, c, *(x[some] for x in ones)))
                 bases = [
                     None if q is None else q[some, :, n]
                     for q, n in zip(vectors, (r, c), strict=True)
@@ -285,6 +278,16 @@ def _ones(values: Tensor, count: Tensor) -> Tensor:
     """1 for so many of the first values, else 0."""
     n = values.shape[1]
     return (torch.arange(n, device=values.device) < count[:, None]).to(values.dtype)
+
+
+def _leads(
+    r: slice, c: slice, leads_g: Tensor, leads_a: Tensor, first: Tensor, few: Tensor
+) -> Tensor:
+    """1 for each pair of a block that leads in a layer, else 0."""
+    lower = leads_g[:, r, None] * few[:, None, c]
+    if r.start:
+        return lower
+    return torch.maximum(lower, first[:, r, None] * leads_a[:, None, c])
 
 
 def _left(values: Tensor, leads: Tensor) -> Tensor:
