@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,38 +107,67 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
+class _Levels(AbstractContextManager[None]):
+    """Settings of the process at these levels for a while.
+
+    ``asked`` of statistics that this thread gathers. By hand, as it is entered for each layer.
+    """
+
+    def __init__(self, levels: Sequence[tuple[_OfProcess, int]], asked: str | None = None) -> None:
+        self._levels = levels
+        self._asked = asked
+
+    def __enter__(self) -> None:
+        if self._asked is not None:
+            self._before, _asked.setting = _asked.setting, self._asked
+        begun = 0
+        try:
+            for of, level in self._levels:
+                of.begin(level)
+                begun += 1
+        except BaseException:
+            self._end(begun)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        self._end(len(self._levels))
+
+    def _end(self, begun: int) -> None:
+        """All of the first so many, last first, whatever becomes of one of them."""
+        if begun:
+            of, level = self._levels[begun - 1]
+            try:
+                of.end(level)
+            finally:
+                self._end(begun - 1)
+        elif self._asked is not None:
+            _asked.setting = self._before
+
+
 def full_precision(device: str | None = None) -> AbstractContextManager[None]:
     """Float32 products in real float32: a user's TF32 setting must not reach the factors.
 
     Settings of another type of device than a given one stay as they are, which takes less time.
     """
-    return _at("highest", _convolutions(device), 0)
+    return _Levels(_levels("highest", _convolutions(device), 0))
 
 
-@contextmanager
-def statistics_precision(setting: str, device: str, *, in_half: bool) -> Iterator[None]:
+def statistics_precision(
+    setting: str, device: str, *, in_half: bool
+) -> AbstractContextManager[None]:
     """Float32 products as ``torch.set_float32_matmul_precision(setting)`` would have them.
 
     Convolutions, too, on CUDA; and there those of images that are ``in_half`` precision, whatever
     the setting: TF32 has a place for each of their digits, so that it rounds nothing.
     """
     tf32 = device == "cuda" and (in_half or setting != "highest")
-    before, _asked.setting = _asked.setting, setting
-    try:
-        with _at(setting, _convolutions(device), int(tf32)):
-            yield
-    finally:
-        _asked.setting = before
+    return _Levels(_levels(setting, _convolutions(device), int(tf32)), setting)
 
 
-@contextmanager
-def _at(setting: str, convolutions: Sequence[_OfProcess], level: int) -> Iterator[None]:
-    levels = (_MATMULS, _SETTINGS.index(setting)), *((of, level) for of in convolutions)
-    with ExitStack() as stack:
-        for of, own in levels:
-            of.begin(own)
-            stack.callback(of.end, own)
-        yield
+def _levels(
+    setting: str, convolutions: Sequence[_OfProcess], level: int
+) -> list[tuple[_OfProcess, int]]:
+    return [(_MATMULS, _SETTINGS.index(setting)), *((of, level) for of in convolutions)]
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -199,6 +228,7 @@ def _put_back_matmuls(found: tuple[str | None, list[str]]) -> None:
         _set(backend, value)
 
 
+@functools.cache  # asked of each layer, of what torch sets up once
 def _conv(part: Any) -> Any:
     """A backend's setting of convolutions, or None before torch 2.9."""
     conv = getattr(part, "conv", None)
@@ -352,7 +382,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """L R of two stacks of as many matrices, by oneDNN where it pays."""
     linear = _linear_for(left, right) if _is_much(left, right) else None
     if linear is None:
-        return left @ right
+        return torch.bmm(left, right)
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
 
 
@@ -405,6 +435,8 @@ def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
     """In float32 if the rows are in half precision."""
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
+    if not append_one and rows.dtype == dtype and count * n * n < _MUCH:
+        return torch.bmm(rows.mT, rows)  # nothing to choose from, nor to fill in
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
     halved = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:

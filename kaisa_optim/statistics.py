@@ -308,7 +308,8 @@ class Statistics:
         decay = keep_and_take(layers, decay_of, stack.key)
         matrix = (slice(None), *(None,) * (values[0].dim() - 1))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
-        finite = torch.cat([_trace(value, stack.key) for value in values]).isfinite()
+        diagonals = [v if stack.key.diagonal else v.diagonal(dim1=-2, dim2=-1) for v in values]
+        finite = torch.cat(diagonals).sum(-1).isfinite()
         # Where the host need not wait for the answer, it saves the pass over what is well.
         if stack.key.device.type != "cpu" or not finite.all():
             for value, fine in zip(values, finite.split(blocks), strict=True):
@@ -339,10 +340,6 @@ def _lower(
     own = [lower_parts(value) for value in values]
     steps = [step for step, some in zip(steps, parts, strict=True) for _ in some]
     return list(chain.from_iterable(parts)), list(chain.from_iterable(own)), steps
-
-
-def _trace(value: Tensor, key: StackKey) -> Tensor:
-    return (value if key.diagonal else value.diagonal(dim1=-2, dim2=-1)).sum(-1)
 
 
 def given(layers: Sequence[Layer], tally: Tally, like: StackKey) -> Tensor:

@@ -61,18 +61,26 @@ class _Norm(Layer):
         """What must be known of the whole batch before its parts."""
         return mode
 
-    def _add(self, g: Tensor, x: Tensor | None, grad: Tensor, frame: Any, *, reduce: bool) -> None:
-        """Add the moments on and under the diagonal of this part's rows to ``g``."""
+    def _entries(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        frame: Any,
+        *,
+        reduce: bool,
+    ) -> list[Tensor]:
+        """Of this part's rows the moment of their one entry; of two, on and under the diagonal."""
         shift = self._flat(grad)
-        columns = [] if g.shape[1] == 1 and x is not None else [shift]
+        columns = [shift] if covers[1] else []
         if x is not None:
             columns.insert(0, self._flat(self._normalized(x, frame)).mul_(shift))
         if reduce:
             columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
-        for i, column in enumerate(columns):
-            g[:, i, i] += self._squares(column)
+        sums = [self._squares(column) for column in columns]
         if len(columns) == 2:
-            g[:, 1, 0] += columns[0].mul_(columns[1]).sum((0, self.positions_dim))
+            sums.insert(1, columns[0].mul_(columns[1]).sum((0, self.positions_dim)))
+        return sums
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """A view with three dimensions: batch, and the positions and features as they lie."""
@@ -105,17 +113,21 @@ class _Norm(Layer):
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]
         positions = grad.numel() // max(1, batch * self.blocks)
-        size = sum(covers)
-        g = grad.new_zeros(self.blocks, size, size, dtype=dtype)
+        entries: list[Tensor] = []
         # Wide copies are made of a part of the batch at a time: memory stays bounded.
         chunk = batch if whole else max(1, _chunk(grad) // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
             inputs = None if x is None else x[span].to(dtype)
-            self._add(g, inputs, grad[span].to(dtype), frame, reduce=reduce)
-        part.weighted(g)
-        if size == 2:
-            g[:, 0, 1] = g[:, 1, 0]
+            more = self._entries(inputs, grad[span].to(dtype), covers, frame, reduce=reduce)
+            if entries:
+                torch._foreach_add_(entries, more)
+            else:
+                entries = more
+        if len(entries) > 1:  # both triangles are of one sum
+            entries.insert(2, entries[1])
+        size = sum(covers)
+        g = part.weighted(torch.stack(entries, 1).view(-1, size, size))
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         batch, positions = part.whole_counts(batch, positions)
@@ -221,12 +233,17 @@ class BatchNormLayer(_ChannelNorm):
         mean, scale = (_by_channel(v, x) for v in frame)
         return (x - mean).mul_(scale)
 
-    def _add(
-        self, g: Tensor, x: Tensor | None, grad: Tensor, frame: _Frame, *, reduce: bool
-    ) -> None:
+    def _entries(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        frame: _Frame,
+        *,
+        reduce: bool,
+    ) -> list[Tensor]:
         if reduce or x is None:
-            super()._add(g, x, grad, frame, reduce=reduce)
-            return
+            return super()._entries(x, grad, covers, frame, reduce=reduce)
         # The normalization's own backward has sums over a channel in one pass, in whatever order
         # the numbers lie in memory.
         mean, scale = frame
@@ -235,11 +252,11 @@ class BatchNormLayer(_ChannelNorm):
             squares = self._squares(self._flat(rows))  # sooner still
         else:
             squares, _ = _sums(rows, rows, torch.zeros_like(mean))
-        g[:, 0, 0] += squares.mul_(scale).mul_(scale)
-        if g.shape[1] == 2:
-            both, shift = _sums(torch.mul(grad, grad, out=rows), x, mean)
-            g[:, 1, 0] += both.mul_(scale)
-            g[:, 1, 1] += shift
+        squares.mul_(scale).mul_(scale)
+        if not covers[1]:
+            return [squares]
+        both, shift = _sums(torch.mul(grad, grad, out=rows), x, mean)
+        return [squares, both.mul_(scale), shift]
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
