@@ -136,6 +136,27 @@ def test_settings_come_back_after_an_error():
     assert all_settings() == before
 
 
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_settings_come_back_where_one_of_them_fails(when, monkeypatch):
+    torch.set_float32_matmul_precision("high")
+    before, end = all_settings(), algebra._CUDNN.end
+
+    def fails(level: int) -> None:
+        if when == "end":
+            end(level)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(algebra._CUDNN, when, fails)
+    rows = torch.randn(9, 9)
+    with (
+        pytest.raises(ZeroDivisionError),
+        algebra.statistics_precision("medium", "cuda", in_half=False),
+    ):
+        assert algebra.rounded(rows) is not rows
+    assert all_settings() == before
+    assert algebra.rounded(rows) is rows
+
+
 @pytest.mark.parametrize("first", ["medium", "highest"])
 def test_threads_leave_what_they_found(first):
     """Whoever is last puts it back, and full precision is full beside any other's."""
