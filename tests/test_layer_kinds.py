@@ -354,6 +354,9 @@ NORMS = {
     "batch2d frozen weight": Case(
         lambda: nn.BatchNorm2d(3), image(3, 3, 2, 3), prepare=freeze("weight")
     ),
+    "batch2d frozen bias": Case(
+        lambda: nn.BatchNorm2d(3), image(3, 3, 2, 3), prepare=freeze("bias")
+    ),
     "batch3d": Case(lambda: nn.BatchNorm3d(2), image(3, 2, 2, 1, 2)),
     "batch1d eval": Case(lambda: nn.BatchNorm1d(3), image(5, 3), prepare=run_statistics),
     "batch2d eval": Case(lambda: nn.BatchNorm2d(3), image(3, 3, 2, 3), prepare=run_statistics),

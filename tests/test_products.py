@@ -79,6 +79,13 @@ def test_half_of_torchs_own_product_is_all_of_it(
     assert (counter.get_total_flops() < full) == by_halves
 
 
+@pytest.mark.parametrize("append_one", [False, True])
+def test_the_moment_of_many_narrow_rows(append_one):
+    x = random(2, 9000, 9)
+    whole = torch.cat([x.double(), torch.ones(2, 9000, append_one).double()], 2)
+    near(algebra.second_moment(x, x.dtype, diagonal=False, append_one=append_one), whole.mT @ whole)
+
+
 @needs_onednn
 @pytest.mark.parametrize(("rows", "n"), [(300, 127), (600, 256), (520, 300), (70, 257)])
 @pytest.mark.parametrize("append_one", [False, True])

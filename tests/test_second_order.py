@@ -686,15 +686,16 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
         train(model, opt, range(5, 9))  # told once
 
 
+@pytest.mark.parametrize("feature", [0, -1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_input_leaves_the_averages_clean(value):
+def test_a_broken_input_leaves_the_averages_clean(value, feature):
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
     train(model, opt, range(2))
     kept = factors(opt)
     opt.zero_grad()
     x, y = batch(2, torch.float32)
-    x[0, 0] = value
+    x[0, feature] = value
     F.mse_loss(model(x), y).backward()
     for p in model.parameters():
         p.grad.zero_()
