@@ -312,8 +312,8 @@ class Statistics:
         finite = torch.cat(diagonals).sum(-1).isfinite()
         # Where the host need not wait for the answer, it saves the pass over what is well.
         if stack.key.device.type != "cpu" or not finite.all():
-            for value, fine in zip(values, finite.split(blocks), strict=True):
-                value.masked_fill_(~fine[matrix], 0)
+            for value, broken in zip(values, (~finite)[matrix].split(blocks), strict=True):
+                value.masked_fill_(broken, 0)
         slots = slots_of(factors)
         weight, rejected = stack.tensors["weight"], stack.tensors["rejected"]
         grown, step = weighed(weight[slots], decay, finite & given(layers, tally, stack.key))
