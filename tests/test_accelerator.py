@@ -350,6 +350,68 @@ def _check_damping() -> None:
     assert found == [False, False, True] * 2
 
 
+# ---- what is launched ----
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+            for _ in range(depth)
+        )
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+QUIET: dict[str, Any] = {"factor_update_steps": 9, "inv_update_steps": 9, "staggered": False}
+# And how much more for each block.
+LAUNCHING: dict[str, tuple[Make, int]] = {
+    "SGD": (lambda m: KFACSGD(m, lr=0.1, foreach=True, **QUIET), 0),
+    "inverse": (
+        lambda m: KFACSGD(m, lr=0.1, compute_method="inverse", foreach=True, **QUIET), 0
+    ),
+    "corrected": (
+        lambda m: KFACSGD(m, lr=0.1, eigenvalue_correction="gradients", foreach=True, **QUIET), 0
+    ),
+    "Adam": (lambda m: KFACAdam(m, lr=0.1, **QUIET), 0),
+    "LAMB": (lambda m: KFACLAMB(m, lr=0.1, **QUIET), 0),
+    # Broken sums are blotted out one by one, and the norm's A is written for each feature.
+    "gathering": (
+        lambda m: KFACSGD(m, lr=0.1, foreach=True, **{**QUIET, "factor_update_steps": 1}), 3 * 2 + 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHING)
+def test_a_step_of_more_layers_launches_as_much(elsewhere, name):
+    few, many = elsewhere(_launches, name)
+    assert few > 0 and many - few == 3 * LAUNCHING[name][1]
+
+
+def _launches(name: str) -> list[int]:
+    import accelerator
+
+    found, make = [], LAUNCHING[name][0]
+    for depth in (2, 5):
+        torch.manual_seed(0)
+        model, data = Deep(depth), torch.randn(16, 6)
+        with accelerator.device():
+            model, x = model.to(accelerator.DEVICE), data.to(accelerator.DEVICE)
+            opt = make(model)
+            for _ in range(4):
+                opt.zero_grad()
+                model(x).square().mean().backward()
+                with accelerator.Launches() as launches:
+                    opt.step()
+        found.append(launches.count)
+    return found
+
+
 # ---- the device itself ----
 
 
