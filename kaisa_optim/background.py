@@ -92,8 +92,13 @@ class Background:
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
             ready = torch.cuda.current_stream(device).record_event()
+        threads = torch.get_num_threads()
 
         def run() -> Results:
+            # A new thread's LAPACK would take a number of its own, and so round otherwise than
+            # after a restart, until torch is asked there.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
             beside: AbstractContextManager[Any] = nullcontext()
             if stream is not None:
                 stream.wait_event(ready)

@@ -186,6 +186,26 @@ class FakeStream:
         self.asked.append("synchronize")
 
 
+def test_the_thread_takes_as_many_threads_as_torch_is_told():
+    """With another number decompositions round otherwise, and a restart has a new thread."""
+    rows = torch.randn(400, 145)
+    factor, before = (rows.mT @ rows / 400)[None], torch.get_num_threads()
+    try:
+        for count in (2, 1, 3):
+            torch.set_num_threads(count)
+            for thread in background.Background(), background.Background():
+                job = thread.start(lambda: eigendecompose(factor), factor.device)
+                expected = eigendecompose(factor)
+                assert_same(job.results(), expected)
+        thread = background.Background()
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            job = thread.start(lambda: (torch.tensor(torch.get_num_threads()),), factor.device)
+            assert job.results()[0] == count
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_gpus_host_waits_for_the_threads_own_stream_alone(fails, monkeypatch):
     main, made = FakeStream(), []
