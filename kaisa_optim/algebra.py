@@ -101,25 +101,36 @@ class _OfProcess:
 
 
 class _Asked(threading.local):
-    setting = "highest"  # of the statistics that this thread gathers
+    """What the statistics that this thread gathers are to be taken in."""
+
+    def __init__(self) -> None:
+        self._begun = ["highest"]
+
+    @property
+    def setting(self) -> str:
+        return self._begun[-1]
+
+    def begin(self, setting: str) -> None:
+        self._begun.append(setting)
+
+    def end(self, setting: str) -> None:
+        self._begun.pop()
 
 
 _asked = _Asked()
+_Level = tuple[Any, Any]  # what is begun and ended, and at which level
 
 
 class _Levels(AbstractContextManager[None]):
-    """Settings of the process at these levels for a while.
+    """Begins each at its level, and ends them, last first.
 
-    ``asked`` of statistics that this thread gathers. By hand, as it is entered for each layer.
+    It is entered for each layer's backward pass: ``contextmanager`` and ``ExitStack`` take longer.
     """
 
-    def __init__(self, levels: Sequence[tuple[_OfProcess, int]], asked: str | None = None) -> None:
+    def __init__(self, levels: Sequence[_Level]) -> None:
         self._levels = levels
-        self._asked = asked
 
     def __enter__(self) -> None:
-        if self._asked is not None:
-            self._before, _asked.setting = _asked.setting, self._asked
         begun = 0
         try:
             for of, level in self._levels:
@@ -133,15 +144,13 @@ class _Levels(AbstractContextManager[None]):
         self._end(len(self._levels))
 
     def _end(self, begun: int) -> None:
-        """All of the first so many, last first, whatever becomes of one of them."""
+        """The first so many, whatever becomes of one of them."""
         if begun:
             of, level = self._levels[begun - 1]
             try:
                 of.end(level)
             finally:
                 self._end(begun - 1)
-        elif self._asked is not None:
-            _asked.setting = self._before
 
 
 def full_precision(device: str | None = None) -> AbstractContextManager[None]:
@@ -149,7 +158,7 @@ def full_precision(device: str | None = None) -> AbstractContextManager[None]:
 
     Settings of another type of device than a given one stay as they are, which takes less time.
     """
-    return _Levels(_levels("highest", _convolutions(device), 0))
+    return _Levels(_process("highest", device, 0))
 
 
 def statistics_precision(
@@ -161,13 +170,12 @@ def statistics_precision(
     the setting: TF32 has a place for each of their digits, so that it rounds nothing.
     """
     tf32 = device == "cuda" and (in_half or setting != "highest")
-    return _Levels(_levels(setting, _convolutions(device), int(tf32)), setting)
+    return _Levels([(_asked, setting), *_process(setting, device, int(tf32))])
 
 
-def _levels(
-    setting: str, convolutions: Sequence[_OfProcess], level: int
-) -> list[tuple[_OfProcess, int]]:
-    return [(_MATMULS, _SETTINGS.index(setting)), *((of, level) for of in convolutions)]
+def _process(setting: str, device: str | None, level: int) -> list[_Level]:
+    """Of products, and of convolutions on such a device."""
+    return [(_MATMULS, _SETTINGS.index(setting)), *((x, level) for x in _convolutions(device))]
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -228,7 +236,7 @@ def _put_back_matmuls(found: tuple[str | None, list[str]]) -> None:
         _set(backend, value)
 
 
-@functools.cache  # asked of each layer, of what torch sets up once
+@functools.cache  # asked for each layer; torch makes this object once, at import
 def _conv(part: Any) -> Any:
     """A backend's setting of convolutions, or None before torch 2.9."""
     conv = getattr(part, "conv", None)
@@ -428,6 +436,9 @@ def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool, lower: bool) -
         return moment
     if append_one and rows.numel() <= _FEW:
         rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
+    few = rows.shape[1] * rows.shape[2] ** 2 < min(_MUCH, _HALVED_MUCH)
+    if few and not append_one:  # no parts to choose from, and nothing to fill in
+        return torch.bmm(rows.mT, rows)
     return _moment(rows, append_one, lower)
 
 
@@ -435,8 +446,6 @@ def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
     """In float32 if the rows are in half precision."""
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    if not append_one and rows.dtype == dtype and count * n * n < _MUCH:
-        return torch.bmm(rows.mT, rows)  # nothing to choose from, nor to fill in
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
     halved = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
@@ -598,9 +607,13 @@ def projected_moment(
 
 
 def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
-    """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal."""
+    """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal.
+
+    One moment may stand for all.
+    """
     if moment.dim() == 2 or vectors is None:
         return moment.clone()
+    moment = moment.expand(len(vectors), -1, -1)
     return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
 
 

@@ -70,7 +70,8 @@ class _Norm(Layer):
         *,
         reduce: bool,
     ) -> list[Tensor]:
-        """Of this part's rows the moment of their one entry; of two, on and under the diagonal."""
+        """Sums over this part's rows, ``[blocks]`` each: the moment's one entry, or its entries
+        (0, 0), (1, 0) and (1, 1). They are new, and will be added to."""
         shift = self._flat(grad)
         columns = [shift] if covers[1] else []
         if x is not None:
@@ -124,10 +125,10 @@ class _Norm(Layer):
                 torch._foreach_add_(entries, more)
             else:
                 entries = more
-        if len(entries) > 1:  # both triangles are of one sum
-            entries.insert(2, entries[1])
         size = sum(covers)
-        g = part.weighted(torch.stack(entries, 1).view(-1, size, size))
+        if size == 2:
+            entries.insert(2, entries[1])
+        g = part.weighted(torch.stack(entries, 1).view(self.blocks, size, size))
         if self.g_dim_of(covers) > self.wide:
             g = g.diagonal(dim1=-2, dim2=-1)
         batch, positions = part.whole_counts(batch, positions)
