@@ -176,7 +176,12 @@ class KFACMixin(Optimizer, Joinable):
                 raise ValueError(
                     "Invalid model: the first argument is a module already; leave out model="
                 )
-            model, params = params, params.parameters()
+            model, params = params, list(params.parameters())
+            if not params:
+                raise ValueError(
+                    f"Invalid model: this {type(model).__name__} has no parameters; pass the "
+                    "module that holds the layers to be trained"
+                )
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"Invalid model: {_what(params, model)}; K-FAC hooks the model's layers: pass the "
@@ -893,7 +898,7 @@ def _what(params: Any, model: Any) -> str:
     """What was given for a model, in few words."""
     listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
     if listed and model is None:
-        return "no model was given"
+        return "no model was given, but parameters"
     given = model if listed or model is not None else params
     if isinstance(given, type):
         return f"the class {given.__name__}"
