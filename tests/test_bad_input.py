@@ -372,7 +372,7 @@ def test_two_models():
 
 
 def test_model_without_parameters():
-    with pytest.raises(ValueError, match="empty parameter list"):
+    with pytest.raises(ValueError, match="Invalid model: this Sequential has no parameters; pass"):
         KFACSGD(nn.Sequential(nn.Tanh()), lr=0.1)
 
 
