@@ -95,8 +95,8 @@ class Background:
         threads = torch.get_num_threads()
 
         def run() -> Results:
-            # A new thread's LAPACK would take a number of its own, and so round otherwise than
-            # after a restart, until torch is asked there.
+            # In a new thread LAPACK takes a number of threads of its own until torch is asked there
+            # for its. With another number it rounds otherwise, and a restart has a new thread.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             beside: AbstractContextManager[Any] = nullcontext()

@@ -368,7 +368,7 @@ class Deep(nn.Module):
         return x
 
 
-QUIET: dict[str, Any] = {"factor_update_steps": 9, "inv_update_steps": 9, "staggered": False}
+QUIET: dict[str, Any] = {**SELDOM, "staggered": False}  # in every second step
 # And how much more for each block.
 LAUNCHING: dict[str, tuple[Make, int]] = {
     "SGD": (lambda m: KFACSGD(m, lr=0.1, foreach=True, **QUIET), 0),

@@ -62,18 +62,13 @@ class _Norm(Layer):
         return mode
 
     def _entries(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        frame: Any,
-        *,
-        reduce: bool,
+        self, x: Tensor | None, grad: Tensor, frame: Any, *, shifts: bool, reduce: bool
     ) -> list[Tensor]:
         """Sums over this part's rows, ``[blocks]`` each: the moment's one entry, or its entries
-        (0, 0), (1, 0) and (1, 1). They are new, and will be added to."""
+        (0, 0), (1, 0) and (1, 1). They are new, and will be added to. There is no ``x`` where
+        scales are not trained; ``shifts`` says whether shifts are."""
         shift = self._flat(grad)
-        columns = [shift] if covers[1] else []
+        columns = [shift] if shifts else []
         if x is not None:
             columns.insert(0, self._flat(self._normalized(x, frame)).mul_(shift))
         if reduce:
@@ -120,7 +115,8 @@ class _Norm(Layer):
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
             inputs = None if x is None else x[span].to(dtype)
-            more = self._entries(inputs, grad[span].to(dtype), covers, frame, reduce=reduce)
+            grads = grad[span].to(dtype)
+            more = self._entries(inputs, grads, frame, shifts=covers[1], reduce=reduce)
             if entries:
                 torch._foreach_add_(entries, more)
             else:
@@ -235,16 +231,10 @@ class BatchNormLayer(_ChannelNorm):
         return (x - mean).mul_(scale)
 
     def _entries(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        frame: _Frame,
-        *,
-        reduce: bool,
+        self, x: Tensor | None, grad: Tensor, frame: _Frame, *, shifts: bool, reduce: bool
     ) -> list[Tensor]:
         if reduce or x is None:
-            return super()._entries(x, grad, covers, frame, reduce=reduce)
+            return super()._entries(x, grad, frame, shifts=shifts, reduce=reduce)
         # The normalization's own backward has sums over a channel in one pass, in whatever order
         # the numbers lie in memory.
         mean, scale = frame
@@ -254,7 +244,7 @@ class BatchNormLayer(_ChannelNorm):
         else:
             squares, _ = _sums(rows, rows, torch.zeros_like(mean))
         squares.mul_(scale).mul_(scale)
-        if not covers[1]:
+        if not shifts:
             return [squares]
         both, shift = _sums(torch.mul(grad, grad, out=rows), x, mean)
         return [squares, both.mul_(scale), shift]
