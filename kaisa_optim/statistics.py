@@ -57,8 +57,7 @@ def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool
         total = term.new_zeros(blocks, *term.shape[1:])
     elif total.shape[0] < blocks and not whole:
         total = total.expand(blocks, *total.shape[1:]).clone()
-    # Replicas of DataParallel send their sums from other devices.
-    total[at].add_(term.to(total.device))
+    total[at].add_(term)
     return total
 
 
@@ -116,6 +115,7 @@ class Statistics:
             return  # an empty batch says nothing
         gathered.drawn |= drawn
         gathered.own |= not drawn
+        moments = _at_home(layer, moments)
         if self.loss_scale is not None and not drawn:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
@@ -377,6 +377,15 @@ def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple
         first = (mass == 0) & (decay == 1)
         grown, step = torch.where(first, 1, grown), torch.where(first, 1, step)
     return torch.where(taken, grown, mass), torch.where(taken, step, 0)
+
+
+def _at_home(layer: Layer, moments: Moments) -> Moments:
+    """On the layer's device: DataParallel's replicas gather on others, and may be first."""
+    device = stack_key(layer, "g").device
+    if moments.g.device == device:
+        return moments
+    projected = None if moments.projected is None else moments.projected.to(device)
+    return moments._replace(a=moments.a.to(device), g=moments.g.to(device), projected=projected)
 
 
 def _packed(moment: Tensor) -> Tensor:

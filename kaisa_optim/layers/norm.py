@@ -217,7 +217,8 @@ class BatchNormLayer(_ChannelNorm):
 
     def _frame(self, x: Tensor, mode: _Frame | None, dtype: torch.dtype) -> _Frame:
         if mode is not None:
-            return mode[0].to(dtype), mode[1].to(dtype)
+            # A replica's forward has found the original's buffers.
+            return mode[0].to(x.device, dtype), mode[1].to(x.device, dtype)
         assert isinstance(self.module, _BatchNorm)
         x = self._flat(x)
         mean = x.mean((0, 2), dtype=dtype)
