@@ -46,13 +46,24 @@ Sink = Callable[[Layer, "Run", _Covers, Moments | None, bool], None]
 class Run:
     """One forward pass of the model: how many terms its loss averages if it trains."""
 
-    __slots__ = ("end", "examples", "first", "paused", "positions", "reached", "shape", "start")
+    __slots__ = (
+        "end",
+        "examples",
+        "first",
+        "paused",
+        "positions",
+        "reached",
+        "shape",
+        "start",
+        "thread",
+    )
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
         self.reached: int | None = None  # by which backward pass that trains, the last of them
-        # Autograd numbers its nodes: those of this pass lie between.
+        # Autograd numbers the nodes that a thread makes: those of this pass lie between.
+        self.thread = threading.get_ident()
         self.start = _sequence_nr()
         self.end: int | None = None
         self.measure(value)
@@ -413,7 +424,8 @@ class Capture:
         return self._loose
 
     def _close_loose(self) -> None:
-        if self._loose is not None:
+        # GPUs' backward passes run in other threads; there the next pass's start is this one's end.
+        if self._loose is not None and self._loose.thread == threading.get_ident():
             self._loose.end = _sequence_nr()
         self._loose = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -523,6 +524,29 @@ def test_checkpointing_gives_the_same_factors(reentrant):
         return net, opt
 
     assert_same(run(reentrant), run(None), DEEP)
+
+
+@both_checkpoints
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_checkpointing_of_layers_that_are_called_without_the_model(reentrant, in_a_thread):
+    """A thread of its own runs the backward pass, as one does for a GPU."""
+
+    def run(kind: bool | None, in_a_thread: bool = False):
+        net = seeded(lambda: Deep(kind))
+        opt = exact(net)
+        for i in range(2):
+            opt.zero_grad()
+            loss = loss_of(net.forward(normal(3, 4, seed=i)))
+            if in_a_thread:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+            opt.step()
+        return net, opt
+
+    assert_same(run(reentrant, in_a_thread), run(None), DEEP)
 
 
 @both_checkpoints
