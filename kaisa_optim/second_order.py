@@ -826,7 +826,8 @@ def _robustly(
     try:
         results = _decompose(matrices, damping, method)
         good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).cpu()
-    except LinAlgError:
+    except RuntimeError as error:
+        _raise_unless_a_solvers(error)
         results = (torch.zeros_like(matrices),)
         if damping is None:
             results = torch.zeros_like(matrices[..., 0]), *results
@@ -861,6 +862,12 @@ def _diagonals(
     return (new,), (matrices.isfinite() & new.isfinite()).all(1).cpu()
 
 
+def _raise_unless_a_solvers(error: RuntimeError) -> None:
+    """cuSOLVER's failures come as plain errors, too, and leave the device as it was."""
+    if not isinstance(error, LinAlgError) and "cusolver error" not in str(error):
+        raise error
+
+
 def _attempts(matrix: Tensor, damping: Tensor | None, method: str) -> Iterator[tuple[Tensor, ...]]:
     """Alone, in float64, with jitter on the diagonal, and on the CPU."""
     double = matrix.double()
@@ -870,8 +877,8 @@ def _attempts(matrix: Tensor, damping: Tensor | None, method: str) -> Iterator[t
         shift = None if damping is None else damping.to(candidate)
         try:
             yield _decompose(candidate, shift, method)
-        except LinAlgError:
-            continue
+        except RuntimeError as error:
+            _raise_unless_a_solvers(error)
 
 
 def _rejections(shelf: Shelf, due: set[Layer]) -> dict[Layer, bool]:

@@ -461,7 +461,7 @@ class Planted:
         self.real = getattr(algebra, self.name)
         self.seen: list[Tensor] = []
         self.fails: Any = lambda matrices: False
-        self.raises = True
+        self.raises: bool | Exception = True
         monkeypatch.setattr(algebra, self.name, self)
 
     def __call__(self, matrices: Tensor, *rest: Tensor) -> Any:
@@ -470,7 +470,7 @@ class Planted:
         if not self.fails(matrices):
             return result
         if self.raises:
-            raise LinAlgError("planted")
+            raise LinAlgError("planted") if self.raises is True else self.raises
         parts = result if isinstance(result, tuple) else (result,)
         parts[-1][:] = torch.nan
         return result
@@ -492,7 +492,10 @@ def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, An
     return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
 
 
-@pytest.mark.parametrize("raises", [True, False])
+OF_CUSOLVER = RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling ...")
+
+
+@pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
 @pytest.mark.parametrize("good_from", [1, 2, 3])
 def test_failures_are_retried(method, planted, raises, good_from):
     """Alone, then in float64, then with jitter on the diagonal; nobody need know."""
@@ -518,6 +521,23 @@ def test_failures_are_retried(method, planted, raises, good_from):
         jitter = (attempts[3] - attempts[2])[0]
         scale = attempts[2][0].diagonal().mean()
         assert_near(jitter, 1e-8 * scale * torch.eye(7).double(), rtol=1e-6, atol=1e-14)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_is_no_failure_of_a_solver_is_raised(planted, method, before):
+    """At once, or in an attempt after one."""
+    model, opt, _, _ = pair_of_runs(method, planted)
+
+    def fails(matrices: Tensor) -> bool:
+        out_of_memory = torch.OutOfMemoryError("CUDA out of memory")
+        planted.raises = out_of_memory if len(planted.seen) > before else OF_CUSOLVER
+        return True
+
+    planted.fails = fails
+    backward(model, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.step()
+    assert len(planted.seen) == before + 1
 
 
 def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
