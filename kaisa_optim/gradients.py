@@ -292,8 +292,10 @@ def unstack(
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
         targets += one.members.parameter_parts([new[p] for p in parameters])
         sources += one.members.matrix_parts(stacked)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    for dtype in dict.fromkeys(target.dtype for target in targets):
+        # Not all at once: CUDA's call, before torch 2.11, took all targets for the first one's.
+        alike = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
     for p in set(absent):
         del new[p]
     return new
@@ -317,7 +319,7 @@ def clip(terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor]
     alphas = [alpha_of(p) for layer in layers for p in layer.parameters]
     rows = torch.stack([terms[layer].to(device) for layer in layers])
     if all(_same(alpha, alphas[0]) for alpha in alphas):
-        total: Any = rows[:, 0].sum() * alphas[0] ** 2
+        total: Any = rows[:, 0].sum() * _squared(alphas[0])
     else:
         total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
     scale: Tensor = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
@@ -327,7 +329,12 @@ def clip(terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor]
 def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:
     """α²⟨v, ∇⟩ of a layer whose weight and bias may have an α each; the bias is the last column."""
     first, last = (alpha_of(p) for p in (layer.parameters[0], layer.parameters[-1]))
-    return (row[0] - row[1]) * first**2 + row[1] * last**2
+    return (row[0] - row[1]) * _squared(first) + row[1] * _squared(last)
+
+
+def _squared(alpha: Any) -> Any:
+    """A tensor on the CPU meets others only as a scalar."""
+    return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 
 def _same(a: Any, b: Any) -> bool:
