@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import algebra, sharding
 from .assignment import check_flag, is_real
-from .lamb import math_dtype
+from .lamb import math_dtype, scalar_like
 
 Coefficients = tuple[float, float, float]
 Group = dict[str, Any]
@@ -315,7 +315,7 @@ def descend(
 ) -> None:
     """Along directions, which may be overwritten; weights decay on their own."""
     if isinstance(lr, Tensor):
-        lr = lr.to(params[0].device, params[0].dtype).reshape(())
+        lr = scalar_like(lr, params[0])
         torch._foreach_mul_(directions, lr)
     if decay != 0:
         torch._foreach_mul_(params, 1 - lr * decay)

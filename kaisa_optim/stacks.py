@@ -87,6 +87,8 @@ class Pair:
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """A copy of what the host has, which goes on where it may let go of its own at once."""
+    if device.type == "cuda":  # from other memory the driver may wait, or read what is gone
+        values = values.pin_memory()
     return values.to(device, non_blocking=device.type in WITH_STREAMS)
 
 

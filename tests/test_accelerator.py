@@ -195,6 +195,13 @@ CASES: dict[str, Make] = {
     "scaled": lambda m: KFACSGD(
         m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **SELDOM
     ),
+    "Muon, lr a tensor": lambda m: KFACMuon(m, lr=torch.tensor(0.01), **SELDOM),
+    "LAMB, lr a tensor": lambda m: KFACLAMB(
+        m, lr=torch.tensor(0.01, dtype=torch.float64), basis_tolerance=0.9, **OFTEN
+    ),
+    "lr a tensor, clipped by it": lambda m: KFACSGD(
+        m, lr=torch.tensor([0.05], dtype=torch.float64), kl_clip_lr="current", **SELDOM
+    ),
     "two groups": lambda m: KFACAdam(
         [{"params": own, "lr": 0.01 * i, "betas": (0.9, 0.9 + 0.01 * i)} for i, own in _halves(m)],
         model=m, basis_tolerance=0.9, **OFTEN,
@@ -489,3 +496,52 @@ def _check_no_wait() -> None:
         torch.linalg.qr(torch.eye(3, device=x.device))
         torch.linalg.cholesky_ex(torch.eye(3, device=x.device))
         assert waits.taken() == []
+
+
+# ---- DataParallel's replicas on other devices ----
+
+
+def test_sums_of_a_replica_come_to_the_layers_device(elsewhere):
+    elsewhere(_check_replica)
+
+
+def _check_replica() -> None:
+    import accelerator
+
+    weights = []
+    for where in ("cpu", accelerator.DEVICE):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        x = torch.randn(8, 4, dtype=torch.float64)
+        model(x)
+        model.eval()
+        opt = KFACSGD(model, lr=0.1)
+        layers = opt.preconditioner.layers
+        capture = opt.preconditioner._capture
+        add = capture.sink
+
+        def sink(layer, run, covers, moments, drawn, add=add, where=where):
+            add(layer, run, covers, _moved(moments, where), drawn)
+
+        for layer in layers.values():
+            _run_on(layer, where)
+        capture.sink = sink
+        with accelerator.device():
+            model(x).square().mean().backward()
+            opt.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-12)
+
+
+def _moved(moments: Any, where: Any) -> Any:
+    return moments._replace(a=moments.a.to(where), g=moments.g.to(where))
+
+
+def _run_on(layer: Any, where: Any) -> None:
+    """Its rows lie there; what its forward noted, as the original's buffers, does not."""
+    moments = layer.moments
+
+    def there(x: Tensor, grad: Tensor, *args: Any, **more: Any) -> Any:
+        return moments(x.to(where), grad.to(where), *args, **more)
+
+    layer.moments = there
