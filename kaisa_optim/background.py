@@ -101,6 +101,8 @@ class Background:
                 torch.set_num_threads(threads)
             beside: AbstractContextManager[Any] = nullcontext()
             if stream is not None:
+                # A new thread is on the first GPU, where every rank would leave a context.
+                torch.cuda.set_device(device)
                 stream.wait_event(ready)
                 beside = torch.cuda.stream(stream)
             try:
