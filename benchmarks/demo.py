@@ -145,7 +145,7 @@ class Place:
             # Otherwise gloo looks up the host's name, which may lead anywhere.
             loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=2))
 
     def share(self, batch: Tensor) -> Tensor:

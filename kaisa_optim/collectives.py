@@ -133,6 +133,11 @@ class Ranks:
             if device is not None and device.type == self._host.type:
                 self._host = device
 
+    @property
+    def on_device(self) -> str | None:
+        """The device whose backend carries the words that the host reads, if the CPU has none."""
+        return None if self._host.type == "cpu" else self._host.type
+
     def members(self) -> list[int]:
         """The global ranks, in the order of this group's."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)

@@ -178,6 +178,14 @@ class Preconditioner:
         text = self._of_wide_factors()
         if text:
             agreement.warn(self.ranks, text, stacklevel=4)
+        if self.ranks.on_device:
+            agreement.warn(
+                self.ranks,
+                f"the process group has no backend for the CPU, only for {self.ranks.on_device}, "
+                "so that in most steps the host waits for that device to hear what ranks agree on; "
+                'add gloo for the CPU: init_process_group("cpu:gloo,cuda:nccl")',
+                stacklevel=4,
+            )
 
     def _of_wide_factors(self) -> str:
         """What to say of those whose eigenvectors hold up training on a CPU for long, if any do."""
@@ -662,7 +670,8 @@ class Preconditioner:
             "Gradients must come from .backward() through this very model, once per step. If it, "
             "or another model of the same class, was compiled and called before the optimizer was "
             "built, build the optimizer first or call torch._dynamo.reset(), since code that was "
-            "compiled without hooks is used again; if the forward was meant to be left out, use "
+            "compiled without hooks is used again; a CUDA graph that holds the backward pass runs "
+            "no hooks; if the forward was meant to be left out, use "
             "optimizer.preconditioner.paused()"
         )
 

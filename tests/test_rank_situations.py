@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from training import EVERY_STEP, assert_near, assert_same
 
 from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler
 from kaisa_optim.assignment import make_grid
+from kaisa_optim.collectives import Ranks
 
 SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
 STEPS = 5
@@ -583,6 +585,26 @@ def test_two_groups_of_the_same_size(names: list[str]) -> None:
             opt.step()
         assert_same(results[2 * pair], results[2 * pair + 1])
         assert_near(results[2 * pair], weights(model), 1e-9, 1e-11)
+
+
+def without_the_cpu() -> tuple[list[str | None], list[str]]:
+    groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
+    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).on_device for g in groups]
+    with (
+        mock.patch.object(Ranks, "on_device", "cuda"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        optimizer(net())
+    return devices, [str(w.message) for w in caught if "no backend for the CPU" in str(w.message)]
+
+
+def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
+    """There, as with NCCL alone, the host waits for the device in most steps."""
+    results = run(2, without_the_cpu)
+    assert [devices for devices, _ in results] == [[None, "cuda"]] * 2
+    assert [len(texts) for _, texts in results] == [1, 0]
+    assert "only for cuda" in results[0][1][0] and "cpu:gloo,cuda:nccl" in results[0][1][0]
 
 
 def two_optimizers(options: dict[str, Any]) -> list[Tensor]:

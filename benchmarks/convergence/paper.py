@@ -99,7 +99,7 @@ class Place:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if world > 1:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         return cls(rank, world, device)
 
 
