@@ -243,7 +243,7 @@ def _conv(part: Any) -> Any:
     return conv if hasattr(conv, "fp32_precision") else None
 
 
-def _change_cudnn(level: int) -> Any:
+def _change_cudnn(level: int) -> bool | str | None:
     """It uses TF32 unless told otherwise."""
     conv, wanted = _conv(torch.backends.cudnn), "tf32" if level else "ieee"
     if conv is None:
@@ -253,23 +253,16 @@ def _change_cudnn(level: int) -> Any:
     before: str = conv.fp32_precision
     if before == wanted or (before == "none" and not level):
         return None
-    # Convolutions follow cuDNN's own setting until they are given one, and there is no way back to
-    # how they begin: so that is changed which they follow.
-    parts: tuple[Any, ...] = torch.backends.cudnn, conv
-    for part in parts:
-        found = part, part.fp32_precision
-        part.fp32_precision = wanted
-        if conv.fp32_precision == wanted:
-            break
-        _set(*found)
-    return found
+    conv.fp32_precision = wanted
+    return before
 
 
 def _put_back_cudnn(found: Any) -> None:
-    if _conv(torch.backends.cudnn) is None:
+    conv = _conv(torch.backends.cudnn)
+    if conv is None:
         torch.backends.cudnn.allow_tf32 = found
     else:
-        _set(*found)
+        _set(conv, found)
 
 
 def _change_onednn(level: int) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -302,35 +300,6 @@ def test_tf32_is_for_images_in_half_precision_and_for_lower_settings(setting, in
     with algebra.statistics_precision(setting, "cpu", in_half=in_half):
         assert not NEWER or torch.backends.mkldnn.conv.fp32_precision in ("none", "ieee")
     assert convolutions() == before
-
-
-FOLLOWS = """
-import torch
-from kaisa_optim import algebra
-
-conv, at_first = torch.backends.cudnn.conv, torch.backends.cudnn.conv.fp32_precision
-for device in ("cuda", None):
-    with algebra.full_precision(device):
-        assert conv.fp32_precision == "ieee"
-        with algebra.statistics_precision("high", "cuda", in_half=False):
-            assert conv.fp32_precision == "ieee"  # the most precise holds
-    assert conv.fp32_precision == at_first
-with algebra.statistics_precision("high", "cuda", in_half=False):
-    assert conv.fp32_precision == "tf32"
-for part in (torch.backends, torch.backends.cudnn):
-    part.fp32_precision = "ieee"
-    assert conv.fp32_precision == "ieee", part
-    part.fp32_precision = "none"
-assert conv.fp32_precision == at_first
-"""
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends, "fp32_precision"), reason="this torch has no fp32_precision"
-)
-def test_convolutions_go_on_to_follow_what_they_followed():
-    """In a process that has not set them: once set, they never do as at first again."""
-    subprocess.run([sys.executable, "-c", FOLLOWS], check=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
