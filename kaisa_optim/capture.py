@@ -300,6 +300,7 @@ class Capture:
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
         self._recent: deque[Run] = deque(maxlen=1024)
         self._loose: Run | None = None
+        self._left_open: Run | None = None  # until its own thread is here again
         self._recomputed: tuple[int, Run] | None = None
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
@@ -424,10 +425,14 @@ class Capture:
         return self._loose
 
     def _close_loose(self) -> None:
-        # GPUs' backward passes run in other threads; there the next pass's start is this one's end.
-        if self._loose is not None and self._loose.thread == threading.get_ident():
-            self._loose.end = _sequence_nr()
-        self._loose = None
+        # A GPU's backward pass runs in another thread, which does not know where this one is.
+        left = [run for run in (self._loose, self._left_open) if run is not None]
+        self._loose = self._left_open = None
+        for run in left:
+            if run.thread == threading.get_ident():
+                run.end = _sequence_nr()
+            else:
+                self._left_open = run
 
     # ---- drawn gradients ----
 

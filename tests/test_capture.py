@@ -526,27 +526,37 @@ def test_checkpointing_gives_the_same_factors(reentrant):
     assert_same(run(reentrant), run(None), DEEP)
 
 
+def in_another_thread(backward: Callable[[], None]) -> None:
+    """As one of autograd's own runs it for a GPU."""
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+
+
 @both_checkpoints
 @pytest.mark.parametrize("in_a_thread", [False, True])
-def test_checkpointing_of_layers_that_are_called_without_the_model(reentrant, in_a_thread):
-    """A thread of its own runs the backward pass, as one does for a GPU."""
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_checkpointing_of_layers_that_are_called_without_the_model(
+    reentrant, in_a_thread, all_of_it
+):
+    """Parts of every pass, or all of those after a plain one."""
 
-    def run(kind: bool | None, in_a_thread: bool = False):
-        net = seeded(lambda: Deep(kind))
-        opt = exact(net)
-        for i in range(2):
+    def run(kind: bool | None, call: Callable[[Any], None] = lambda backward: backward()):
+        net = seeded(lambda: Deep(None if all_of_it else kind))
+        opt = exact(net, lr=1e-3, factor_update_steps=1)
+        for i, size in enumerate((3, 5, 2)):
             opt.zero_grad()
-            loss = loss_of(net.forward(normal(3, 4, seed=i)))
-            if in_a_thread:
-                thread = threading.Thread(target=loss.backward)
-                thread.start()
-                thread.join()
+            x = normal(size, 4, seed=i).requires_grad_()
+            if all_of_it and i and kind is not None:
+                loss = loss_of(checkpoint(net.forward, x, use_reentrant=kind))
             else:
-                loss.backward()
+                loss = loss_of(net.forward(x))
+            call(loss.backward)
             opt.step()
         return net, opt
 
-    assert_same(run(reentrant, in_a_thread), run(None), DEEP)
+    found = run(reentrant, in_another_thread) if in_a_thread else run(reentrant)
+    assert_same(found, run(None), DEEP)
 
 
 @both_checkpoints
