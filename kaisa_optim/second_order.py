@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +49,9 @@ _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
 _MULTIPLIED = "vectors", "inverse", "root"  # with gradients
 # What workers have of a factor, by how it is prepared.
+_OF_CUSOLVER = re.compile(
+    r"cusolver error: CUSOLVER_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)(?!.*cusolverDnCreate)", re.S
+)
 _STATE = {"eigen": ("values", "vectors"), "inverse": ("inverse",), "root": ("root",)}
 
 
@@ -863,8 +867,8 @@ def _diagonals(
 
 
 def _raise_unless_a_solvers(error: RuntimeError) -> None:
-    """cuSOLVER's failures come as plain errors, too, and leave the device as it was."""
-    if not isinstance(error, LinAlgError) and "cusolver error" not in str(error):
+    """Failures of cuSOLVER's algorithms come as plain errors, too; not so a lack of memory."""
+    if not isinstance(error, LinAlgError) and not _OF_CUSOLVER.match(str(error)):
         raise error
 
 

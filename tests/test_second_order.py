@@ -492,7 +492,14 @@ def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, An
     return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
 
 
-OF_CUSOLVER = RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling ...")
+OF_CUSOLVER = RuntimeError(
+    "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSsyevd( ... )`"
+)
+OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `...`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate`"),
+]
 
 
 @pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
@@ -524,19 +531,20 @@ def test_failures_are_retried(method, planted, raises, good_from):
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_what_is_no_failure_of_a_solver_is_raised(planted, method, before):
+@pytest.mark.parametrize("error", OF_MEMORY, ids=["torch", "cusolver", "its start"])
+def test_what_is_no_failure_of_a_solver_is_raised(planted, method, error, before):
     """At once, or in an attempt after one."""
     model, opt, _, _ = pair_of_runs(method, planted)
 
     def fails(matrices: Tensor) -> bool:
-        out_of_memory = torch.OutOfMemoryError("CUDA out of memory")
-        planted.raises = out_of_memory if len(planted.seen) > before else OF_CUSOLVER
+        planted.raises = error if len(planted.seen) > before else OF_CUSOLVER
         return True
 
     planted.fails = fails
     backward(model, 0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError) as raised:
         opt.step()
+    assert raised.value is error
     assert len(planted.seen) == before + 1
 
 
