@@ -285,10 +285,11 @@ def lamb(
             torch._foreach_copy_(stored, values)
 
 
-def scalar_like(value: Tensor, like: Tensor) -> Tensor:
-    """The one number of a tensor, where ``like`` is: from the host it needs no wait."""
-    from_host = value.device.type == "cpu"
-    return value.to(like.device, like.dtype, non_blocking=from_host).reshape(())
+def rate_for(lr: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number if the host has it, else a scalar where ``like`` is."""
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.item() if lr.device.type == "cpu" else lr.to(like.device, like.dtype).reshape(())
 
 
 def descend(
@@ -302,7 +303,7 @@ def descend(
     """Move parameters of one device and dtype against Adam's directions, which are overwritten."""
     if weight_decay != 0 and adam_w_mode:
         torch._foreach_add_(update, p, alpha=weight_decay)
-    rate = scalar_like(lr, p[0]) if isinstance(lr, Tensor) else lr
+    rate = rate_for(lr, p[0])
     if use_nvlamb or weight_decay != 0:
         p_norm, u_norm = (torch.stack(torch._foreach_norm(ts)) for ts in (p, update))
         trust = torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import algebra, sharding
 from .assignment import check_flag, is_real
-from .lamb import math_dtype, scalar_like
+from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]
 Group = dict[str, Any]
@@ -314,8 +314,8 @@ def descend(
     params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
 ) -> None:
     """Along directions, which may be overwritten; weights decay on their own."""
+    lr = rate_for(lr, params[0])
     if isinstance(lr, Tensor):
-        lr = scalar_like(lr, params[0])
         torch._foreach_mul_(directions, lr)
     if decay != 0:
         torch._foreach_mul_(params, 1 - lr * decay)
