@@ -183,7 +183,8 @@ class Preconditioner:
                 self.ranks,
                 f"the process group has no backend for the CPU, only for {self.ranks.on_device}, "
                 "so that in most steps the host waits for that device to hear what ranks agree on; "
-                'add gloo for the CPU: init_process_group("cpu:gloo,cuda:nccl")',
+                "add gloo for the CPU where the group is made, as in "
+                'init_process_group("cpu:gloo,cuda:nccl")',
                 stacklevel=4,
             )
 

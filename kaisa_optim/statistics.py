@@ -381,7 +381,9 @@ def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple
 
 def _at_home(layer: Layer, moments: Moments) -> Moments:
     """On the layer's device: DataParallel's replicas gather on others, and may be first."""
-    device = stack_key(layer, "g").device
+    own = layer.weight if layer.weight is not None else layer.bias
+    assert own is not None
+    device = own.device
     if moments.g.device == device:
         return moments
     projected = None if moments.projected is None else moments.projected.to(device)
