@@ -103,7 +103,7 @@ class Account:
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
     moments: int = 0  # for each number of a gradient; Adam's have a count, too
-    tracked: bool = False  # bases follow where they still fit
+    tracked: bool = False  # hosts hear in the next step what a refresh has to do again
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
@@ -186,8 +186,8 @@ class Account:
         """What arrives at each rank in one step, by kind.
 
         A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
-        ``refresh`` which it refreshes, ``asked`` of which layers bases followed in the step
-        before. In the ``first`` of all, there is no eigenbasis yet.
+        ``refresh`` which it refreshes, ``asked`` which hosts did not wait for in the step before:
+        bases that followed, inverses on a GPU. In the ``first`` of all, there is no eigenbasis yet.
         """
         got = {kind: sizes.copy() for kind, sizes in self._gradients.items()}
         if self.grid.world > 1:
@@ -210,7 +210,8 @@ class Account:
     ) -> list[Means]:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals.
 
-        Where bases follow, it is the most that it can be: all are decomposed a step later.
+        Where hosts hear of a refresh in the step after it, it is the most that it can be: nothing
+        else would have been asked there, and all bases that followed are decomposed.
         """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both
@@ -237,8 +238,9 @@ class Account:
         return mean
 
     def _found_anew(self, asked: Collection[str]) -> list[Usage]:
-        """What a step has to do with bases that were found not to fit in the step before."""
-        plain, step = self.step(), self.step(refresh=asked, asked=asked)
+        """What a step has to do with what the step before refreshed: bases might not fit."""
+        anew = asked if self.method == "eigen" else ()
+        plain, step = self.step(), self.step(refresh=anew, asked=asked)
         return [
             {kind: size - other[kind] for kind, size in one.items()}
             for one, other in zip(step, plain, strict=True)

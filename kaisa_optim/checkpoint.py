@@ -239,7 +239,7 @@ def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
         kept = kfac.statistics.specs(key, layer.blocks)
-        kept |= kfac.second_order.tracking.specs(layer.blocks)
+        kept |= kfac.second_order.tracking.specs(key, layer.blocks)
         kept |= kfac.second_order.specs(key, layer.blocks)
         specs.append((f"{side}_", kfac.owner(layer, side), kept))
     g, a = keys["g"], keys["a"]

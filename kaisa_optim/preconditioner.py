@@ -33,7 +33,7 @@ from .options import Options
 from .routes import chunks
 from .sampling import sample_of
 from .second_order import Outcome, SecondOrder
-from .stacks import Layout, Pair, Shelf, alike, by_device, stack_key
+from .stacks import Layout, Pair, Shelf, alike, by_device, device_of, stack_key
 from .statistics import Statistics, Tally
 
 Group = dict[str, Any]
@@ -1393,7 +1393,7 @@ class Preconditioner:
             split=second_order.split,
             stored_product=second_order.stored_product,
             moments=second_order.metric or 2 * second_order.moments,
-            tracked=options.tolerance > 0,
+            tracked=any(second_order.tracking.covers(device_of(x)) for x in self.layers.values()),
             truncated=options.truncation > 0,
             correction=second_order.correction,
             scaled=options.comm_dtype == torch.float16,

@@ -109,7 +109,7 @@ class SecondOrder:
         lag: int,
     ) -> None:
         self.ranks = ranks
-        self.tracking = Tracking(tolerance)
+        self.tracking = Tracking(tolerance, inverts=method != "eigen" or moments == "metric")
         self.truncation = Truncation(truncation) if truncation else None
         self.under_way = UnderWay(lag)
         self.moments = moments != "parameters"  # they are kept where gradients are multiplied
@@ -276,9 +276,12 @@ class SecondOrder:
             anew = [f for key, f in mine.items() if key in now]
             for some in chunks(anew, _numbers, _at_once(stack)):
                 outcome.failed |= self._refresh_stack(stack, some, layout, shifts)
-            followed = [f for key, f in mine.items() if not plan.get(key, True)]
-            for some in chunks(followed, _numbers, _at_once(stack)):
-                self._follow(stack, some, layout)
+            unseen = [f for key, f in mine.items() if not plan.get(key, True)]
+            for some in chunks(unseen, _numbers, _at_once(stack)):
+                if self.method == "eigen":
+                    self._follow(stack, some, layout)
+                else:
+                    self._invert(stack, some, layout, shifts)
 
     def _start(self, shelf: Shelf, keys: Collection[Key]) -> None:
         """Decompose beside the steps that follow.
@@ -528,10 +531,7 @@ class SecondOrder:
         """Decompose these factors; the layers of those that failed every attempt."""
         average = self._averages(stack, factors)
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        if stack.key.diagonal:
-            results, good = _diagonals(average, shift, self.method)
-        else:
-            results, good = _robustly(average, shift, self.method)
+        results, good = _robustly(average, shift, self.method, stack.key.diagonal)
         return self._enter(stack, factors, layout, results, good)
 
     def _enter(
@@ -546,14 +546,10 @@ class SecondOrder:
         state, slots = self._state(stack, factors, layout)
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors)] = 0
+        fine = None if good.all() else good.to(stack.key.device)
         names = _STATE[self.method]
         for name, result in zip(names, results, strict=False):  # of diagonal ones the first alone
-            kept = state[name]
-            new = _stored(result, kept.dtype).to(kept.device)
-            if not good.all():
-                fine = good.to(kept.device).view(-1, *[1] * (new.dim() - 1))
-                new = torch.where(fine, new, kept[slots])
-            kept[slots] = new
+            _put(state[name], slots, result.to(stack.key.device), fine)
         return _flagged(factors, ~good)
 
     def _averages(self, stack: Stack, factors: list[Factor]) -> Tensor:
@@ -566,6 +562,17 @@ class SecondOrder:
         """Where the factors' state goes: their owner is one of the workers."""
         applied = [layout.factors[f.layer, f.side] for f in factors]
         return layout.stacks[stack.key].tensors, slots_of(applied)
+
+    def _invert(
+        self, stack: Stack, factors: list[Factor], layout: Layout, shifts: dict[Key, Tensor]
+    ) -> None:
+        """New state where that goes well; the host hears in the next step where it did not."""
+        average = self._averages(stack, factors)
+        shift = torch.cat([shifts[f.layer, f.side] for f in factors])
+        (result, *_), good = _attempted(average, shift, self.method, stack.key.diagonal)
+        state, slots = self._state(stack, factors, layout)
+        _put(state[self.method], slots, result, good)
+        self.tracking.note(factors, slots_of(factors), good)
 
     def _follow(self, stack: Stack, factors: list[Factor], layout: Layout) -> None:
         """New state from that of the last refresh, and a look at how well it fits."""
@@ -582,9 +589,8 @@ class SecondOrder:
             *results, outside, whole = algebra.followed(average, vectors, values, number)
         # An average that overflowed must not get in: its factor is stale, and fails by name then.
         fine = (outside + whole).isfinite()
-        for name, result, kept in zip(names, results, older, strict=True):
-            keep = fine.view(-1, *[1] * (result.dim() - 1))
-            state[name][slots] = torch.where(keep, result, kept).to(state[name].dtype)
+        for name, result in zip(names, results, strict=True):
+            _put(state[name], slots, result, fine)
         self.tracking.look(factors, slots_of(factors), outside, whole)
 
     def _count(self, failed: Sequence[Layer], succeeded: Sequence[Layer]) -> None:
@@ -813,6 +819,14 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def _put(kept: Tensor, slots: slice | Tensor, new: Tensor, fine: Tensor | None) -> None:
+    """Into storage, but for what is not ``fine``."""
+    new = _stored(new, kept.dtype)
+    if fine is not None:
+        new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[slots])
+    kept[slots] = new
+
+
 def _decompose(matrices: Tensor, damping: Tensor | None, method: str) -> tuple[Tensor, ...]:
     if damping is None:
         return algebra.eigendecompose(matrices)
@@ -820,22 +834,31 @@ def _decompose(matrices: Tensor, damping: Tensor | None, method: str) -> tuple[T
     return (by(matrices, damping),)
 
 
-def _robustly(
-    matrices: Tensor, damping: Tensor | None, method: str
+def _attempted(
+    matrices: Tensor, damping: Tensor | None, method: str, diagonal: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Decompose a batch; retry what fails, one by one.
-
-    With the results come flags, on the host: which of the batch are good.
-    """
+    """Decompose a batch, once. With the results come flags, where they are: which are good."""
+    if diagonal:
+        return _diagonals(matrices, damping, method)
     try:
         results = _decompose(matrices, damping, method)
-        good = torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0).cpu()
     except RuntimeError as error:
         _raise_unless_a_solvers(error)
         results = (torch.zeros_like(matrices),)
         if damping is None:
             results = torch.zeros_like(matrices[..., 0]), *results
-        good = torch.zeros(len(matrices), dtype=torch.bool, device="cpu")
+        return results, matrices.new_zeros(len(matrices), dtype=torch.bool)
+    return results, torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0)
+
+
+def _robustly(
+    matrices: Tensor, damping: Tensor | None, method: str, diagonal: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Decompose a batch; retry what fails, one by one. Here the flags are on the host."""
+    results, good = _attempted(matrices, damping, method, diagonal)
+    good = good.cpu()
+    if diagonal:
+        return results, good  # of which none fails but what is not finite
     for i in good.logical_not().nonzero().flatten().tolist():
         shift = None if damping is None else damping[i : i + 1]
         for attempt in _attempts(matrices[i : i + 1], shift, method):
@@ -849,21 +872,21 @@ def _robustly(
 
 def _decompose_beside(averages: Tensor, rejected: Tensor, *, diagonal: bool) -> tuple[Tensor, ...]:
     """Eigenvalues, eigenvectors; on the host, which are good, and of which sums were left out."""
-    results, good = (_diagonals if diagonal else _robustly)(averages, None, "eigen")
+    results, good = _robustly(averages, None, "eigen", diagonal)
     return *results, good, (rejected > 0).cpu()
 
 
 def _diagonals(
     matrices: Tensor, damping: Tensor | None, method: str
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The same of diagonal factors, of which none fails but what is not finite."""
+    """The same of diagonal factors."""
     if damping is None:
         new = matrices.clamp(min=0)
     elif method == "root":
         new = algebra.damped_root_of_diagonal(matrices, damping)
     else:
         new = 1 / (matrices + damping[:, None])
-    return (new,), (matrices.isfinite() & new.isfinite()).all(1).cpu()
+    return (new,), (matrices.isfinite() & new.isfinite()).all(1)
 
 
 def _raise_unless_a_solvers(error: RuntimeError) -> None:

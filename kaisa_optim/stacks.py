@@ -192,11 +192,18 @@ def arithmetic_dtype(layer: Layer) -> torch.dtype:
     return torch.promote_types(layer.parameters[0].dtype, torch.float32)
 
 
+def device_of(layer: Layer) -> torch.device:
+    """Also of one that is frozen."""
+    own = layer.weight if layer.weight is not None else layer.bias
+    assert own is not None
+    return own.device
+
+
 def stack_key(layer: Layer, side: str) -> StackKey:
     size, diagonal = (
         (layer.a_dim, layer.diagonal_a) if side == "a" else (layer.g_dim, layer.diagonal_g)
     )
-    return StackKey(size, diagonal, layer.parameters[0].device, arithmetic_dtype(layer))
+    return StackKey(size, diagonal, device_of(layer), arithmetic_dtype(layer))
 
 
 def alike(layers: Iterable[Layer]) -> list[list[Layer]]:

@@ -13,7 +13,18 @@ from .algebra import full_precision, lower_parts, pack, packed_size, unpack
 from .capture import Run
 from .collectives import Parcel, Ranks
 from .layers import Layer, Moments
-from .stacks import Factor, Shelf, Specs, Stack, StackKey, common_or_each, sent, slots_of, stack_key
+from .stacks import (
+    Factor,
+    Shelf,
+    Specs,
+    Stack,
+    StackKey,
+    common_or_each,
+    device_of,
+    sent,
+    slots_of,
+    stack_key,
+)
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 Number = Tensor | float  # a tensor has one for each block
@@ -381,9 +392,7 @@ def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple
 
 def _at_home(layer: Layer, moments: Moments) -> Moments:
     """On the layer's device: DataParallel's replicas gather on others, and may be first."""
-    own = layer.weight if layer.weight is not None else layer.bias
-    assert own is not None
-    device = own.device
+    device = device_of(layer)
     if moments.g.device == device:
         return moments
     projected = None if moments.projected is None else moments.projected.to(device)

@@ -1,9 +1,10 @@
-"""Bases that follow their factors: a refresh that begins with what the last one found.
+"""Refreshes of which the host hears in the next step whether they were enough.
 
 At its turn, a factor F with a basis Q gets one near to it, for 0.3 of a decomposition's work or
 less. Its owner estimates what is left outside of the diagonal of QᵀFQ. Where that is too much, all
 ranks learn of it in the exchange of the next step, and the factor is decomposed then: no host waits
-for a device's work of the same step to hear whether it has to.
+for a device's work of the same step to hear whether it has to. So, too, with damped inverses on a
+GPU: where one fails the older stays, and the next step makes all the attempts that there are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .layers import Layer
-from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack
+from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack, StackKey, device_of
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
@@ -43,35 +44,41 @@ class Notes:
 
 
 class Tracking:
-    """Which factors are decomposed at a refresh, and which bases follow."""
+    """Which factors the host waits for at a refresh, and which it hears of in the next step."""
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, tolerance: float, *, inverts: bool) -> None:
         self.tolerance = tolerance  # of QᵀFQ, the norm outside of its diagonal, as a share
-        self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: to be decomposed
+        self._inverts = inverts  # by Cholesky, which on a device needs no look from the host
+        self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: with a look
         self.number = 0  # of the turn; it grows from each turn of a factor to its next
         self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
         self.stale: set[Key] = set()  # their bases no longer fit
         self._notes = Notes()
 
-    def specs(self, count: int) -> Specs:
+    def covers(self, device: torch.device) -> bool:
+        """Whether refreshes there can do without a look; on the CPU an inverse's costs nothing."""
+        return self.tolerance > 0 or (self._inverts and device.type in WITH_STREAMS)
+
+    def specs(self, key: StackKey, count: int) -> Specs:
         """What an owner keeps of ``count`` factors."""
-        return {"stale": ((count,), torch.int32)} if self.tolerance else {}
+        return {"stale": ((count,), torch.int32)} if self.covers(key.device) else {}
 
     def lay_out(self, shelf: Shelf) -> None:
         self._notes.clear()  # of stacks that are gone
         for stack in shelf.stacks.values():
-            stack.new(self.specs(stack.count))
+            stack.new(self.specs(stack.key, stack.count))
 
     # ---- what all ranks know alike ----
 
     def begin(
         self, due: Iterable[Layer], turn: Collection[Layer], known: Collection[Layer], number: int
     ) -> None:
-        """Plan a refresh: ``turn`` have their turn ``number``, ``known`` have bases to follow."""
+        """Plan a refresh: ``turn`` have their turn ``number``, ``known`` have a state to keep."""
         self.plan, self.number = {}, number
         for layer in due:
+            looked_at = layer not in known or not self.covers(device_of(layer))
             for side in "ag":
-                anew = not self.tolerance or layer not in known or (layer, side) in self.stale
+                anew = looked_at or (layer, side) in self.stale
                 if anew or layer in turn:
                     self.plan[layer, side] = anew
         self.asked = list(dict.fromkeys(x for (x, _), anew in self.plan.items() if not anew))
@@ -83,7 +90,7 @@ class Tracking:
 
     def resume(self, layers: Iterable[Layer]) -> None:
         """After a load: what owners had found out is asked for once more."""
-        self.asked = list(layers) if self.tolerance else []
+        self.asked = [layer for layer in layers if self.covers(device_of(layer))]
 
     def hear(self, flags: Sequence[float]) -> None:
         """The answers of all ranks, added up, to :meth:`flags`."""
@@ -98,9 +105,12 @@ class Tracking:
         self, factors: list[Factor], slots: slice | Tensor, outside: Tensor, whole: Tensor
     ) -> None:
         """Note the factors of which too much is outside of the diagonal."""
-        kept = factors[0].tensors
         # Not, where either is not a number.
-        fits = (outside <= self.tolerance * whole) & whole.isfinite()
+        self.note(factors, slots, (outside <= self.tolerance * whole) & whole.isfinite())
+
+    def note(self, factors: list[Factor], slots: slice | Tensor, fits: Tensor) -> None:
+        """Note the factors that are to be decomposed in the next step: where it is not ``fits``."""
+        kept = factors[0].tensors
         # A sum that was left out is named by the full refresh.
         kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
 

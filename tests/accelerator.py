@@ -34,7 +34,6 @@ _LOOKING = {
     _aten.bincount,
     _aten._unique2,
     _aten.unique_consecutive,
-    _aten.cholesky_inverse,
     _aten.linalg_eig,
     _aten.linalg_lstsq,
     _aten._linalg_check_errors,

@@ -172,6 +172,11 @@ CASES: dict[str, Make] = {
     ),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
     "inverse": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **SELDOM),
+    "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),
+    "inverse, diagonal": lambda m: KFACSGD(
+        m, lr=0.05, compute_method="inverse", max_factor_size=5, **OFTEN
+    ),
+    "Muon, often": lambda m: KFACMuon(m, lr=0.01, **OFTEN),
     "full": lambda m: KFACSGD(
         m, lr=0.05, compute_method="inverse", damping_split="full", **SELDOM
     ),

@@ -19,9 +19,9 @@ from ranks import run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
-from training import EVERY_STEP, assert_near, assert_same
+from training import EVERY_STEP, as_on_a_gpu, assert_near, assert_same
 
-from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler
+from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler, algebra
 from kaisa_optim.assignment import make_grid
 from kaisa_optim.collectives import Ranks
 
@@ -547,6 +547,95 @@ def schedules(options: dict[str, Any]) -> list[Tensor]:
 @every_strategy
 def test_schedules_on_all_ranks(strategy: str) -> None:
     compare(schedules, strategy)
+
+
+# ---- inverses of which the host hears in the next step ----
+
+
+INVERSES: dict[str, Any] = {"compute_method": "inverse", "inv_update_steps": 2}
+
+
+def inverted(options: dict[str, Any]) -> list[Tensor]:
+    unseen, options = options["unseen"], {k: v for k, v in options.items() if k != "unseen"}
+    with as_on_a_gpu() if unseen else nullcontext():
+        model = ddp(net())
+        opt = optimizer(model, **INVERSES, **options)
+        for i in range(STEPS + 3):
+            learn(model, opt, i)
+        plan = opt.preconditioner.second_order.tracking.plan
+        assert set(plan.values()) == {not unseen}
+    return weights(model)
+
+
+@every_strategy
+def test_inverses_that_no_host_waits_for_are_the_same(strategy: str) -> None:
+    plain = inverted({"unseen": False})
+    assert_same(inverted({"unseen": True}), plain)
+    ranks, spread = STRATEGIES[strategy]
+    results = run(ranks, inverted, {"unseen": True, **spread})
+    for result in results:
+        assert_same(result, results[0])
+    assert_near(results[0], plain, 1e-9, 1e-11)
+
+
+def failing(
+    attempts: int, options: dict[str, Any], restarts: bool = False
+) -> tuple[list[Any], list[str]]:
+    """So many attempts at A of the first layer fail from step 4 on, in which it has its turn."""
+    left, real, states = 0, algebra.damped_inverse, []
+
+    def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
+        nonlocal left
+        result = real(factors, damping)
+        if left and factors.shape[-1] == 5:
+            left -= 1
+            result[:] = torch.nan
+        return result
+
+    with (
+        as_on_a_gpu(),
+        mock.patch.object(algebra, "damped_inverse", damped_inverse),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model = ddp(net())
+        opt = optimizer(model, **INVERSES, staggered=False, **options)
+        for i in range(8):
+            left = attempts if i == 4 else left
+            learn(model, opt, i)
+            kfac = opt.preconditioner
+            applied = kfac.layout.factors.get((kfac.layers["0"], "a"))
+            states.append(None if applied is None else applied["inverse"].clone())
+            if restarts and i == 4:
+                model, older = copy.deepcopy(model), opt
+                opt = optimizer(model, **INVERSES, staggered=False, **options)
+                opt.load_state_dict(older.state_dict())
+    return [*states, weights(model)], [str(w.message) for w in caught]
+
+
+@every_strategy
+@pytest.mark.parametrize("attempts", [1, 6])
+def test_an_inverse_that_fails_unseen_is_worked_out_in_the_next_step(
+    strategy: str, attempts: int
+) -> None:
+    """Unseen once; then with the others, alone, in float64, with jitter, on the CPU."""
+    ranks, spread = STRATEGIES[strategy]
+    for rank, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
+        *states, ended = found
+        assert all(w.isfinite().all() for w in ended)
+        said = [text for text in said if "failed" in text]
+        assert len(said) == (attempts == 6 and rank == 0)
+        assert all("layer '0' failed, 1 in a row; its older state" in text for text in said)
+        if states[0] is None:
+            continue
+        assert torch.equal(states[4], states[2])
+        assert torch.equal(states[5], states[4]) == (attempts == 6)
+        assert not torch.equal(states[6], states[5])
+
+
+def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
+    restarted, plain = failing(1, {}, restarts=True), failing(1, {})
+    assert_same([*restarted[0][:-1], *restarted[0][-1]], [*plain[0][:-1], *plain[0][-1]])
 
 
 # ---- groups ----

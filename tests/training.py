@@ -5,14 +5,29 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, tracking
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """The CPU's notes go to the host beside the work, too; it could not be seen to wait."""
+    event = SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(tracking, "WITH_STREAMS", {"cpu"}),
+        mock.patch.object(tracking, "_sent", lambda notes: (notes.clone(), event)),
+    ):
+        yield
+
 
 # Statistics and second-order state anew in every step, and steps that no clip scales.
 EVERY_STEP: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
