@@ -103,6 +103,7 @@ class Account:
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
     moments: int = 0  # for each number of a gradient; Adam's have a count, too
+    noted: bool = False  # owners note what is to be decomposed again
     tracked: bool = False  # hosts hear in the next step what a refresh has to do again
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
@@ -133,7 +134,7 @@ class Account:
             for factor in _factors(work):
                 own = usage[factor.owner]
                 own["factors"] += factor.elements * (self.factor_bytes or work.itemsize)
-                own["counters"] += work.task.blocks * (work.itemsize + 4 + 4 * self.tracked)
+                own["counters"] += work.task.blocks * (work.itemsize + 4 + 4 * self.noted)
                 for kind, size in self._state(factor).items():
                     column[kind] += size
             column["moments"] += self.moments * _gradient(work) * work.itemsize
@@ -210,8 +211,9 @@ class Account:
     ) -> list[Means]:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals.
 
-        Where hosts hear of a refresh in the step after it, it is the most that it can be: nothing
-        else would have been asked there, and all bases that followed are decomposed.
+        Where hosts hear of a refresh in the step after it, it is the most that it can be, but for
+        inverses that fail: nothing else would have been asked there, and all bases that followed
+        are decomposed.
         """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both

@@ -733,7 +733,10 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
         return torch.where(damped > 0, 1 / damped, torch.nan)
     lower, info = torch.linalg.cholesky_ex(damped)
     lower.masked_fill_((info != 0)[:, None, None], torch.nan)
-    return torch.cholesky_inverse(lower)
+    if lower.device.type == "cpu":
+        return torch.cholesky_inverse(lower)
+    root = _inverted(lower)  # MAGMA's inverse of a batch would make the host wait
+    return root.mT @ root
 
 
 def damped_root(factors: Tensor, damping: Tensor) -> Tensor:
@@ -745,9 +748,13 @@ def damped_root(factors: Tensor, damping: Tensor) -> Tensor:
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     lower, info = torch.linalg.cholesky_ex(damped)
     lower.masked_fill_((info != 0)[:, None, None], torch.nan)
-    eye = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
     # Of two roots of the inverse, the transposed inverse of the lower one is at hand.
-    return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT.contiguous()
+    return _inverted(lower).mT.contiguous()
+
+
+def _inverted(lower: Tensor) -> Tensor:
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
 
 
 def damped_root_of_diagonal(factors: Tensor, damping: Tensor) -> Tensor:

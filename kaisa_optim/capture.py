@@ -300,7 +300,7 @@ class Capture:
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
         self._recent: deque[Run] = deque(maxlen=1024)
         self._loose: Run | None = None
-        self._left_open: Run | None = None  # until its own thread is here again
+        self._left_open: list[Run] = []  # until their own thread is here again
         self._recomputed: tuple[int, Run] | None = None
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
@@ -426,13 +426,14 @@ class Capture:
 
     def _close_loose(self) -> None:
         # A GPU's backward pass runs in another thread, which does not know where this one is.
-        left = [run for run in (self._loose, self._left_open) if run is not None]
-        self._loose = self._left_open = None
-        for run in left:
-            if run.thread == threading.get_ident():
+        if self._loose is not None:
+            self._left_open.append(self._loose)
+            self._loose = None
+        here = threading.get_ident()
+        for run in self._left_open:
+            if run.thread == here:
                 run.end = _sequence_nr()
-            else:
-                self._left_open = run
+        self._left_open = [run for run in self._left_open if run.thread != here]
 
     # ---- drawn gradients ----
 

@@ -239,7 +239,7 @@ def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
         kept = kfac.statistics.specs(key, layer.blocks)
-        kept |= kfac.second_order.tracking.specs(key, layer.blocks)
+        kept |= kfac.second_order.tracking.specs(layer.blocks)
         kept |= kfac.second_order.specs(key, layer.blocks)
         specs.append((f"{side}_", kfac.owner(layer, side), kept))
     g, a = keys["g"], keys["a"]
@@ -427,7 +427,8 @@ def _restore_layer(
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
         elif name.endswith("stale"):
-            view.fill_(1)  # nobody has looked whether bases can follow: they may be rounded
+            # Nobody has looked whether bases can follow, which may be rounded.
+            view.fill_(kfac.second_order.tracking.tolerance > 0)
         elif name.endswith("left_out"):
             view.zero_()  # nobody has counted: all eigenvectors are multiplied by
         else:

@@ -1393,6 +1393,7 @@ class Preconditioner:
             split=second_order.split,
             stored_product=second_order.stored_product,
             moments=second_order.metric or 2 * second_order.moments,
+            noted=bool(second_order.tracking.specs(1)),
             tracked=any(second_order.tracking.covers(device_of(x)) for x in self.layers.values()),
             truncated=options.truncation > 0,
             correction=second_order.correction,

@@ -48,10 +48,10 @@ OwnerOf = Callable[[Layer, str], int]
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
 _MULTIPLIED = "vectors", "inverse", "root"  # with gradients
-# What workers have of a factor, by how it is prepared.
 _OF_CUSOLVER = re.compile(
     r"cusolver error: CUSOLVER_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)(?!.*cusolverDnCreate)", re.S
 )
+# What workers have of a factor, by how it is prepared.
 _STATE = {"eigen": ("values", "vectors"), "inverse": ("inverse",), "root": ("root",)}
 
 

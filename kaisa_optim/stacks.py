@@ -194,7 +194,9 @@ def arithmetic_dtype(layer: Layer) -> torch.dtype:
 
 def device_of(layer: Layer) -> torch.device:
     """Also of one that is frozen."""
-    own = layer.weight if layer.weight is not None else layer.bias
+    own = layer.parameters[0] if layer.parameters else layer.weight
+    if own is None:
+        own = layer.bias
     assert own is not None
     return own.device
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .layers import Layer
-from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack, StackKey, device_of
+from .stacks import WITH_STREAMS, Factor, Shelf, Specs, Stack, device_of
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 
@@ -51,22 +51,22 @@ class Tracking:
         self._inverts = inverts  # by Cholesky, which on a device needs no look from the host
         self.plan: dict[Key, bool] = {}  # the factors of this refresh; True: with a look
         self.number = 0  # of the turn; it grows from each turn of a factor to its next
-        self.asked: list[Layer] = []  # looked at in the last refresh; alike on all ranks
-        self.stale: set[Key] = set()  # their bases no longer fit
+        self.asked: list[Layer] = []  # not waited for in the last refresh; alike on all ranks
+        self.stale: set[Key] = set()  # to be decomposed: bases do not fit, an inverse has failed
         self._notes = Notes()
 
     def covers(self, device: torch.device) -> bool:
         """Whether refreshes there can do without a look; on the CPU an inverse's costs nothing."""
         return self.tolerance > 0 or (self._inverts and device.type in WITH_STREAMS)
 
-    def specs(self, key: StackKey, count: int) -> Specs:
-        """What an owner keeps of ``count`` factors."""
-        return {"stale": ((count,), torch.int32)} if self.covers(key.device) else {}
+    def specs(self, count: int) -> Specs:
+        """What an owner keeps of ``count`` factors, wherever they may be moved."""
+        return {"stale": ((count,), torch.int32)} if self.tolerance or self._inverts else {}
 
     def lay_out(self, shelf: Shelf) -> None:
         self._notes.clear()  # of stacks that are gone
         for stack in shelf.stacks.values():
-            stack.new(self.specs(stack.key, stack.count))
+            stack.new(self.specs(stack.count))
 
     # ---- what all ranks know alike ----
 
@@ -90,7 +90,7 @@ class Tracking:
 
     def resume(self, layers: Iterable[Layer]) -> None:
         """After a load: what owners had found out is asked for once more."""
-        self.asked = [layer for layer in layers if self.covers(device_of(layer))]
+        self.asked = list(layers) if self.specs(1) else []
 
     def hear(self, flags: Sequence[float]) -> None:
         """The answers of all ranks, added up, to :meth:`flags`."""

@@ -32,6 +32,7 @@ _LOOKING = {
     _aten.repeat_interleave,
     _aten.multinomial,
     _aten.bincount,
+    _aten.cholesky_inverse,
     _aten._unique2,
     _aten.unique_consecutive,
     _aten.linalg_eig,

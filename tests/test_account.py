@@ -303,7 +303,9 @@ def measure_as_on_a_gpu(case: Case) -> Measured:
 @pytest.mark.parametrize("name", ["inverse, layer-wise", "diagonal inverses", "half inverse"])
 def test_inverses_that_no_host_waits_for(name):
     case = {**CASES, **AT_FOUR}[name]
-    check(case, run(4, measure_as_on_a_gpu, case))
+    results = run(4, measure_as_on_a_gpu, case)
+    assert results[0].account.tracked
+    check(case, results)
 
 
 @pytest.mark.parametrize("name", AT_FOUR)

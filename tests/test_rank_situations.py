@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -631,6 +632,50 @@ def test_an_inverse_that_fails_unseen_is_worked_out_in_the_next_step(
         assert torch.equal(states[4], states[2])
         assert torch.equal(states[5], states[4]) == (attempts == 6)
         assert not torch.equal(states[6], states[5])
+
+
+@pytest.mark.parametrize("how", ["moved", "loaded"])
+def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None:
+    """On the CPU, whose hosts wait, the notes are heard that a GPU has left."""
+    model = net()
+    opt = optimizer(model, **INVERSES, staggered=False)
+    failed = functools.partial(torch.full_like, fill_value=torch.nan)
+    with as_on_a_gpu():
+        for i in range(4):
+            learn(model, opt, i)
+        with mock.patch.object(algebra, "damped_inverse", lambda factors, damping: failed(factors)):
+            learn(model, opt, 4)
+    if how == "moved":
+        model.float()
+    else:
+        state, opt = opt.state_dict(), optimizer(model, **INVERSES, staggered=False)
+        opt.load_state_dict(state)
+    layer = opt.preconditioner.layers["0"]
+    older = opt.preconditioner.layout.factors[layer, "a"]["inverse"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(model, opt, 5)
+    newer = opt.preconditioner.layout.factors[layer, "a"]["inverse"]
+    assert not torch.allclose(newer.double(), older.double())
+
+
+def test_a_state_without_notes_on_inverses_goes_on_as_it_was() -> None:
+    """Those who looked have left none, as older states have none."""
+    models = []
+    for drop in (False, True):
+        model = net()
+        opt = optimizer(model, **INVERSES)
+        for i in range(4):
+            learn(model, opt, i)
+        state, opt = opt.state_dict(), optimizer(model, **INVERSES)
+        for entry in state["state"].values() if drop else ():
+            for key in [key for key in entry if str(key).endswith("stale")]:
+                del entry[key]
+        opt.load_state_dict(state)
+        for i in range(4, 8):
+            learn(model, opt, i)
+        models.append(weights(model))
+    assert_same(models[1], models[0])
 
 
 def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
