@@ -421,6 +421,7 @@ def test_memory_usage_adds_up_to_the_byte(method, dtype):
     wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
     if "inverse" in method:
         wanted["inverses"] = in_average * size
+        wanted["counters"] += slots * 4  # notes on those that have failed
     else:
         wanted["eigenvectors"] = (in_average - 11) * size
         wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full

@@ -208,7 +208,7 @@ def test_the_thread_takes_as_many_threads_as_torch_is_told():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_gpus_host_waits_for_the_threads_own_stream_alone(fails, monkeypatch):
-    main, made = FakeStream(), []
+    main, made, gpus = FakeStream(), [], []
 
     def new(device: Any) -> FakeStream:
         made.append(FakeStream())
@@ -221,6 +221,10 @@ def test_a_gpus_host_waits_for_the_threads_own_stream_alone(fails, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: gpus.append((gpu, on_its_thread())))
+
+    def on_its_thread() -> bool:
+        return threading.current_thread() is not threading.main_thread()
 
     def work() -> tuple[Tensor, ...]:
         made[0].asked.append("work")
@@ -228,11 +232,12 @@ def test_a_gpus_host_waits_for_the_threads_own_stream_alone(fails, monkeypatch):
 
     thread = background.Background()
     for _ in range(2):
-        job = thread.start(work, torch.device("cuda", 0))
+        job = thread.start(work, torch.device("cuda", 1))
         with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
             job.results()
     assert [stream.asked for stream in made] == [2 * ["event", "work", "synchronize"]]
     assert main.asked == ["record", "record"]
+    assert gpus == 2 * [(torch.device("cuda", 1), True)]  # where a new thread is not by itself
 
 
 def test_a_thread_ends_with_its_optimizer():
