@@ -579,12 +579,11 @@ class SecondOrder:
         average = self._averages(stack, factors)
         state, slots = self._state(stack, factors, layout)
         names = ("values",) if stack.key.diagonal else ("values", "vectors")
-        older = [state[name][slots].to(average.dtype) for name in names]
         if stack.key.diagonal:
             results, outside = [average.clamp(min=0)], average.new_zeros(len(average))
             whole = results[0].norm(dim=1)
         else:
-            values, vectors = older
+            values, vectors = (state[name][slots].to(average.dtype) for name in names)
             number = self.tracking.number
             *results, outside, whole = algebra.followed(average, vectors, values, number)
         # An average that overflowed must not get in: its factor is stale, and fails by name then.

@@ -201,6 +201,8 @@ def check(case: Case, ranks: list[Measured]) -> None:
             else:
                 assert one.volume[kind] == mean
         assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
+        if not account.tracked:
+            assert one.volume["total"] == pytest.approx(expected.total() / period)
     assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
 
 
