@@ -636,10 +636,15 @@ class Preconditioner:
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         """What must be alike on all ranks in a step."""
         plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
+
+        def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
+            # Others follow from lr, and the first that differs is the one to be named.
+            return item[0] != "lr", item[0]
+
         values: dict[str, Any] = {
             f"{name} of parameter group {i}": _comparable(value)
             for i, group in enumerate(groups)
-            for name, value in sorted(group.items())
+            for name, value in sorted(group.items(), key=by_cause)
             if isinstance(value, plain)
         }
         names = (

@@ -46,7 +46,7 @@ def net(dtype: torch.dtype = torch.float64, hidden: int = 6) -> nn.Sequential:
 
 
 def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
-    return KFACSGD(model, lr=0.1, **{**EVERY_STEP, **options})
+    return KFACSGD(model, **{"lr": 0.1, **EVERY_STEP, **options})
 
 
 def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -869,7 +869,7 @@ def other_base(name: str, value: float) -> str | None:
     return attempt(nn.Identity(), lambda: optimizer(net(), **values)).error
 
 
-@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("momentum", 0.5)])
+@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("momentum", 0.5), ("lr", 0.2)])
 def test_an_option_of_the_base_that_differs(name: str, value: float) -> None:
     for error in run(2, other_base, name, value):
         assert error is not None and f"Invalid {name} of parameter group 0" in error
