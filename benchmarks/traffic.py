@@ -1,5 +1,7 @@
 """What K-FAC keeps and sends: this package's account beside that of the papers' scheme.
 
+And how long ranks wait for each other's decompositions.
+
     python -m benchmarks.traffic [--write docs/traffic.md]
 
 Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
@@ -26,6 +28,7 @@ STRATEGIES: dict[str, WorkAssignment] = {
     "opt": Opt(),
 }
 INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
+REFRESHED = 50  # inv_update_steps by default
 MAX_FACTOR_SIZE = 16384
 MB = 1e6
 
@@ -204,6 +207,35 @@ def pending() -> str:
     return table(head, rows)
 
 
+def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> tuple[float, float]:
+    """What the busiest rank decomposes in each step of an interval: added up, and at most.
+
+    In shares: 1 is all that there is to do, spread evenly over the ranks and done at one time.
+    """
+    found = plan(model, strategy, world)
+    busiest = [
+        max(found.operations(names))
+        for names in found.refresh_turns(REFRESHED, staggered=at_once).values()
+    ]
+    fair = sum(found.operations(found.names)) / world
+    return sum(busiest) / fair, max(busiest) / fair
+
+
+def waits(worlds: Sequence[int]) -> str:
+    at_once: dict[str, bool | int] = {"1": 1, "True": True, "False": False}
+    kinds = "in all", "in one step"
+    head = ["model, ranks, assignment"]
+    head += [f"`staggered={name}`: {kind}" for name in at_once for kind in kinds]
+    rows = []
+    for model in MODELS:
+        for world in worlds:
+            for name in ("layer-wise", "opt"):
+                found = [waiting(model, name, world, n) for n in at_once.values()]
+                shares = [f"{share:.2f}" for both in found for share in both]
+                rows.append([f"{model}, {world}, {name}", *shares])
+    return table(head, rows)
+
+
 def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
     yield f"### Traffic on {world} ranks"
     for model, make in MODELS.items():
@@ -222,6 +254,8 @@ def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
         yield memory(ranks)
     yield "### Sums that wait for their reduction, at most"
     yield pending()
+    yield "### Ranks that wait for decompositions"
+    yield waits((fewer, world))
 
 
 def rewritten(page: str, tables: str) -> str:

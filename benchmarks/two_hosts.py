@@ -88,6 +88,7 @@ def build(place: Place, options: argparse.Namespace) -> tuple[nn.Module, KFACSGD
         kl_clip=3e-4,
         factor_update_steps=EVERY,
         inv_update_steps=REFRESHED,
+        staggered=2 * RANKS,  # for the single process, too
         grad_worker_fraction=options.grad_worker_fraction if place.world > 1 else None,
     )
     return wrapped, optimizer

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .assignment import Grid, Placement, Task, WorkAssignment, turns
+from .assignment import Grid, Placement, Task, WorkAssignment, rounds, turns
 from .routes import Bucket, cargo_bytes, chunks
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class _Factor(NamedTuple):
     @property
     def values(self) -> int:
         return self.work.task.blocks * self.n
+
+    @property
+    def operations(self) -> int:
+        """Of a decomposition, but for a number that is about the same for all."""
+        return self.elements * (1 if self.diagonal else self.n)
 
 
 def _factors(work: Work) -> tuple[_Factor, _Factor]:
@@ -207,7 +212,7 @@ class Account:
         return [work for work in self.active if work.task.name in chosen]
 
     def per_step(
-        self, factor_update_steps: int, inv_update_steps: int, staggered: bool = True
+        self, factor_update_steps: int, inv_update_steps: int, staggered: bool | int = True
     ) -> list[Means]:
         """What arrives at each rank in a step, by kind, as a mean over whole intervals.
 
@@ -248,17 +253,35 @@ class Account:
             for one, other in zip(step, plain, strict=True)
         ]
 
-    def gathering_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
+    def gathering_turns(self, interval: int, staggered: bool | int = True) -> dict[int, list[str]]:
         """The layers that gather statistics in each step of an interval, where any does.
 
         Their sums wait for a reduction, so turns are of about equal size.
         """
         sizes = [sum(factor.size for factor in _factors(work)) for work in self.layers]
-        return self._by_turn(turns(sizes, interval, staggered))
+        return self._by_turn(turns(sizes, interval) if staggered else [0] * len(sizes))
 
-    def refresh_turns(self, interval: int, staggered: bool = True) -> dict[int, list[str]]:
-        """The layers that are refreshed in each step of an interval, where any is."""
-        return self._by_turn(turns([1] * len(self.layers), interval, staggered))
+    def refresh_turns(self, interval: int, staggered: bool | int = True) -> dict[int, list[str]]:
+        """The layers that are refreshed in each step of an interval, where any is.
+
+        As many at once as ``staggered`` says, or as there are ranks: these decompose them side by
+        side.
+        """
+        at_once = self.grid.world if staggered is True else staggered
+        if not at_once:
+            return self._by_turn([0] * len(self.layers))
+        costs = [sum(factor.operations for factor in _factors(work)) for work in self.layers]
+        together = rounds(costs, at_once)
+        turn_of = turns([1] * len(set(together)), interval)
+        return self._by_turn([turn_of[number] for number in together])
+
+    def operations(self, refresh: Collection[str]) -> list[int]:
+        """What each rank has to do where these layers are decomposed anew: cubes of widths."""
+        got = [0] * self.grid.world
+        for work in self._chosen(refresh):
+            for factor in _factors(work):
+                got[factor.owner] += factor.operations
+        return got
 
     def _by_turn(self, numbers: list[int]) -> dict[int, list[str]]:
         result = defaultdict(list)

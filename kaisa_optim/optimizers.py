@@ -83,7 +83,7 @@ class KFACMixin(Optimizer, Joinable):
         loss_reduction: str = "mean",
         normalization: str = "fisher",
         grad_scaler: Any = None,
-        staggered: bool | None = None,
+        staggered: bool | int | None = None,
         max_failures: int = 3,
         grad_worker_fraction: float | None = None,
         assignment: WorkAssignment | str | None = None,
@@ -130,7 +130,8 @@ class KFACMixin(Optimizer, Joinable):
             inv_update_steps: steps in which every layer is refreshed once (s); None: 50, or 10
                 with KFACMuon and where bases of moments in the eigenbasis are followed.
             staggered: whether layers take turns over both intervals; None: unless
-                ``normalization`` is "kaisa".
+                ``normalization`` is "kaisa". As many are refreshed at once as there are ranks,
+                which decompose them side by side, or as a number says.
             early_refreshes: steps that gather and refresh everything besides; None: 5, 10, 25 and
                 50 with moments in the eigenbasis, else none.
             refresh_lag: steps for which a decomposition is worked out beside the training.

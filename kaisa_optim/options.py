@@ -257,7 +257,7 @@ class Options:
     loss_reduction: str
     normalization: str
     grad_scaler: Any
-    staggered: bool | None
+    staggered: bool | int | None
     max_failures: int
     grad_worker_fraction: float | None = None
     assignment: WorkAssignment | str | None = None
@@ -303,8 +303,7 @@ class Options:
             )
         for name in ("compute_eigenvalue_outer_product", "nesterov", "orthogonal", "grafting"):
             check_flag(name, getattr(self, name))
-        for name in ("staggered", "colocate_factors"):
-            check_flag(name, getattr(self, name), none=True)
+        check_flag("colocate_factors", self.colocate_factors, none=True)
         self._settle_refreshes()
         if not is_real(self.basis_tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(
@@ -376,8 +375,17 @@ class Options:
             if self.damping_split is None:
                 self._settle("damping_split", "full" if self.papers else "pi")
             _one_of("damping_split", self.damping_split, ("pi", "full"))
-        if self.staggered is None:
+        self._check_staggered()
+
+    def _check_staggered(self) -> None:
+        value = self.staggered
+        if value is None:
             self._settle("staggered", not self.papers)
+        elif not isinstance(value, bool) and (not _is_whole(value) or value < 1):
+            raise ValueError(
+                f"Invalid staggered: {value!r}; it must be how many layers are refreshed at once, "
+                "1 or more, True for as many as there are ranks, False for all, or None"
+            )
 
     def _settle_refreshes(self) -> None:
         """Bases of Adam's moments are followed, and often, where they can be."""
@@ -500,6 +508,11 @@ class Options:
         """What all ranks must have alike; a callable is no more than that here."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grad_scaler"}
         return {name: "a callable" if callable(v) else v for name, v in values.items()}
+
+    @property
+    def turns(self) -> bool | int:
+        """How many layers are refreshed at once; True: as many as there are ranks, False: all."""
+        return self.staggered or False
 
     @property
     def early(self) -> tuple[int, ...]:

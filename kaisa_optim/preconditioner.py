@@ -804,7 +804,7 @@ class Preconditioner:
         """The layers whose turn it is in each step of an interval, for "gathering" or "refresh"."""
         key = kind, interval
         if key not in self._turns_of:
-            account, staggered = self.account, bool(self.options.staggered)
+            account, staggered = self.account, self.options.turns
             gathering = kind == "gathering"
             turns_of = account.gathering_turns if gathering else account.refresh_turns
             self._turns_of[key] = {
@@ -1369,7 +1369,7 @@ class Preconditioner:
         AdaptiveDamping exchanges, and the gradients' own all-reduce, as DistributedDataParallel's.
         """
         means = self.account.per_step(
-            self.factor_update_steps, self.inv_update_steps, bool(self.options.staggered)
+            self.factor_update_steps, self.inv_update_steps, self.options.turns
         )
         return means[self.ranks.rank]
 

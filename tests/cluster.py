@@ -241,10 +241,18 @@ def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
     return {(x.name, s): f["average"].clone() for (x, s), f in kfac.shelf.factors.items()}
 
 
+def turns_of_ranks(plan: Plan) -> dict[str, Any]:
+    """As many layers at once as there are ranks, where they take turns."""
+    asked = plan.options.get("staggered")
+    if asked is None:
+        asked = plan.options.get("normalization") != "kaisa"
+    return {"staggered": plan.world} if asked is True else {}
+
+
 def train_alone(plan: Plan) -> Trained:
-    """One process on the joined batch."""
+    """One process on the joined batch, with the turns that ranks have."""
     model = network(plan.network, dtype=plan.dtype)
-    opt = build(plan, model, model, **plan.alone)
+    opt = build(plan, model, model, **{**turns_of_ranks(plan), **plan.alone})
     first: dict[str, Tensor] = {}
     for step in range(plan.steps):
         x, y = batch(plan.network, step, plan.rows, plan.dtype)

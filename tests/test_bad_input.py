@@ -66,7 +66,7 @@ OPTIONS = [
     ("refresh_lag", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for"),
     ("grafting", ["yes", None, 2], "True or False"),
     ("compute_eigenvalue_outer_product", ["no", None, 0], "True or False"),
-    ("staggered", ["no", 2, torch.tensor(True)], "True or False, or None"),
+    ("staggered", ["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
     ("colocate_factors", ["no", 1], "True or False, or None"),
     ("warmup_steps", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for none"),
     ("early_refreshes", [5, "5", (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),

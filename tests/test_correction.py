@@ -544,8 +544,8 @@ def plan_of(mode: str, world: int, name: str, where: dict[str, Any], **changes: 
 
 
 @functools.lru_cache
-def alone(mode: str, name: str) -> dict[str, Tensor]:
-    return train_alone(plan_of(mode, 1, name, {})).parameters
+def alone(mode: str, world: int, name: str) -> dict[str, Tensor]:
+    return train_alone(plan_of(mode, world, name, {})).parameters
 
 
 @pytest.mark.parametrize(
@@ -561,7 +561,7 @@ def test_ranks_take_the_steps_of_one_process(where, name):
     mode, world, options = WHERE[where]
     ranks = run(world, train, plan_of(mode, world, name, options))
     assert_alike([rank.parameters for rank in ranks])
-    assert error(ranks[0].parameters, alone(mode, name)) < 1e-9
+    assert error(ranks[0].parameters, alone(mode, world, name)) < 1e-9
 
 
 @each_mode

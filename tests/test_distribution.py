@@ -113,7 +113,7 @@ def curvatures(draw) -> dict[str, Any]:
         "kl_clip": draw(st.sampled_from([None, 1e-5])),
         "factor_update_steps": draw(st.integers(1, 3)),
         "inv_update_steps": draw(st.integers(1, 4)),
-        "staggered": draw(st.sampled_from([None, True, False])),
+        "staggered": draw(st.sampled_from([None, True, False, 2])),
         "max_factor_size": draw(st.sampled_from([16384, 7])),
     }
 
@@ -535,7 +535,7 @@ def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
     options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": 1e-3, **options}
     ranks = run(3, branched, USES[uses], options, *args)
     assert_alike([parameters for parameters, _ in ranks])
-    parameters, factors = branched(USES[uses], options, *args[:1])
+    parameters, factors = branched(USES[uses], {**options, "staggered": 3}, *args[:1])
     assert error(ranks[0][0], parameters) < 1e-9
     assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < 1e-9
 
@@ -591,7 +591,7 @@ def test_two_optimizers_on_one_model(assignment):
     options = {"assignment": assignment}
     ranks = run(3, parted, options, 3)
     assert_alike(ranks)
-    assert error(ranks[0], parted(options, 3)) < 1e-9
+    assert error(ranks[0], parted({**options, "staggered": 3}, 3)) < 1e-9
 
 
 def halves(options: dict[str, Any]) -> dict[str, Tensor]:
@@ -667,7 +667,8 @@ def test_layers_that_come_later(world, change):
         options = {"grad_worker_fraction": workers / world}
         ranks = run(world, grown, options, change, world)
         assert_alike(ranks)
-        assert error(ranks[0], grown(options, change, world)) < 1e-9
+        alone = grown({**options, "staggered": world}, change, world)
+        assert error(ranks[0], alone) < 1e-9
 
 
 @pytest.mark.parametrize("thing", [0, 1, 77, "steps"])

@@ -104,15 +104,16 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def train_alone(
-    batches: list[list[int]], cls: type[Any], schedule: bool, initial: bool
+    batches: list[list[int]], cls: type[Any], schedule: bool, initial: bool, ranks: int = 0
 ) -> list[list[Any]]:
-    """One process, the joined batch of the ranks that have one.
+    """One process, the joined batch of the ranks that have one, and the turns of all.
 
     Where DDP divides by all ranks, those without data count as zero: in the gradient, not in the
     factors.
     """
     model = net()
-    opt = cls(model, **FAMILY[cls], **taken_by(cls, OPTIONS))
+    turns = {"staggered": ranks or len(batches[0])}
+    opt = cls(model, **FAMILY[cls], **taken_by(cls, OPTIONS), **turns)
     schedulers = scheduled(opt) if schedule else []
     recorder = Recorder(model, opt)
     for epoch, counts in enumerate(batches):
@@ -281,7 +282,7 @@ def without_wrapper(spread: dict[str, Any]) -> list[Tensor]:
 def test_the_optimizer_alone_in_the_join(spread):
     results = run(2, without_wrapper, spread)
     assert_same(results[1], results[0])
-    assert_near(results[0], train_alone([[5]], KFACSGD, False, True)[-1], 1e-9, 1e-11)
+    assert_near(results[0], train_alone([[5]], KFACSGD, False, True, 2)[-1], 1e-9, 1e-11)
 
 
 def joined_without_optimizer(earlier: bool) -> tuple[str, int]:

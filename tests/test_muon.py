@@ -891,7 +891,7 @@ def test_ranks_take_the_steps_of_one_process(where, name):
     world, options = WHERE[where]
     plan = plan_of(world, name, options)
     model = network(name)
-    opt = build(plan, model, model)
+    opt = build(plan, model, model, staggered=world)
     steps_of(model, opt, range(plan.steps), name)
     ranks = run(world, spread, plan)
     assert_alike([rank.parameters for rank in ranks])
@@ -911,7 +911,7 @@ def test_ranks_take_the_steps_of_one_process(where, name):
 
 
 def consolidated() -> Any:
-    model, opt = pair(assignment="layer-wise")
+    model, opt = pair(assignment="layer-wise", staggered=1)
     for step in range(4):
         opt.zero_grad()
         backward(model, "tokens", step)

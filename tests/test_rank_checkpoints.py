@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -238,11 +239,13 @@ def shares(opt: Any) -> dict[Any, Any]:
         return opt.state_dict()["state"]
 
 
+ONE_AT_A_TIME = {"staggered": 1}  # on any number of ranks
 METHODS: dict[str, dict[str, Any]] = {
     "eigen": {"staggered": False},
-    "staggered": {"staggered": True, "compute_eigenvalue_outer_product": True},
-    "inverse": {"compute_method": "inverse", "staggered": True, "factor_dtype": torch.bfloat16},
-    "truncated": {"truncation": 0.5, "staggered": True},
+    "by ranks": {"staggered": True},
+    "staggered": {**ONE_AT_A_TIME, "compute_eigenvalue_outer_product": True},
+    "inverse": {"compute_method": "inverse", **ONE_AT_A_TIME, "factor_dtype": torch.bfloat16},
+    "truncated": {"truncation": 0.5, **ONE_AT_A_TIME},
 }
 
 
@@ -315,7 +318,7 @@ def test_from_eight_ranks_to_two_to_five(tmp_path):
         (run, 2, {"assignment": "layer-wise"}),
         (fresh, 5, {"assignment": "opt"}),
     ]
-    check_sections(Plan("sgd", {"staggered": True}), sections, tmp_path)
+    check_sections(Plan("sgd", ONE_AT_A_TIME), sections, tmp_path)
 
 
 # ---- what is missing ----
@@ -506,9 +509,10 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
 )
 def test_distributed_checkpoints_load_at_any_ranks(optimizer, before, after, flatten, tmp_path):
     path = str(tmp_path / "state")
-    run(before[0], saves_with_dcp, Plan(optimizer, before[1]), flatten, path)
-    results = run(after[0], loads_with_dcp, Plan(optimizer, after[1], seed=1), flatten, path)
-    losses, parameters, _ = alone(Plan(optimizer), 9)
+    first, then = (Plan(optimizer, {**ONE_AT_A_TIME, **x}) for _, x in (before, after))
+    run(before[0], saves_with_dcp, first, flatten, path)
+    results = run(after[0], loads_with_dcp, dataclasses.replace(then, seed=1), flatten, path)
+    losses, parameters, _ = alone(Plan(optimizer, ONE_AT_A_TIME), 9)
     assert_same(results, results[:1] * after[0])
     assert_near(results[0], (losses[3:], parameters, []), 1e-9, 1e-11)
 

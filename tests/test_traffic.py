@@ -37,3 +37,26 @@ def test_parameters_are_those_of_the_models():
     # torchvision's ResNet-50; BERT-Large with a decoder that is not tied to its words.
     assert traffic.parameters(traffic.resnet50()) == 25_557_032
     assert traffic.parameters(traffic.bert_large()) == 336_226_108 + 30522 * 1024
+
+
+@pytest.mark.parametrize("world", [2, 8, 16, 64, 512])
+@pytest.mark.parametrize("strategy", list(traffic.STRATEGIES))
+@pytest.mark.parametrize("model", list(traffic.MODELS))
+def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strategy, world):
+    if world == 2 and strategy == "hybrid 1/4":
+        pytest.skip("a quarter of two ranks is one of them, as layer-wise")
+    one_by_one, by_ranks, at_once = (
+        traffic.waiting(model, strategy, world, n) for n in (1, True, False)
+    )
+    found = traffic.plan(model, strategy, world)
+    # No more than the costliest layer beside what one step for all would take.
+    costs = [sum(found.operations([name])) for name in found.names]
+    assert by_ranks[0] <= at_once[0] + max(costs) / (sum(costs) / world)
+    assert at_once[1] == at_once[0] <= by_ranks[0] <= one_by_one[0]
+    assert by_ranks[1] <= 1.02 * one_by_one[1]  # a small layer may be on the same rank
+
+
+def test_bert_on_64_ranks_waits_little():
+    """Layer by layer each rank would wait for all others, one after the other."""
+    assert traffic.waiting("BERT-Large", "opt", 64, 1)[0] > 30
+    assert traffic.waiting("BERT-Large", "opt", 64, True)[0] < 1.5

@@ -890,7 +890,7 @@ def trained(name: str, options: dict[str, Any], steps: int) -> tuple[list[Tensor
 @pytest.mark.parametrize(("world", "options"), SPREADS)
 @pytest.mark.parametrize("name", ["sgd", "adam", "followed"])
 def test_ranks_are_as_one_process(world, options, name):
-    alone, counts = trained(name, {}, 12)
+    alone, counts = trained(name, {"staggered": world}, 12)
     assert max(counts) > 0
     for found, theirs in run(world, trained, name, options, 12):
         assert theirs == counts
