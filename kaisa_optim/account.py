@@ -199,10 +199,10 @@ class Account:
         if self.grid.world > 1:
             fed, due = self._chosen(factors), self._chosen(refresh)
             self._add(got["status"], self._words(fed, due, len(set(asked))))
-            self._add(got["factors"], self._sums(fed, due))
+            self._add(got["factors"], self._sums(fed))
             for numbers in self._projected(fed) if not first else ():
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
-            for numbers in self._refreshed_together(fed, due):
+            for numbers in self._refreshed_together(due):
                 self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
             self._add(got["second_order"], self._shared(due))
         return _by_rank(got)
@@ -301,11 +301,11 @@ class Account:
             size += self._ring(8 * (1 + 3 * len(due)))
         return [size] * self.grid.world
 
-    def _sums(self, fed: list[Work], first: list[Work]) -> list[int]:
+    def _sums(self, fed: list[Work]) -> list[int]:
         """Factors on their way to where they are kept."""
         world = self.grid.world
         got = [0] * world
-        for itemsize, parcels, bucket in self._buckets(fed, first):
+        for itemsize, parcels, bucket in self._buckets(fed):
             wire = self.wire_bytes or itemsize
             scales = self._ring(len(parcels) * itemsize) if self.scaled else 0
             # From every other rank its term of what this one adds up.
@@ -315,13 +315,9 @@ class Account:
                     got[piece.owner] += (piece.stop - piece.start) * itemsize
         return got
 
-    def _buckets(
-        self, fed: list[Work], first: list[Work]
-    ) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
+    def _buckets(self, fed: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
         """Factors that travel together: the itemsize of their sums, themselves, their ways."""
-        names = {work.task.name for work in first}
-        ordered = sorted(fed, key=lambda work: work.task.name not in names)
-        for (_, itemsize), works in _grouped(ordered, lambda work: (work.device, work.itemsize)):
+        for (_, itemsize), works in _grouped(fed, lambda work: (work.device, work.itemsize)):
             parcels = [factor for work in works for factor in _factors(work)]
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)
             for chunk in chunks(parcels, lambda factor: factor.size, limit):
@@ -335,25 +331,13 @@ class Account:
             for chunk in chunks(works, _gradient, self.bucket_bytes // itemsize):
                 yield itemsize * sum(map(_gradient, chunk))
 
-    def _refreshed_together(self, fed: list[Work], due: list[Work]) -> Iterator[int]:
+    def _refreshed_together(self, due: list[Work]) -> Iterator[int]:
         """Bytes of mean eigenvalues that owners compare, for each time that they do."""
         parted = any(work.placement.a != work.placement.g for work in self.layers)
         if not (parted and self.method == "inverse" and self.split == "pi"):
             return
-        awaited = {work.task.name for work in fed}
-        parts = [[work for work in due if work.task.name not in awaited]]
-        # The others are refreshed as their factors come.
-        names = {work.task.name for work in due}
-        seen: set[str] = set()
-        for _, parcels, _ in self._buckets(fed, due):
-            parts.append([])
-            for work in [factor.work for factor in parcels if factor.work.task.name in names]:
-                if work.task.name in seen:  # the other one of its factors
-                    parts[-1].append(work)
-                seen.add(work.task.name)
-        for part in parts:
-            for (_, itemsize), works in _grouped(part, lambda work: (work.device, work.itemsize)):
-                yield 2 * itemsize * sum(work.task.blocks for work in works)
+        for (_, itemsize), works in _grouped(due, lambda work: (work.device, work.itemsize)):
+            yield 2 * itemsize * sum(work.task.blocks for work in works)
 
     def _shared(self, due: list[Work]) -> list[int]:
         """New second-order state on its way from its owners to the gradient workers."""

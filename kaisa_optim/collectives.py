@@ -6,6 +6,7 @@ order that is follows from what all of them know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, deque
@@ -50,6 +51,7 @@ class Shipment(NamedTuple):
     size: int  # of all, as cargo_bytes tells
     tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
     done: Callable[[], None] | None = None  # called when they are filled
+    ahead: Callable[[], object] | None = None  # work of the root that need not wait for others
 
 
 class Circle(NamedTuple):
@@ -175,8 +177,8 @@ class Ranks:
 
     def reduce(
         self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
-    ) -> Iterator[tuple[list[Parcel], dict[Any, Tensor]]]:
-        """Bring every parcel's sum to its owner, in buckets; yields each with what is mine of it.
+    ) -> Iterator[dict[Any, Tensor]]:
+        """Bring every parcel's sum to its owner, in buckets; yields what is mine of each.
 
         ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
         whomever, so that the sums' bits depend neither on the owners nor on the buckets.
@@ -185,11 +187,9 @@ class Ranks:
         for bucket in self.buckets(parcels):
             on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
             if len(on_the_way) == _IN_FLIGHT:
-                flight = on_the_way.popleft()
-                yield flight.bucket.parcels, self._arrive(flight, kind)
+                yield self._arrive(on_the_way.popleft(), kind)
         while on_the_way:
-            flight = on_the_way.popleft()
-            yield flight.bucket.parcels, self._arrive(flight, kind)
+            yield self._arrive(on_the_way.popleft(), kind)
 
     def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
@@ -342,10 +342,18 @@ class Ranks:
 
         Groups have no rank in common. One may stand for all, if the others' shipments are of the
         same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
-        on their way.
+        on their way; what it may do ahead it does before it waits for any of them.
         """
         rounds = [list(chunks(g.shipments, lambda x: x.size, self.bucket_bytes)) for g in groups]
         on_the_way: deque[Callable[[], None]] = deque()
+        ahead = deque(
+            x.ahead for parts in rounds for part in parts for x in part if x.ahead is not None
+        )
+
+        def before_waiting() -> None:
+            while ahead:
+                ahead.popleft()()
+
         for i in range(max(map(len, rounds), default=0)):
             pieces: tuple[Piece, ...] = ()
             members: Sequence[int] = ()
@@ -358,25 +366,26 @@ class Ranks:
                     relayed = relayed or any(p.adder != p.owner for p in ways)
                     if self.rank in group.members:
                         members, shipments, pieces = group.members, parts[i], ways
-            on_the_way.append(self._ship(members, shipments, pieces, relayed, device, kind))
+            flat, targets = self._loaded(shipments, device)
+            if relayed:
+                # What one root could not send to all in time goes by way of other members first.
+                before_waiting()
+                self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)()
+            moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
+            finish = self._move(flat, moves, kind)
+            on_the_way.append(functools.partial(_unload, finish, targets, shipments))
             if len(on_the_way) == _IN_FLIGHT:
+                before_waiting()
                 on_the_way.popleft()()
         while on_the_way:
             on_the_way.popleft()()
 
-    def _ship(
-        self,
-        members: Sequence[int],
-        shipments: list[Shipment],
-        pieces: tuple[Piece, ...],
-        relayed: bool,
-        device: torch.device,
-        kind: str,
-    ) -> Callable[[], None]:
-        """Start one round; the result ends it."""
+    def _loaded(
+        self, shipments: list[Shipment], device: torch.device
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """What this rank sends as bytes, with room for the rest; and what that will fill."""
         flat = torch.empty(sum(x.size for x in shipments), dtype=torch.uint8, device=device)
-        targets: list[Tensor] = []
-        views: list[Tensor] = []
+        targets: list[tuple[Tensor, Tensor]] = []
         at = 0
         for shipment in shipments:
             tensors = shipment.tensors()
@@ -385,23 +394,23 @@ class Ranks:
             if shipment.root == self.rank:
                 torch._foreach_copy_(parts, tensors)
             else:
-                targets += tensors
-                views += parts
-        if relayed:
-            # What one root could not send to all in time goes by way of other members first.
-            self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)()
-        moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-        finish = self._move(flat, moves, kind)
+                targets += zip(tensors, parts, strict=True)
+        return flat, targets
 
-        def unpack() -> None:
-            finish()
-            if targets:
-                torch._foreach_copy_(targets, views)
-            for shipment in shipments:
-                if shipment.done is not None:
-                    shipment.done()
 
-        return unpack
+def _unload(
+    finish: Callable[[], None],
+    targets: list[tuple[Tensor, Tensor]],
+    shipments: list[Shipment],
+) -> None:
+    """Wait for what has been sent here, and put it where it belongs."""
+    finish()
+    if targets:
+        tensors, parts = zip(*targets, strict=True)
+        torch._foreach_copy_(tensors, parts)
+    for shipment in shipments:
+        if shipment.done is not None:
+            shipment.done()
 
 
 def _added_up(rows: Tensor) -> Tensor:

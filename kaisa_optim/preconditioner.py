@@ -446,8 +446,8 @@ class Preconditioner:
     ) -> list[Layer]:
         """Statistics into the running averages, and these into what gradients are multiplied by.
 
-        A layer is refreshed as soon as its sums are there, while others are still on their way.
-        Returns those with a new state.
+        Decompositions wait for all sums: an owner that began with the first would keep the others
+        waiting for its terms of the next. Returns the layers with a new state.
         """
         renewed: list[Layer] = []
         self.fed.update(tally.counts)
@@ -458,11 +458,8 @@ class Preconditioner:
             bases,
         ):
             second_order.take_examples(self.layout, self.statistics, tally, decay_of)
-            ready = [layer for layer in due if layer not in tally.counts]
-            second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
-            for layers in self.statistics.update(self.shelf, tally, due, self.owner, decay_of):
-                ready = [layer for layer in layers if layer in due]
-                second_order.refresh(self.shelf, self.layout, ready, damping_of, outcome)
+            self.statistics.update(self.shelf, tally, self.owner, decay_of)
+            second_order.refresh(self.shelf, self.layout, due, damping_of, outcome)
             second_order.start(self.shelf)
             if renewing:
                 landed = second_order.land(self.shelf, self.steps, outcome)
@@ -882,6 +879,7 @@ class Preconditioner:
         """The same of all layers, each preconditioned by one of its workers for some ranks.
 
         What travels follows from what is ready, not from a rank's gradients: a missing one is zero.
+        Columns take turns in sending, so that none waits for what another has still to multiply.
         """
         for pair in self.layout.pairs:
             self._with_gradient(pair)
@@ -892,13 +890,17 @@ class Preconditioner:
             columns: dict[int, list[Layer]] = {}
             for layer in same:
                 columns.setdefault(self._column(layer), []).append(layer)
-            shipments = []
-            for column in sorted(columns):
-                root = members[column]
-                shapes_of_root = alike(columns[column])
-                for shapes in chunks(shapes_of_root, self._wire_bytes, self.ranks.bucket_bytes):
-                    make = functools.partial(self._wires, root, shapes, wires, apply)
-                    shipments.append(Shipment(root, sum(map(self._wire_bytes, shapes)), make))
+            by_column = [
+                [
+                    self._shipment(members[column], shapes, wires, apply)
+                    for shapes in chunks(
+                        alike(columns[column]), self._wire_bytes, self.ranks.bucket_bytes
+                    )
+                ]
+                for column in sorted(columns)
+            ]
+            in_turn = itertools.chain(*itertools.zip_longest(*by_column))
+            shipments = [one for one in in_turn if one is not None]
             device = stack_key(same[0], "g").device
             self.ranks.spread([Circle(members, shipments)], device, "gradients")
         return [wire.unpack() for wire in wires]
@@ -906,23 +908,28 @@ class Preconditioner:
     def _wire_bytes(self, members: list[Layer]) -> int:
         return gradients.wire_bytes(members, self.options.comm_dtype)
 
-    def _wires(
+    def _shipment(
         self,
         root: int,
         shapes: list[list[Layer]],
         wires: list[gradients.Wire],
         apply: Apply,
-    ) -> list[Tensor]:
+    ) -> Shipment:
         """What a root sends of the layers of its column, or room for it elsewhere."""
-        tensors = []
-        for members in map(self.together, shapes):
-            if root == self.ranks.rank:
-                one = self._precondition(members, apply)
-            else:
-                one = gradients.awaited(members)
-            wires.append(gradients.Wire(one, self.options.comm_dtype))
-            tensors += wires[-1].tensors
-        return tensors
+        own = root == self.ranks.rank
+
+        @functools.cache  # asked for once before its turn, and once in it
+        def made() -> list[Preconditioned]:
+            each = map(self.together, shapes)
+            return [self._precondition(x, apply) if own else gradients.awaited(x) for x in each]
+
+        def tensors() -> list[Tensor]:
+            new = [gradients.Wire(one, self.options.comm_dtype) for one in made()]
+            wires.extend(new)
+            return [tensor for wire in new for tensor in wire.tensors]
+
+        size = sum(map(self._wire_bytes, shapes))
+        return Shipment(root, size, tensors, ahead=made if own else None)
 
     def _returned(self, apply: Apply) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:
         """New gradients of sharded layers, each rank its shards, and what the clip needs of them.
@@ -932,7 +939,9 @@ class Preconditioner:
         new: dict[Tensor, Tensor] = {}
         terms: dict[Layer, Tensor] = {}
         layers = [layer for layer in self.sharded if layer in self.second_order.ready]
-        for chunk in chunks(layers, _gradient_bytes, self.ranks.bucket_bytes):
+        # Each rank has but a part of what travels.
+        limit = self.ranks.bucket_bytes * self.ranks.world
+        for chunk in chunks(layers, _gradient_bytes, limit):
             whole = self._gather(chunk)
             preconditioned: dict[Tensor, Tensor] = {}
             for members in alike(x for x in chunk if self.owner(x, "g") == self.ranks.rank):

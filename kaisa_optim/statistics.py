@@ -202,35 +202,25 @@ class Statistics:
         self,
         shelf: Shelf,
         tally: Tally,
-        first: Sequence[Layer],
         owner_of: Callable[[Layer, str], int],
         decay_of: Callable[[Layer], float],
-    ) -> Iterator[list[Layer]]:
-        """Take the gathered sums into the running averages of the ranks that keep them.
-
-        Yielded are, bucket by bucket, the layers of which no sum is on its way any more; those in
-        ``first`` come first. All ranks must go through to the end.
-        """
-        layers = sorted(tally.counts, key=lambda layer: layer not in set(first))
-        waiting = dict.fromkeys(layers, 2)
-        for keys, sums in self._delivered(layers, tally, owner_of):
+    ) -> None:
+        """Take the gathered sums into the running averages of the ranks that keep them."""
+        for sums in self._delivered(tally, owner_of):
             with full_precision():
                 for stack in shelf.stacks.values():
                     factors = [f for f in stack.factors if (f.layer, f.side) in sums]
                     if factors:
                         self._update_stack(stack, factors, sums, tally, decay_of)
-            for layer, _ in keys:
-                waiting[layer] -= 1
-            yield [layer for layer in dict.fromkeys(x for x, _ in keys) if not waiting[layer]]
         self.clear()
 
     def _delivered(
-        self, layers: list[Layer], tally: Tally, owner_of: Callable[[Layer, str], int]
-    ) -> Iterator[tuple[list[Key], dict[Key, Tensor]]]:
+        self, tally: Tally, owner_of: Callable[[Layer, str], int]
+    ) -> Iterator[dict[Key, Tensor]]:
         """The new values of factors, as they arrive where they are kept."""
-        keys = [(layer, side) for layer in layers for side in "ag"]
+        keys = [(layer, side) for layer in tally.counts for side in "ag"]
         if self.ranks.world == 1:
-            yield keys, dict(zip(keys, self._contributions(keys, tally), strict=True))
+            yield dict(zip(keys, self._contributions(keys, tally), strict=True))
             return
         parcels = []
         for layer, side in keys:
@@ -243,13 +233,13 @@ class Statistics:
         def flat(bucket: list[Parcel]) -> list[Tensor]:
             return [v.flatten() for v in self._contributions([p.key for p in bucket], tally)]
 
-        for bucket, arrived in self.ranks.reduce(parcels, flat, "factors"):
+        for arrived in self.ranks.reduce(parcels, flat, "factors"):
             sums = {}
             for (layer, side), total in arrived.items():
                 key = stack_key(layer, side)
                 total = total.unflatten(0, (layer.blocks, -1))
                 sums[layer, side] = total if key.diagonal else unpack(total, key.size)
-            yield [p.key for p in bucket], sums
+            yield sums
 
     def _contributions(self, keys: list[Key], tally: Tally) -> list[Tensor]:
         """This rank's share of new factors: their sum over the ranks is the value."""

@@ -37,14 +37,16 @@ from cluster import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run
+from ranks import CAN_SHARD, run
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra, truncation
+from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment, algebra, second_order, truncation
 from kaisa_optim.agreement import alike, checksum
 from kaisa_optim.collectives import Parcel, Ranks
 from kaisa_optim.routes import cut
+from kaisa_optim.second_order import SecondOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -446,7 +448,7 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
         for i, (owner, size, dtype) in enumerate(parcels)
     ]
     found: dict[int, Tensor] = {}
-    for _, sums in ranks.reduce(things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"):
+    for sums in ranks.reduce(things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"):
         found |= {key: value.clone() for key, value in sums.items()}
     buckets = [
         (len(b.parcels), sum(p.size * p.dtype.itemsize for p in b.parcels))
@@ -681,3 +683,74 @@ def test_equal_checksums_are_found_equal_in_every_world(thing):
         other = checksum("other")
         total, squares = (world - 1) * code + other, (world - 1) * code**2 + other**2
         assert not alike(world, float(total), float(squares))
+
+
+# ---- who waits for whom ----
+
+
+def different_shapes(sharded: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(n, n + 1) for n in range(4, 12)))
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
+    """What this rank does in a step that gathers and refreshes everything, in its order."""
+    seen: list[str] = []
+    exchange, precondition = Ranks._exchange, SecondOrder.precondition
+    decompose = second_order._attempted
+
+    class Waiting:
+        def __init__(self, kind: str, work: Any) -> None:
+            self.kind, self.work = kind, work
+
+        def wait(self) -> None:
+            seen.append(f"wait for {self.kind}")
+            self.work.wait()
+
+    def exchanged(self: Ranks, *args: Any) -> Waiting:
+        return Waiting(args[-1], exchange(self, *args))
+
+    def preconditioned(*args: Any) -> Tensor:
+        seen.append("multiply")
+        return precondition(*args)
+
+    def decomposed(*args: Any) -> Any:
+        seen.append("decompose")
+        return decompose(*args)
+
+    model = different_shapes(sharded)
+    opt = KFACSGD(model, lr=0.1, kl_clip=None, **options)
+    model(torch.randn(4, 4)).square().mean().backward()
+    if not sharded:
+        average(model.parameters())
+    with (
+        mock.patch.object(Ranks, "_exchange", exchanged),
+        mock.patch.object(SecondOrder, "precondition", preconditioned),
+        mock.patch.object(second_order, "_attempted", decomposed),
+    ):
+        opt.step()
+    return seen
+
+
+@pytest.mark.parametrize(("world", "fraction"), [(2, 0.0), (4, 0.0), (4, 0.5)])
+def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
+    """In buckets that take one layer each, of which three are on their way at a time."""
+    options = {"grad_worker_fraction": fraction, "bucket_cap_mb": 1e-5}
+    for seen in run(world, events, options):
+        sums, new = "wait for factors", "wait for gradients"
+        assert seen.count(sums) > 6 and seen.count(new) > 6
+        assert "decompose" not in seen[: len(seen) - seen[::-1].index(sums)]
+        assert "multiply" in seen and "multiply" not in seen[seen.index(new) :]
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_sharded_gradients_travel_by_what_a_rank_has_of_them():
+    size = sum(4 * p.numel() for p in different_shapes().parameters())
+    for share, count in ((0.6, 2), (0.3, 4)):  # of the whole; each there and back
+        for seen in run(2, events, {"bucket_cap_mb": share * size / 2**20}, True):
+            assert seen.count("wait for gradients") == count
