@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from kaisa_optim.account import Account, Means, Papers, Usage, Work
 from kaisa_optim.assignment import Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
@@ -207,23 +209,26 @@ def pending() -> str:
     return table(head, rows)
 
 
-def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> tuple[float, float]:
-    """What the busiest rank decomposes in each step of an interval: added up, and at most.
+class Waiting(NamedTuple):
+    """Decompositions in shares: 1 is all of them, spread evenly and done at one time."""
 
-    In shares: 1 is all that there is to do, spread evenly over the ranks and done at one time.
-    """
+    whole: float  # what the busiest rank decomposes in each step of an interval, added up
+    longest: float  # in one step
+    arriving: int  # bytes of the second order at one rank, in the step in which they are the most
+
+
+def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> Waiting:
     found = plan(model, strategy, world)
-    busiest = [
-        max(found.operations(names))
-        for names in found.refresh_turns(REFRESHED, staggered=at_once).values()
-    ]
+    turns = found.refresh_turns(REFRESHED, staggered=at_once).values()
+    busiest = [max(found.operations(names)) for names in turns]
     fair = sum(found.operations(found.names)) / world
-    return sum(busiest) / fair, max(busiest) / fair
+    arriving = [rank["second_order"] for names in turns for rank in found.step(refresh=names)]
+    return Waiting(sum(busiest) / fair, max(busiest) / fair, max(arriving))
 
 
 def waits(worlds: Sequence[int]) -> str:
     at_once: dict[str, bool | int] = {"1": 1, "True": True, "False": False}
-    kinds = "in all", "in one step"
+    kinds = "in all", "in one step", "MB"
     head = ["model, ranks, assignment"]
     head += [f"`staggered={name}`: {kind}" for name in at_once for kind in kinds]
     rows = []
@@ -231,8 +236,8 @@ def waits(worlds: Sequence[int]) -> str:
         for world in worlds:
             for name in ("layer-wise", "opt"):
                 found = [waiting(model, name, world, n) for n in at_once.values()]
-                shares = [f"{share:.2f}" for both in found for share in both]
-                rows.append([f"{model}, {world}, {name}", *shares])
+                cells = [(f"{x.whole:.2f}", f"{x.longest:.2f}", mb(x.arriving)) for x in found]
+                rows.append([f"{model}, {world}, {name}", *itertools.chain(*cells)])
     return table(head, rows)
 
 

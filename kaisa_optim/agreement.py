@@ -95,7 +95,7 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
         # A layer too many changes a group's sizes too, and says more.
         for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
             first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
-            if first != other:
+            if repr(first) != repr(other):  # as checksums have it, to which True is not 1
                 raise ValueError(
                     f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
                     "need the same model and options"

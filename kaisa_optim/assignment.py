@@ -29,10 +29,10 @@ def turns(sizes: Sequence[int], interval: int) -> list[int]:
 def rounds(costs: Sequence[float], at_once: int) -> list[int]:
     """The round in which each layer is refreshed, ``at_once`` of them in each, of like cost.
 
-    As many at once as there are ranks, and each has about one to decompose and waits for none that
-    has more: where no two fall to one rank, all rounds take together no more than the costliest
-    layer and a rank's fair share of all. Whose a layer is has no part in it, as all assignments
-    give the same updates. Rounds have the order of their first layers: one at once, that of all.
+    As many at once as there are ranks, and each has about one to decompose: where no two fall to
+    one rank, all rounds take together no more than the costliest layer and a rank's fair share of
+    all. Whose a layer is has no part in it, as all assignments give the same updates. Rounds have
+    the order of their first layers: one at once, that of all.
     """
     costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     together = [costliest_first[i : i + at_once] for i in range(0, len(costs), at_once)]

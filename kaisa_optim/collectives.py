@@ -86,6 +86,16 @@ class _Flight(NamedTuple):
     work: Any
 
 
+class _Round(NamedTuple):
+    """Shipments that travel together."""
+
+    flat: Tensor
+    relay: Callable[[], None] | None  # waits for what this rank is to pass on
+    moves: Moves  # from there to all
+    targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
+    shipments: list[Shipment]
+
+
 def _is_group(group: Any) -> bool:
     if not dist.is_available():
         return False
@@ -342,9 +352,12 @@ class Ranks:
 
         Groups have no rank in common. One may stand for all, if the others' shipments are of the
         same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
-        on their way; what it may do ahead it does before it waits for any of them.
+        on their way; what it may do ahead it does before it waits for any of them. What one root
+        could not send to all in time goes by way of other members, and meanwhile the next round
+        begins.
         """
         rounds = [list(chunks(g.shipments, lambda x: x.size, self.bucket_bytes)) for g in groups]
+        begun: deque[_Round] = deque()
         on_the_way: deque[Callable[[], None]] = deque()
         ahead = deque(
             x.ahead for parts in rounds for part in parts for x in part if x.ahead is not None
@@ -353,6 +366,14 @@ class Ranks:
         def before_waiting() -> None:
             while ahead:
                 ahead.popleft()()
+
+        def send_on() -> None:
+            one = begun.popleft()
+            if one.relay is not None:
+                before_waiting()
+                one.relay()
+            finish = self._move(one.flat, one.moves, kind)
+            on_the_way.append(functools.partial(_unload, finish, one.targets, one.shipments))
 
         for i in range(max(map(len, rounds), default=0)):
             pieces: tuple[Piece, ...] = ()
@@ -367,16 +388,18 @@ class Ranks:
                     if self.rank in group.members:
                         members, shipments, pieces = group.members, parts[i], ways
             flat, targets = self._loaded(shipments, device)
+            relay = None
             if relayed:
-                # What one root could not send to all in time goes by way of other members first.
-                before_waiting()
-                self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)()
+                relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
             moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-            finish = self._move(flat, moves, kind)
-            on_the_way.append(functools.partial(_unload, finish, targets, shipments))
-            if len(on_the_way) == _IN_FLIGHT:
+            begun.append(_Round(flat, relay, moves, targets, shipments))
+            while begun and (begun[0].relay is None or len(begun) > 1):
+                send_on()
+            if len(begun) + len(on_the_way) == _IN_FLIGHT:
                 before_waiting()
                 on_the_way.popleft()()
+        while begun:
+            send_on()
         while on_the_way:
             on_the_way.popleft()()
 

@@ -381,11 +381,13 @@ class Options:
         value = self.staggered
         if value is None:
             self._settle("staggered", not self.papers)
-        elif not isinstance(value, bool) and (not _is_whole(value) or value < 1):
-            raise ValueError(
-                f"Invalid staggered: {value!r}; it must be how many layers are refreshed at once, "
-                "1 or more, True for as many as there are ranks, False for all, or None"
-            )
+        elif not isinstance(value, bool):
+            if not _is_whole(value) or value < 1:
+                raise ValueError(
+                    f"Invalid staggered: {value!r}; it must be how many layers are refreshed at "
+                    "once, 1 or more, True for as many as there are ranks, False for all, or None"
+                )
+            self._settle("staggered", int(value))
 
     def _settle_refreshes(self) -> None:
         """Bases of Adam's moments are followed, and often, where they can be."""

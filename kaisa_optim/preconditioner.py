@@ -30,7 +30,7 @@ from .coverage import Coverage, check_trained, cover, refuse_flattened, unwrappe
 from .gradients import Members, Places, Preconditioned
 from .layers import Layer
 from .options import Options
-from .routes import chunks
+from .routes import chunks, in_turn
 from .sampling import sample_of
 from .second_order import Outcome, SecondOrder
 from .stacks import Layout, Pair, Shelf, alike, by_device, device_of, stack_key
@@ -786,7 +786,7 @@ class Preconditioner:
         return sorted(due, key=lambda layer: layer.number)
 
     def _turn(self) -> frozenset[Layer]:
-        """Whose turn it is to be refreshed: of all at first and early, else one after the other."""
+        """Whose turn it is to be refreshed: of all at first and early, else of some at a time."""
         if self.steps == 0 or self.steps in self.options.early:
             return frozenset(self.fed)
         interval = self.inv_update_steps
@@ -899,10 +899,8 @@ class Preconditioner:
                 ]
                 for column in sorted(columns)
             ]
-            in_turn = itertools.chain(*itertools.zip_longest(*by_column))
-            shipments = [one for one in in_turn if one is not None]
             device = stack_key(same[0], "g").device
-            self.ranks.spread([Circle(members, shipments)], device, "gradients")
+            self.ranks.spread([Circle(members, in_turn(by_column))], device, "gradients")
         return [wire.unpack() for wire in wires]
 
     def _wire_bytes(self, members: list[Layer]) -> int:

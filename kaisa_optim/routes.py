@@ -6,6 +6,7 @@ Plain Python that knows sizes and ranks; all ranks work out the same.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ class Sized(Protocol):
 
 
 P = TypeVar("P", bound=Sized)
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -163,6 +165,12 @@ def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> 
         size += size_of(thing)
     if chunk:
         yield chunk
+
+
+def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
+    """The first of each, then the second of each, and so on."""
+    things = itertools.chain(*itertools.zip_longest(*lists))
+    return [thing for thing in things if thing is not None]
 
 
 def _padded(size: int) -> int:

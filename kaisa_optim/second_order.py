@@ -18,7 +18,7 @@ from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .eigenbasis import Settings
 from .layers import Basis, Layer
-from .routes import cargo_bytes, chunks
+from .routes import cargo_bytes, chunks, in_turn
 from .stacks import (
     Factor,
     Layout,
@@ -359,11 +359,10 @@ class SecondOrder:
             circles = []
             for column, by_root in columns.items():
                 shipments = [
-                    self._shipment(layout, root, keys, size)
-                    for root, all_keys in by_root.items()
-                    for keys, size in self._parts(all_keys)
+                    [self._shipment(layout, root, keys, size) for keys, size in self._parts(own)]
+                    for root, own in by_root.items()
                 ]
-                circles.append(Circle(grid.workers_of(column), shipments))
+                circles.append(Circle(grid.workers_of(column), in_turn(shipments)))
             self.ranks.spread(circles, device, "second_order")
 
     def _shipment(self, layout: Layout, root: int, keys: list[Key], size: int) -> Shipment:

@@ -713,6 +713,7 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
             self.work.wait()
 
     def exchanged(self: Ranks, *args: Any) -> Waiting:
+        seen.append(f"send {args[-1]}")
         return Waiting(args[-1], exchange(self, *args))
 
     def preconditioned(*args: Any) -> Tensor:
@@ -741,11 +742,14 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
 def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
     """In buckets that take one layer each, of which three are on their way at a time."""
     options = {"grad_worker_fraction": fraction, "bucket_cap_mb": 1e-5}
-    for seen in run(world, events, options):
+    ranks = run(world, events, options)
+    for seen in ranks:
         sums, new = "wait for factors", "wait for gradients"
         assert seen.count(sums) > 6 and seen.count(new) > 6
         assert "decompose" not in seen[: len(seen) - seen[::-1].index(sums)]
         assert "multiply" in seen and "multiply" not in seen[seen.index(new) :]
+    # Nor does what is there wait for the rest of it.
+    assert any("multiply" in seen[seen.index("send gradients") :] for seen in ranks)
 
 
 @pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")

@@ -875,6 +875,17 @@ def test_an_option_of_the_base_that_differs(name: str, value: float) -> None:
         assert error is not None and f"Invalid {name} of parameter group 0" in error
 
 
+def other_turns() -> str | None:
+    """Equal to each other, and yet not alike."""
+    staggered = 1 if dist.get_rank() == 1 else True
+    return attempt(nn.Identity(), lambda: optimizer(net(), staggered=staggered)).error
+
+
+def test_one_layer_at_once_on_one_rank() -> None:
+    for error in run(2, other_turns):
+        assert error is not None and "Invalid staggered: 1 on rank 1, True on rank 0" in error
+
+
 def other_class() -> str | None:
     cls = KFACAdam if dist.get_rank() == 1 else KFACSGD
     return attempt(nn.Identity(), lambda: cls(net(), lr=0.1)).error

@@ -321,6 +321,33 @@ def test_from_eight_ranks_to_two_to_five(tmp_path):
     check_sections(Plan("sgd", ONE_AT_A_TIME), sections, tmp_path)
 
 
+def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[set[str]]]:
+    """Weights, and the layers that have been refreshed in each step."""
+    model, opt = pair(plan)
+    saved = torch.load(source, weights_only=True)
+    model.load_state_dict(saved["model"])
+    quietly_load(opt, saved["optimizer"])
+    refreshed = []
+    for step in steps:
+        learn(model, opt, range(step, step + 1))
+        plan_now = opt.preconditioner.second_order.tracking.plan
+        refreshed.append({layer.name for layer, _ in plan_now})
+    return weights(model), refreshed
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_turns_of_another_number_of_ranks_miss_no_layer(before, after, tmp_path):
+    """By default they follow from how many there are; here from the middle of an interval on."""
+    plan = Plan("adam", {"staggered": True, "early_refreshes": (), "basis_tolerance": 0.0})
+    path, interval = str(tmp_path / "state"), OPTIONS["inv_update_steps"]
+    run(before, section, plan, range(interval + 2), None, path)
+    results = run(after, goes_on, plan, path, range(interval + 2, 4 * interval))
+    assert_same(results, results[:1] * after)
+    refreshed = results[0][1]
+    assert set.union(*refreshed[: 2 * interval - 2]) == {"0", "1", "3", "4"}
+    assert {len(names) for names in refreshed if names} == {after}
+
+
 # ---- what is missing ----
 
 

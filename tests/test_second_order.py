@@ -832,6 +832,23 @@ def test_staggered_refreshes_once_per_interval(interval, method):
     assert max(loads) - min(loads) <= 1
 
 
+@pytest.mark.parametrize(("at_once", "turns"), [(1, 5), (2, 3), (3.0, 2), (7, 1)])
+def test_so_many_layers_at_once(at_once, turns):
+    seen = refreshes(Parts(), 16, 8, staggered=at_once)[8:]
+    together = [names for names in seen if names]
+    assert len(together) == turns and set.union(*together) == NAMES
+    assert sorted(map(len, together), reverse=True)[: turns - 1] == [at_once] * (turns - 1)
+
+
+def test_frozen_layers_have_no_turns():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    for layer in model[::2]:
+        layer.requires_grad_(False)
+    opt = KFACSGD(model, lr=0.1, staggered=2)
+    turns = opt.preconditioner.account.refresh_turns(50, 2)
+    assert sorted(turns.values()) == [["1", "3"], ["5", "7"]] and set(turns) == {0, 25}
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 def test_unstaggered_refreshes_all_at_once(interval):
     seen = refreshes(Parts(), 7, interval, staggered=False)

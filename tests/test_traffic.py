@@ -51,12 +51,12 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
     found = traffic.plan(model, strategy, world)
     # No more than the costliest layer beside what one step for all would take.
     costs = [sum(found.operations([name])) for name in found.names]
-    assert by_ranks[0] <= at_once[0] + max(costs) / (sum(costs) / world)
-    assert at_once[1] == at_once[0] <= by_ranks[0] <= one_by_one[0]
-    assert by_ranks[1] <= 1.02 * one_by_one[1]  # a small layer may be on the same rank
+    assert by_ranks.whole <= at_once.whole + max(costs) / (sum(costs) / world)
+    assert at_once.longest == at_once.whole <= by_ranks.whole <= one_by_one.whole
+    assert by_ranks.longest <= 1.02 * one_by_one.longest  # a small layer may be on the same rank
 
 
 def test_bert_on_64_ranks_waits_little():
     """Layer by layer each rank would wait for all others, one after the other."""
-    assert traffic.waiting("BERT-Large", "opt", 64, 1)[0] > 30
-    assert traffic.waiting("BERT-Large", "opt", 64, True)[0] < 1.5
+    assert traffic.waiting("BERT-Large", "opt", 64, 1).whole > 30
+    assert traffic.waiting("BERT-Large", "opt", 64, True).whole < 1.5
