@@ -455,7 +455,7 @@ class Preconditioner:
         turn, number = self._turn(), self._turns_begun()
         with second_order.planned(self.shelf, self.layout, due, turn, number, self.steps) as (
             renewing,
-            bases,
+            older,
         ):
             second_order.take_examples(self.layout, self.statistics, tally, decay_of)
             self.statistics.update(self.shelf, tally, self.owner, decay_of)
@@ -466,9 +466,7 @@ class Preconditioner:
                 renewed = self._settle(renewing, outcome)
                 second_order.enter(self.layout, landed)
                 second_order.tracking.send(self.shelf)
-                second_order.share(self.layout, renewed, self.owner)
-                second_order.multiply(self.layout, renewed, damping_of)
-                second_order.turn(self.layout, renewed, bases)
+                second_order.hand_out(self.layout, renewed, older, self.owner, damping_of)
         return renewed
 
     def _nothing(self) -> dict[Tensor, Tensor]:

@@ -153,7 +153,9 @@ def cargo_bytes(sizes: Iterable[int]) -> int:
     return sum(map(_padded, sizes))
 
 
-def chunks(things: Sequence[Any], size_of: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
+def chunks(
+    things: Sequence[Any], size_of: Callable[[Any], int], limit: float
+) -> Iterator[list[Any]]:
     """Neighbours together until ``limit`` is passed; every thing stays whole."""
     chunk: list[Any] = []
     size = 0

@@ -47,6 +47,7 @@ OwnerOf = Callable[[Layer, str], int]
 # calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
+_KEPT_AT_ONCE = 8  # buckets, of older bases beside the new ones
 _MULTIPLIED = "vectors", "inverse", "root"  # with gradients
 _OF_CUSOLVER = re.compile(
     r"cusolver error: CUSOLVER_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)(?!.*cusolverDnCreate)", re.S
@@ -86,6 +87,13 @@ class Landed(NamedTuple):
     factors: list[Factor]
     results: list[Tensor]
     good: Tensor  # on the host
+
+
+class Older(NamedTuple):
+    """What layers have from before a refresh."""
+
+    layers: set[Layer]  # those that have something
+    bases: dict[Key, Tensor]  # that moments are in, until they have turned
 
 
 class SecondOrder:
@@ -169,29 +177,28 @@ class SecondOrder:
         turn: Collection[Layer],
         number: int,
         step: int,
-    ) -> Iterator[tuple[list[Layer], dict[Layer, Basis]]]:
+    ) -> Iterator[tuple[list[Layer], Older]]:
         """Settle how each layer in ``due`` is refreshed.
 
         ``turn`` are those whose turn it is; ``number`` grows from each turn of a layer to its next.
-        Yields those that get something new in this step, and copies of the bases that moments are
-        in. Where the refresh raises, as it does on all ranks or on none, those bases are back, and
-        all that was to begin or to be renewed is decomposed from the next step on.
+        Yields those that get something new in this step, and what they have from before. Where the
+        refresh raises, as it does on all ranks or on none, the bases that moments are in are back,
+        and all that was to begin or to be renewed is decomposed from the next step on.
         """
         known = self.ready.difference(self.failures)
         self.tracking.begin(due, turn, known, number)
         plan = self.tracking.plan
         self.under_way.divide(plan, known, step)
         renewing = [layer for layer in due if (layer, "a") in plan or (layer, "g") in plan]
-        bases = self._bases(layout, renewing)
+        older = Older(self.ready.intersection(renewing), {})
+        self._keep_bases(layout, shelf.factors.keys() & plan.keys(), older)
         begun = self.under_way.starting | plan.keys()
         try:
-            yield renewing, bases
+            yield renewing, older
         except BaseException:
             # What an owner has renewed by then, no other rank has, and no moments have turned.
-            for layer, older in bases.items():
-                for now, before in zip(self._turning(layout, layer), older, strict=True):
-                    if now is not None and before is not None:
-                        now.copy_(before)
+            for key, basis in older.bases.items():
+                layout.factors[key]["vectors"].copy_(basis)
             self.under_way.take_back(shelf)
             self.tracking.stale |= begun
             raise
@@ -342,7 +349,33 @@ class SecondOrder:
         # Also where one factor failed: its older state goes with the other's new one.
         return [layer for layer in due if layer in self.ready]
 
-    def share(self, layout: Layout, layers: Sequence[Layer], owner_of: OwnerOf) -> None:
+    def hand_out(
+        self,
+        layout: Layout,
+        layers: Sequence[Layer],
+        older: Older,
+        owner_of: OwnerOf,
+        damping_of: DampingOf,
+    ) -> None:
+        """Bring new state from the owners to all gradient workers, and moments into it.
+
+        Some layers at a time: workers keep the older bases until moments have turned.
+        """
+        plan = self.tracking.plan
+        limit = _KEPT_AT_ONCE * self.ranks.bucket_bytes if self._is_in_bases else math.inf
+        for some in chunks(layers, self._bytes_of_layer, limit):
+            keys = [(layer, side) for layer in some for side in "ag" if (layer, side) in plan]
+            self._keep_bases(layout, set(keys) - older.bases.keys(), older)
+            self._share(layout, some, owner_of)
+            self._multiply(layout, some, damping_of)
+            self._turn(layout, some, older)
+            for key in keys:
+                older.bases.pop(key, None)
+
+    def _bytes_of_layer(self, layer: Layer) -> int:
+        return self._bytes((layer, "a")) + self._bytes((layer, "g"))
+
+    def _share(self, layout: Layout, layers: Sequence[Layer], owner_of: OwnerOf) -> None:
         """Bring new state from the owners to all gradient workers."""
         grid = self.ranks.grid
         if grid.workers == 1:
@@ -424,7 +457,7 @@ class SecondOrder:
             with algebra.full_precision():
                 correction.take_examples(self.ranks, layout, statistics, tally, layers, decay_of)
 
-    def multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
+    def _multiply(self, layout: Layout, layers: Sequence[Layer], damping_of: DampingOf) -> None:
         """Form the eigenvalue products of layers with a new state, where they are stored."""
         if not self.stored_product:
             return
@@ -446,37 +479,27 @@ class SecondOrder:
         """Whether something is kept of gradients that turns with the eigenvectors."""
         return self.correction is not None or (self.moments and not self.metric)
 
-    def _bases(self, layout: Layout, due: Sequence[Layer]) -> dict[Layer, Basis]:
-        """Copies of the bases that moments are in, before a refresh; None where none moves."""
-        if not self._is_in_bases:
-            return {}
-        copies = {}
-        for layer in due:
-            if layer in self.ready and layer in layout.pair_of:
-                g, a = self._turning(layout, layer)
-                copies[layer] = (None if g is None else g.clone(), None if a is None else a.clone())
-        return copies
+    def _keep_bases(self, layout: Layout, keys: Collection[Key], older: Older) -> None:
+        """Copy the bases that moments are in, of these factors, before new ones take their place;
+        a diagonal factor has none."""
+        for key in keys if self._is_in_bases else ():
+            factor = layout.factors.get(key)
+            if key[0] in older.layers and factor is not None and not factor.key.diagonal:
+                older.bases[key] = factor["vectors"].clone()
 
-    def _turning(self, layout: Layout, layer: Layer) -> Basis:
-        """The bases of G and A that this refresh moves; a diagonal factor has none."""
-        g, a = _vectors(layout, layer)
-        plan = self.tracking.plan
-        return g if (layer, "g") in plan else None, a if (layer, "a") in plan else None
-
-    def turn(self, layout: Layout, layers: Sequence[Layer], before: Mapping[Layer, Basis]) -> None:
+    def _turn(self, layout: Layout, layers: Sequence[Layer], older: Older) -> None:
         """Express moments in the new bases; those of layers without an older one start anew."""
         for layer in layers:
             pair = layout.pair_of.get(layer)
             if pair is None or not self._is_in_bases:
                 continue
             slots = pair.slots[layer]
-            if layer not in before:
+            if layer not in older.layers:
                 for tensor in pair.tensors.values():
                     tensor[slots] = 0
-            dtype = pair.g.key.dtype
-            now = self._turning(layout, layer)
-            bases = zip(before.get(layer, (None, None)), now, strict=True)
-            turns = [_turn(old, new, dtype) for old, new in bases]
+            dtype, now = pair.g.key.dtype, _vectors(layout, layer)
+            bases = [older.bases.get((layer, side)) for side in "ga"]
+            turns = [_turn(old, new, dtype) for old, new in zip(bases, now, strict=True)]
             if not self.moments:
                 g, a = (layout.factors[layer, side]["values"] for side in "ga")
                 product = g[:, :, None] * a[:, None, :]

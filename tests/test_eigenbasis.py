@@ -49,6 +49,7 @@ from training import assert_near, assert_same
 from watch import Watch, factors_of, normal, rows_of
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, algebra, eigenbasis, with_kfac
+from kaisa_optim.second_order import SecondOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -1045,6 +1046,7 @@ WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "opt 3": (3, {"assignment": "opt"}),
     "hybrid 4": (4, {"assignment": "hybrid", "grad_worker_fraction": 0.5}),
     "parted 4": (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+    "opt 3, a layer at a time": (3, {"assignment": "opt", "bucket_cap_mb": 1e-5}),
 }
 
 
@@ -1080,6 +1082,37 @@ def check_moments(ranks: list[Spread], columns: int) -> None:
             assert_same(one, other)
     assert set().union(*(rank.moments for rank in ranks[:columns])) == whole
     assert max(sizes) < 1.7 * sum(sizes[:columns]) / columns
+
+
+def held_bases(name: str) -> list[tuple[set[str], set[str], set[str]]]:
+    """When moments turn: of which layers, of whose bases there are copies, which it owns."""
+    model = network(name)
+    opt = build(plan_of(2, name, {}), model, model, bucket_cap_mb=1e-5)
+    seen, turn = [], SecondOrder._turn
+
+    def turned(self: SecondOrder, layout: Any, layers: Any, older: Any) -> None:
+        kept = {layer.name for layer, _ in older.bases}
+        own = {layer.name for layer, _ in opt.preconditioner.shelf.factors}
+        seen.append(({layer.name for layer in layers}, kept, own))
+        turn(self, layout, layers, older)
+
+    with mock.patch.object(SecondOrder, "_turn", turned):
+        for step in range(INTERVAL + 1):
+            x, y = batch(name, step, ROWS)
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    return seen[-len(opt.preconditioner.layers) :]
+
+
+def test_older_bases_are_held_of_a_few_layers_at_a_time():
+    for seen in run(2, held_bases, "images"):
+        done: set[str] = set()
+        for layers, kept, own in seen:
+            assert len(layers) == 1 and kept - own <= layers
+            assert not kept & done  # what has turned is let go
+            done |= layers
+        assert len(done) == len(seen) and any(kept & layers for layers, kept, _ in seen)
 
 
 @pytest.mark.parametrize("where", ["layer-wise 2", "opt 3"])

@@ -410,7 +410,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_tally"),
     "sums": (Ranks, "_arrive"),
     "decomposition": (algebra, "eigendecompose"),
-    "state": (SecondOrder, "share"),
+    "state": (SecondOrder, "_share"),
     "gradients": (Preconditioner, "_handed_out"),
 }
 # And what the other ranks are then waiting for.
