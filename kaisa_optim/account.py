@@ -259,20 +259,21 @@ class Account:
         Their sums wait for a reduction, so turns are of about equal size.
         """
         sizes = [sum(factor.size for factor in _factors(work)) for work in self.layers]
-        return _by_turn(self.layers, turns(sizes, interval) if staggered else [0] * len(sizes))
+        return self._by_turn(turns(sizes, interval) if staggered else [0] * len(sizes))
 
     def refresh_turns(self, interval: int, staggered: bool | int = True) -> dict[int, list[str]]:
         """The layers that are refreshed in each step of an interval, where any is.
 
         As many at once as ``staggered`` says, or as there are ranks: these decompose them side by
-        side.
+        side. Frozen ones count, so that no turn depends on when others are frozen.
         """
-        active, at_once = self.active, self.grid.world if staggered is True else staggered
+        at_once = self.grid.world if staggered is True else staggered
         if not at_once:
-            return _by_turn(active, [0] * len(active))
-        together = rounds([sum(f.operations for f in _factors(work)) for work in active], at_once)
+            return self._by_turn([0] * len(self.layers))
+        costs = [sum(factor.operations for factor in _factors(work)) for work in self.layers]
+        together = rounds(costs, at_once)
         turn_of = turns([1] * len(set(together)), interval)
-        return _by_turn(active, [turn_of[number] for number in together])
+        return self._by_turn([turn_of[number] for number in together])
 
     def operations(self, refresh: Collection[str]) -> list[int]:
         """What each rank has to do where these layers are decomposed anew: cubes of widths."""
@@ -281,6 +282,13 @@ class Account:
             for factor in _factors(work):
                 got[factor.owner] += factor.operations
         return got
+
+    def _by_turn(self, numbers: list[int]) -> dict[int, list[str]]:
+        result = defaultdict(list)
+        for work, turn in zip(self.layers, numbers, strict=True):
+            if not work.frozen:
+                result[turn].append(work.task.name)
+        return dict(result)
 
     def _words(self, fed: list[Work], due: list[Work], asked: int) -> list[int]:
         """What the hosts ask each other."""
@@ -396,15 +404,6 @@ class Account:
     @staticmethod
     def _add(to: list[int], sizes: list[int]) -> None:
         to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
-
-
-def _by_turn(layers: Sequence[Work], numbers: Sequence[int]) -> dict[int, list[str]]:
-    """The names of those that are trained."""
-    result = defaultdict(list)
-    for work, turn in zip(layers, numbers, strict=True):
-        if not work.frozen:
-            result[turn].append(work.task.name)
-    return dict(result)
 
 
 @dataclass(frozen=True)

@@ -368,12 +368,13 @@ class Ranks:
                 ahead.popleft()()
 
         def send_on() -> None:
-            one = begun.popleft()
-            if one.relay is not None:
+            flat, relay, moves, targets, shipments = begun.popleft()
+            if relay is not None:
                 before_waiting()
-                one.relay()
-            finish = self._move(one.flat, one.moves, kind)
-            on_the_way.append(functools.partial(_unload, finish, one.targets, one.shipments))
+                relay()
+                relay = None  # nor what it has received
+            finish = self._move(flat, moves, kind)
+            on_the_way.append(functools.partial(_unload, finish, targets, shipments))
 
         for i in range(max(map(len, rounds), default=0)):
             pieces: tuple[Piece, ...] = ()

@@ -385,7 +385,8 @@ class Options:
             if not _is_whole(value) or value < 1:
                 raise ValueError(
                     f"Invalid staggered: {value!r}; it must be how many layers are refreshed at "
-                    "once, 1 or more, True for as many as there are ranks, False for all, or None"
+                    "once, 1 or more, True for as many as there are ranks, False for all, or None "
+                    "for the default"
                 )
             self._settle("staggered", int(value))
 

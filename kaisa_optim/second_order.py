@@ -359,11 +359,16 @@ class SecondOrder:
     ) -> None:
         """Bring new state from the owners to all gradient workers, and moments into it.
 
-        Some layers at a time: workers keep the older bases until moments have turned.
+        Some layers at a time: workers keep the older bases until moments have turned. Of each
+        column as many, as its ranks keep theirs alone.
         """
-        plan = self.tracking.plan
-        limit = _KEPT_AT_ONCE * self.ranks.bucket_bytes if self._is_in_bases else math.inf
-        for some in chunks(layers, self._bytes_of_layer, limit):
+        plan, columns = self.tracking.plan, self.ranks.grid.columns
+        by_column: list[list[Layer]] = [[] for _ in range(columns)]
+        for layer in layers:
+            by_column[owner_of(layer, "g") % columns].append(layer)
+        limit = _KEPT_AT_ONCE * columns * self.ranks.bucket_bytes
+        at_once = limit if self._is_in_bases else math.inf
+        for some in chunks(in_turn(by_column), self._bytes_of_layer, at_once):
             keys = [(layer, side) for layer in some for side in "ag" if (layer, side) in plan]
             self._keep_bases(layout, set(keys) - older.bases.keys(), older)
             self._share(layout, some, owner_of)

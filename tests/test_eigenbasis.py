@@ -1084,6 +1084,36 @@ def check_moments(ranks: list[Spread], columns: int) -> None:
     assert max(sizes) < 1.7 * sum(sizes[:columns]) / columns
 
 
+def first_moments(opt: Any) -> dict[str, Tensor]:
+    """As they are outside of the bases."""
+    found = {}
+    for name, kept in moments(opt).items():
+        layer = opt.preconditioner.layers[name]
+        sides = [opt.preconditioner.layout.factors[layer, side] for side in "ga"]
+        assert not any(factor.key.diagonal for factor in sides)
+        g, a = (factor["vectors"] for factor in sides)
+        found[name] = g @ kept["exp_avg"] @ a.mT
+    return found
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_failure_between_layers_whose_moments_turn(at):
+    """Bases of which moments have not turned are back then, and no others."""
+    model, opt = pair(bucket_cap_mb=1e-5)  # one layer at a time
+    learn(model, opt, range(INTERVAL))
+    before, calls, turn = first_moments(opt), itertools.count(1), SecondOrder._turn
+
+    def fails(*args: Any) -> None:
+        if next(calls) == at:
+            raise RuntimeError("no more")
+        turn(*args)
+
+    with mock.patch.object(SecondOrder, "_turn", fails), pytest.raises(RuntimeError, match="no mo"):
+        learn(model, opt, [INTERVAL])
+    assert_near(first_moments(opt), before, 1e-12, 1e-14)
+    learn(model, opt, range(INTERVAL, 2 * INTERVAL))
+
+
 def held_bases(name: str) -> list[tuple[set[str], set[str], set[str]]]:
     """When moments turn: of which layers, of whose bases there are copies, which it owns."""
     model = network(name)
