@@ -196,7 +196,8 @@ class SecondOrder:
         try:
             yield renewing, older
         except BaseException:
-            # What an owner has renewed by then, no other rank has, and no moments have turned.
+            # Those that are kept still are what moments are in, whatever has taken their place; of
+            # what has turned none is kept.
             for key, basis in older.bases.items():
                 layout.factors[key]["vectors"].copy_(basis)
             self.under_way.take_back(shelf)
