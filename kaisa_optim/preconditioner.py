@@ -1439,6 +1439,10 @@ class Preconditioner:
         if self.options.statistics_precision != "highest":
             intervals += f" in {self.options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
+        turns = self.options.turns
+        at_once = self.ranks.world if turns is True else turns
+        few = f"{at_once} layer{'s' * (at_once > 1)} at a time"
+        intervals += f", {few}" if at_once else ", all layers at once"
         if self.options.refresh_lag:
             intervals += f", in use {self.options.refresh_lag} steps later"
         lines = [f"Preconditioner({how}, {self.steps} steps taken)", f"  {intervals}"]

@@ -220,6 +220,7 @@ def test_repr_always_lists_what_is_not_covered():
         warnings.simplefilter("ignore")
         opt = exact(net, skip_layers=["^out$"])
         rounding = exact(net, statistics_precision="medium")
+        at_once = {n: repr(exact(net, staggered=n).preconditioner) for n in (False, 3)}
     text = repr(opt.preconditioner)
     before, covered, raw, skipped = (
         text.replace("raw gradients:", "|")
@@ -228,9 +229,11 @@ def test_repr_always_lists_what_is_not_covered():
         .split("|")
     )
     assert "eigen" in before and "0 steps taken" in before
-    assert "statistics every 10, refreshes every 50 steps\n" in before
-    told = "statistics every 10 in medium precision, refreshes every 50 steps\n"
+    assert "statistics every 10, refreshes every 50 steps, 1 layer at a time\n" in before
+    told = "statistics every 10 in medium precision, refreshes every 50 steps, 1 layer at a time\n"
     assert told in repr(rounding.preconditioner)
+    assert "refreshes every 50 steps, all layers at once\n" in at_once[False]
+    assert "refreshes every 50 steps, 3 layers at a time\n" in at_once[3]
     assert "layer: A 4, G 3" in covered and "out" not in covered
     assert all(f"{name}: " in raw for name in UNCOVERED)
     assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped
