@@ -24,7 +24,6 @@ from .routes import (
     Moves,
     Piece,
     adder_to_all,
-    adder_to_owner,
     cargo_bytes,
     chunks,
     owner_to_adder,
@@ -84,6 +83,13 @@ class _Flight(NamedTuple):
     received: Tensor
     scales: Tensor | None
     work: Any
+
+
+class _Added(NamedTuple):
+    bucket: Bucket[Parcel]
+    part: Tensor  # the sum of what this rank adds up
+    scales: Tensor | None
+    coming: Counter[int]  # bytes that owners are to receive from others who have added them up
 
 
 class _Round(NamedTuple):
@@ -193,13 +199,36 @@ class Ranks:
         ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
         whomever, so that the sums' bits depend neither on the owners nor on the buckets.
         """
+        added: list[_Added] = []
+        coming: Counter[int] = Counter()  # bytes that owners are to receive of that
+        for flight in self._flights(parcels, fill, kind):
+            one = self._add_up(flight, kind)
+            if not one.coming:
+                yield self._pass_on([one], kind)
+                continue
+            most = max(coming.values(), default=0)
+            if added and (
+                max((coming + one.coming).values()) > max(most, self.bucket_bytes)
+                or one.part.device != added[0].part.device
+            ):
+                yield self._pass_on(added, kind)
+                added, coming = [], Counter()
+            added.append(one)
+            coming += one.coming
+        if added:
+            yield self._pass_on(added, kind)
+
+    def _flights(
+        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+    ) -> Iterator[_Flight]:
+        """Terms on their way to where they are added up, the next ones following."""
         on_the_way: deque[_Flight] = deque()
         for bucket in self.buckets(parcels):
             on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
             if len(on_the_way) == _IN_FLIGHT:
-                yield self._arrive(on_the_way.popleft(), kind)
+                yield on_the_way.popleft()
         while on_the_way:
-            yield self._arrive(on_the_way.popleft(), kind)
+            yield on_the_way.popleft()
 
     def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
@@ -239,23 +268,53 @@ class Ranks:
         self.received[kind] += 2 * peaks.nbytes * (self.world - 1) // self.world
         return peaks
 
-    def _arrive(self, flight: _Flight, kind: str) -> dict[Any, Tensor]:
-        """Add up what has come, pass on what belongs to others, and take apart what is mine."""
-        bucket, place = flight.bucket, flight.bucket.parcels[0]
+    def _add_up(self, flight: _Flight, kind: str) -> _Added:
+        bucket, dtype = flight.bucket, flight.bucket.parcels[0].dtype
         with _named(f"receiving {kind}"):
             flight.work.wait()
-        added = _added_up(flight.received.view(self.world, -1).to(place.dtype))
-        flat = torch.empty(bucket.size, dtype=place.dtype, device=place.device)
-        _put(flat, [(p.start, p.stop) for p in bucket.to_add[self.rank]], added)
-        if any(piece.adder != piece.owner for piece in bucket.pieces):
-            self._move(flat, adder_to_owner(bucket.pieces, self.rank, self.world), kind)()
-        mine = {}
-        for i, parcel in enumerate(bucket.parcels):
-            if parcel.owner == self.rank:
-                start = bucket.start[i]
-                mine[parcel.key] = flat[start : start + parcel.size]
-                if flight.scales is not None:
-                    mine[parcel.key] *= flight.scales[i]
+        part = _added_up(flight.received.view(self.world, -1).to(dtype))
+        coming = Counter({owner: n * dtype.itemsize for owner, n in bucket.passed_on.items()})
+        if coming:  # it may wait for more, but not with all that has been received
+            part = part.clone()
+        return _Added(bucket, part, flight.scales, coming)
+
+    def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
+        """Give other owners what is theirs, and take apart what is mine.
+
+        Of several buckets at once: a large factor's has one owner, for whom alone all others would
+        wait, bucket by bucket.
+        """
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+        incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+        kept: list[tuple[Tensor, Tensor]] = []
+        mine: dict[Any, Tensor] = {}
+        scales: list[tuple[Tensor, Tensor]] = []
+        for bucket, part, factors, coming in added:
+            start, stop = bucket.owned[self.rank]
+            own = part.new_empty(stop - start) if coming else part  # which is then all that I own
+            sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
+            for piece, numbers in zip(bucket.to_add[self.rank], part.split(sizes), strict=True):
+                if piece.owner != self.rank:
+                    outgoing[piece.owner].append(numbers)
+                elif coming:
+                    kept.append((own[piece.start - start : piece.stop - start], numbers))
+            for piece in bucket.pieces if coming else ():
+                if piece.owner == self.rank != piece.adder:
+                    incoming[piece.adder].append(own[piece.start - start : piece.stop - start])
+            for i, parcel in enumerate(bucket.parcels):
+                if parcel.owner == self.rank:
+                    at = bucket.start[i] - start
+                    mine[parcel.key] = own[at : at + parcel.size]
+                    if factors is not None:
+                        scales.append((mine[parcel.key], factors[i]))
+        if kept:
+            targets, sources = zip(*kept, strict=True)
+            torch._foreach_copy_(targets, sources)
+        if any(one.coming for one in added):
+            self.swap(outgoing, incoming, added[0].part.device, kind)
+        if scales:
+            scaled, by = zip(*scales, strict=True)
+            torch._foreach_mul_(scaled, by)
         return mine
 
     def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:

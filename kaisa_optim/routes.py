@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -42,26 +43,39 @@ class Piece(NamedTuple):
 def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
     """Who adds up which part of a bucket of ``(owner, size)`` segments.
 
-    Owners add up their own, except where one would receive more than twice the mean from every
-    rank: others then add up the rest and pass it on. So no rank is flooded, whoever owns what.
+    Owners add up their own, except where one has more than twice the mean. The terms of every rank
+    would come to it alone: others then add up so much of it that with what they pass on it receives
+    as much as anyone. So no rank is flooded, whoever owns what.
     """
-    fair = -(-sum(size for _, size in segments) // (world * _ALIGN)) * _ALIGN
-    load = [0] * world
-    pieces = []
-    start = helper = 0
+    total = sum(size for _, size in segments)
+    owned = [0] * world
     for owner, size in segments:
-        stop, own = start + size, min(size, max(0, 2 * fair - load[owner]))
+        owned[owner] += size
+    mean = _padded(-(-total // world))
+    left = owned.copy()  # what each adds up of its own
+    for rank in range(world):
+        if owned[rank] > 2 * mean:  # never of two ranks
+            left[rank] = (total - owned[rank]) // ((world - 2) * _ALIGN) * _ALIGN
+    helpers = [rank for rank in range(world) if left[rank] == owned[rank]]
+    rest = total - sum(left)
+    level = _padded(-(-(rest + sum(owned[rank] for rank in helpers)) // len(helpers)))
+    room = {rank: level - owned[rank] for rank in helpers if level > owned[rank]}
+    pieces = []
+    start = 0
+    for owner, size in segments:
+        stop, own = start + size, min(size, left[owner])
         if own:
             pieces.append(Piece(start, start + own, owner, owner))
-            load[owner] += own
+            left[owner] -= own
         start += own
         while start < stop:
-            while load[helper] >= fair:
-                helper = (helper + 1) % world
-            step = min(stop - start, fair - load[helper])
+            helper = next(iter(room))
+            step = min(stop - start, room[helper])
             pieces.append(Piece(start, start + step, helper, owner))
-            load[helper] += step
             start += step
+            room[helper] -= step
+            if not room[helper]:
+                del room[helper]
     return tuple(pieces)
 
 
@@ -83,9 +97,16 @@ class Bucket(Generic[P]):
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Piece]] = [[] for _ in range(world)]  # by rank
         self.sizes = [0] * world  # of that
+        self.owned = [(0, 0)] * world  # from where to where each rank's parcels lie
+        self.passed_on: Counter[int] = Counter()  # what comes to owners from other adders
         for piece in self.pieces:
+            size = piece.stop - piece.start
             self.to_add[piece.adder].append(piece)
-            self.sizes[piece.adder] += piece.stop - piece.start
+            self.sizes[piece.adder] += size
+            start, stop = self.owned[piece.owner]
+            self.owned[piece.owner] = (start if stop else piece.start), piece.stop
+            if piece.adder != piece.owner:
+                self.passed_on[piece.owner] += size
 
 
 class Moves(NamedTuple):
@@ -116,13 +137,6 @@ def _moves(
             counts[rank] = sum(stop - start for start, stop in own)
         sizes.append(counts)
     return Moves(parts[0], sizes[0], parts[1], sizes[1])
-
-
-@functools.lru_cache(maxsize=1024)
-def adder_to_owner(pieces: tuple[Piece, ...], me: int, world: int) -> Moves:
-    away = [p for p in pieces if p.adder != p.owner]
-    outgoing = [(p.owner, p) for p in away if p.adder == me]
-    return _moves(outgoing, [(p.adder, p) for p in away if p.owner == me], world)
 
 
 @functools.lru_cache(maxsize=1024)

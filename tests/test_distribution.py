@@ -400,14 +400,21 @@ def test_buckets_are_cut_into_fair_parts(data):
     pieces = cut(segments, world)
     at = 0
     load = [0] * world
+    arrives = [0] * world  # from others, be it to be added up or as a sum
     for piece in pieces:
         assert piece.start == at < piece.stop
         at = piece.stop
         load[piece.adder] += piece.stop - piece.start
+        arrives[piece.owner] += (piece.stop - piece.start) * (piece.adder != piece.owner)
         assert piece.start % 16 == piece.stop % 16 == 0
     total = sum(size for _, size in segments)
     assert at == total
-    assert max(load) <= 2 * math.ceil(total / (16 * world)) * 16
+    mean = math.ceil(total / (16 * world)) * 16
+    assert max(load) <= 2 * mean
+    for rank in range(world):
+        arrives[rank] += load[rank] * (world - 1)
+        owned = sum(size for owner, size in segments if owner == rank)
+        assert arrives[rank] <= (total if owned > 2 * mean else 2 * mean * (world - 1))
     # Every element has its owner.
     ends = 0
     for owner, size in segments:
@@ -477,6 +484,25 @@ def test_sums_are_those_in_the_order_of_the_ranks(data):
             assert value.dtype == expected[i].dtype and torch.equal(value, expected[i])
         assert sum(count for count, _ in buckets) == len(parcels)
         assert all(count == 1 or size <= cap * 2**20 for count, size in buckets)
+
+
+def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
+    """How often the ranks exchange something for these sums."""
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        reduced(parcels, cap, 0)
+    return exchange.call_count
+
+
+def test_what_is_passed_on_to_several_owners_travels_together():
+    size, float32 = 4096, torch.float32
+    cap = size * 4 / 2**20  # each in a bucket of its own, which others add up
+    each = [(owner, size, float32) for owner in range(4)]
+    assert run(4, exchanged, each, cap) == [4 + 1] * 4
+    # To one owner no more at once than a bucket.
+    assert run(4, exchanged, [*each[:2], *each[:2]], cap) == [4 + 2] * 4
+    assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
+    # Nothing is passed on where owners add up all that is theirs.
+    assert run(2, exchanged, each[:2], cap) == [2] * 2
 
 
 # ---- what DistributedDataParallel may be told ----

@@ -408,7 +408,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 # Where in a step.
 PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_tally"),
-    "sums": (Ranks, "_arrive"),
+    "sums": (Ranks, "_add_up"),
     "decomposition": (algebra, "eigendecompose"),
     "state": (SecondOrder, "_share"),
     "gradients": (Preconditioner, "_handed_out"),
