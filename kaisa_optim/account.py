@@ -363,10 +363,13 @@ class Account:
         got = {kind: [0] * self.grid.world for kind in MOVED}
         whole = [work for work in self.active if not work.shards]
         sizes = [0] * self.grid.columns
-        columns = _grouped(whole, lambda work: work.placement.g % self.grid.columns)
-        for column, works in columns:
-            for _, alike in _grouped(works, lambda work: (*work.task[1:5], *work[2:4])):
-                sizes[column] += self._wire(alike)
+        for _, same in _grouped(whole, lambda work: work.device):
+            columns = _grouped(same, lambda work: work.placement.g % self.grid.columns)
+            limit = self.bucket_bytes // len(columns)
+            for column, works in columns:
+                for _, alike in _grouped(works, lambda work: (*work.task[1:5], work.itemsize)):
+                    for part in chunks(alike, lambda work: self._wire([work]), limit):
+                        sizes[column] += self._wire(part)
         total = sum(sizes)
         received = [total - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
         self._add(got["gradients"], received)

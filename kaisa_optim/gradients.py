@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .layers import Layer
-from .routes import cargo_bytes
+from .routes import cargo_bytes, chunks
 from .sharding import is_sharded, local
-from .stacks import stack_key
+from .stacks import alike, stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
@@ -255,6 +255,18 @@ def wire_bytes(members: list[Layer], comm_dtype: torch.dtype | None) -> int:
     if comm_dtype == torch.float16:
         sizes.append(sum(layer.blocks for layer in members) * own.itemsize)
     return cargo_bytes(sizes)
+
+
+def together(
+    layers: list[Layer], comm_dtype: torch.dtype | None, limit: int
+) -> Iterator[list[list[Layer]]]:
+    """What of these layers makes up one shipment; each list of it is of one shape."""
+
+    def size(members: list[Layer]) -> int:
+        return wire_bytes(members, comm_dtype)
+
+    shapes = [chunks(members, lambda layer: size([layer]), limit) for members in alike(layers)]
+    return chunks([*itertools.chain(*shapes)], size, limit)
 
 
 def own_gradient(parameter: Tensor) -> Tensor | None:

@@ -888,11 +888,13 @@ class Preconditioner:
             columns: dict[int, list[Layer]] = {}
             for layer in same:
                 columns.setdefault(self._column(layer), []).append(layer)
+            # Of all columns together as much as travels in one call: they send side by side.
+            limit = self.ranks.bucket_bytes // len(columns)
             by_column = [
                 [
                     self._shipment(members[column], shapes, wires, apply)
-                    for shapes in chunks(
-                        alike(columns[column]), self._wire_bytes, self.ranks.bucket_bytes
+                    for shapes in gradients.together(
+                        columns[column], self.options.comm_dtype, limit
                     )
                 ]
                 for column in sorted(columns)
@@ -900,9 +902,6 @@ class Preconditioner:
             device = stack_key(same[0], "g").device
             self.ranks.spread([Circle(members, in_turn(by_column))], device, "gradients")
         return [wire.unpack() for wire in wires]
-
-    def _wire_bytes(self, members: list[Layer]) -> int:
-        return gradients.wire_bytes(members, self.options.comm_dtype)
 
     def _shipment(
         self,
@@ -924,7 +923,7 @@ class Preconditioner:
             wires.extend(new)
             return [tensor for wire in new for tensor in wire.tensors]
 
-        size = sum(map(self._wire_bytes, shapes))
+        size = sum(gradients.wire_bytes(one, self.options.comm_dtype) for one in shapes)
         return Shipment(root, size, tensors, ahead=made if own else None)
 
     def _returned(self, apply: Apply) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:

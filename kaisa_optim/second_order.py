@@ -397,8 +397,13 @@ class SecondOrder:
                         keys.append((layer, side))
             circles = []
             for column, by_root in columns.items():
+                # Of all roots together as much as travels in one call: they send side by side.
+                limit = self.ranks.bucket_bytes // len(by_root)
                 shipments = [
-                    [self._shipment(layout, root, keys, size) for keys, size in self._parts(own)]
+                    [
+                        self._shipment(layout, root, keys, sum(map(self._bytes, keys)))
+                        for keys in chunks(own, self._bytes, limit)
+                    ]
                     for root, own in by_root.items()
                 ]
                 circles.append(Circle(grid.workers_of(column), in_turn(shipments)))
@@ -415,11 +420,6 @@ class SecondOrder:
             packed.clear()
 
         return Shipment(root, size, functools.partial(self._states, layout, keys, packed), unpack)
-
-    def _parts(self, keys: list[Key]) -> Iterator[tuple[list[Key], int]]:
-        """What goes together, with its size in bytes."""
-        for part in chunks(keys, self._bytes, self.ranks.bucket_bytes):
-            yield part, sum(map(self._bytes, part))
 
     def _bytes(self, key: Key) -> int:
         layer, side = key
