@@ -12,7 +12,6 @@ the ranks end when something fails.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -35,12 +34,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo import Digits, Place, Split, network
+from benchmarks.hosts import CABLE, arrived, check, inside, ip, joined
 from kaisa_optim import KFACSGD
 
 ROOT = Path(__file__).parent.parent
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
 PORT = 29400
-CABLE = "cable"  # the interface's name in both namespaces
 RANKS = 2  # of each host
 EVERY, REFRESHED = 2, 4
 WARM_UP = 2 * REFRESHED  # steps before the cable's bytes count
@@ -105,12 +104,6 @@ def learn(model: nn.Module, optimizer: KFACSGD, batch: Split) -> float:
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-def arrived() -> tuple[int, int]:
-    """Bytes and packets that have come through the cable, as the kernel counts them."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()]
-    return next((int(words[1]), int(words[2])) for words in lines if words[0] == f"{CABLE}:")
 
 
 def counts(exchanges: Exchanges) -> Tensor:
@@ -178,32 +171,9 @@ def disturb(kind: str, place: Place, notes: Path) -> None:
 # ---- the two hosts ----
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[str]]:
-    names = [f"kaisa-{os.getpid()}-{i}" for i in range(len(ADDRESSES))]
-    made = []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            made.append(name)
-        ip("-n", names[0], "link", "add", CABLE, "type", "veth", "peer", CABLE, "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
-            ip("-n", name, "link", "set", CABLE, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "del", name)
-
-
 def agent(host: int, name: str, notes: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """What one would type on each host; the namespace apart."""
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+    command = inside(name, sys.executable, "-m", "torch.distributed.run")
     command += ["--nnodes", str(len(ADDRESSES)), "--nproc-per-node", str(RANKS)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
     command += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host]]
@@ -340,8 +310,7 @@ def disturbed(kind: str, names: Sequence[str], notes: Path, options: argparse.Na
 
 
 def host_main(options: argparse.Namespace) -> None:
-    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
-        raise SystemExit("two_hosts: needs root and the ip command of Linux, for the namespaces")
+    check("two_hosts")
     for title, double, kind in (
         ("training in float32", False, ""),
         ("training in float64", True, ""),
@@ -352,7 +321,7 @@ def host_main(options: argparse.Namespace) -> None:
         options.double = double
         # The notes stay where something fails.
         notes = Path(tempfile.mkdtemp(prefix="two-hosts-"))
-        with two_hosts() as names:
+        with joined(ADDRESSES) as names:
             if kind:
                 disturbed(kind, names, notes, options)
             else:

@@ -168,8 +168,8 @@ class Preconditioner:
         pass
 
 
-def kfac_pytorch(dtype: torch.dtype = torch.float32) -> Maker:
-    """The papers' code, with its defaults; it covers Linear and Conv2d."""
+def kfac_pytorch(dtype: torch.dtype = torch.float32, **options: Any) -> Maker:
+    """The papers' code, with its defaults for what is not told; it covers Linear and Conv2d."""
 
     def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
         from kfac.preconditioner import KFACPreconditioner
@@ -181,6 +181,7 @@ def kfac_pytorch(dtype: torch.dtype = torch.float32) -> Maker:
             inv_update_steps=refreshed,
             lr=0.01,
             inv_dtype=dtype,
+            **options,
         )
         return [Preconditioner(preconditioner), optimizer]
 

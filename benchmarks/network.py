@@ -1,0 +1,248 @@
+"""Steps on a slow network, with and without K-FAC, beside kfac-pytorch's; needs root, Linux.
+
+    python -m benchmarks.network [--short] [--hosts N] [--mbit RATE] [--only NAME ...]
+        [--out DIRECTORY]
+
+Hosts are network namespaces of this machine behind one switch, with one rank each. Their lines
+carry ``--mbit`` a second each way, so little that a step is mostly spent on them, and not on the
+cores that all ranks share. The network that is trained has BERT-Large's blocks with an eighth of
+their widths, and travels in buckets of a 64th: what takes a second on a line of 100 Mbit/s takes
+one for BERT-Large's blocks on a line of 6.4 Gbit/s.
+
+Told are the time of a step under DistributedDataParallel, what came through the fullest host's line
+meanwhile, as the kernel counts it, and how much of the time that line needs for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.hosts import CABLE, arrived, check, inside, switched
+from benchmarks.machine import describe
+from benchmarks.networks import Transformer
+from benchmarks.step_time.contestants import (
+    PAPERS,
+    Maker,
+    Seconds,
+    Trainer,
+    kfac_pytorch,
+    ours,
+    race,
+    sgd,
+)
+from benchmarks.step_time.tasks import LONG, OFTEN, Task, shown, text
+
+ROOT = Path(__file__).parent.parent
+PORT = 29400
+SCALE = 64  # of BERT-Large's bytes
+BUCKET_MB = 25 / SCALE
+BASE = "SGD"
+ROUNDS = {OFTEN: 1, LONG: 1}  # intervals
+SHARES = {"layer-wise": 0.0, "hybrid 1/2": 0.5, "opt": 1.0}  # of the ranks, as gradient workers
+
+
+class Told(NamedTuple):
+    """Of one contestant's steps."""
+
+    seconds: float
+    mb: float  # that came to the host where the most came
+    line: float  # seconds that its line needs for them
+
+
+def task(short: bool) -> Task:
+    layers = 1 if short else 4
+    return Task(
+        "BERT-Large's blocks, an eighth as wide",
+        lambda: Transformer(width=128, layers=layers, heads=2, wide=512, causal=False),
+        lambda: text(2),
+        {"loss_terms": "positions", "bucket_cap_mb": BUCKET_MB},
+    )
+
+
+def contestants() -> tuple[dict[str, Maker], list[str]]:
+    """Everyone, the base first, and who is absent."""
+    found: dict[str, Maker] = {BASE: sgd}
+    for name, share in SHARES.items():
+        found[f"KFACSGD, {name}"] = ours(grad_worker_fraction=share)
+    try:
+        import kfac  # noqa: F401
+    except ImportError:
+        return found, [f"{PAPERS} (not installed)"]
+    for name, share in SHARES.items():
+        found[f"{PAPERS}, {name}"] = functools.partial(_of_world, share)
+    return found, []
+
+
+def _of_world(share: float, model: nn.Module, *rest: Any) -> Sequence[Any]:
+    """Their share is of ranks, of which it must be a whole number."""
+    fraction = max(share, 1 / dist.get_world_size())
+    make = kfac_pytorch(grad_worker_fraction=fraction, allreduce_bucket_cap_mb=BUCKET_MB)
+    return make(model, *rest)
+
+
+# ---- a rank ----
+
+
+class OnALine:
+    """A trainer whose bytes count."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.bytes: list[float] = []  # of a step, in each turn
+
+    def run(self, steps: int) -> list[Seconds]:
+        dist.barrier()
+        before = arrived().bytes
+        seconds = self.trainer.run(steps)
+        dist.barrier()
+        self.bytes.append((arrived().bytes - before) / steps)
+        return seconds
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    makers, _ = contestants()
+    found = {}
+    for intervals in [(2, 4)] if options.short else [OFTEN, LONG]:
+        of = task(options.short)
+        parallel = functools.partial(DistributedDataParallel, bucket_cap_mb=BUCKET_MB)
+        trainers = {
+            name: OnALine(Trainer(of, "cpu", make, intervals, parallel))
+            for name, make in makers.items()
+            if name == BASE or options.only is None or name in options.only
+        }
+        rounds = race(trainers, intervals[1], ROUNDS.get(intervals, 1))
+        found[shown(intervals)] = {
+            name: {
+                "seconds": [statistics.fmean(map(sum, round_[name])) for round_ in rounds],
+                "bytes": statistics.fmean(one.bytes[1:]),  # not those of the first steps
+            }
+            for name, one in trainers.items()
+        }
+    (options.notes / f"rank{dist.get_rank()}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+# ---- the hosts ----
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Told]]:
+    addresses = [f"10.199.0.{i + 1}" for i in range(options.hosts)]
+    # The notes stay where something fails.
+    notes = Path(tempfile.mkdtemp(prefix="network-"))
+    with switched(addresses, options.mbit) as names:
+        ranks = []
+        for rank, name in enumerate(names):
+            command = inside(name, sys.executable, "-m", "benchmarks.network")
+            command += ["--notes", str(notes), *(["--short"] if options.short else [])]
+            command += ["--only", *options.only] if options.only else []
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(options.hosts),
+                "MASTER_ADDR": addresses[0],
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": CABLE,
+                "OMP_NUM_THREADS": "1",
+            }
+            with open(notes / f"log{rank}", "wb") as log:
+                ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+        try:
+            failed = [rank for rank, process in enumerate(ranks) if process.wait()]
+        finally:
+            for process in ranks:
+                process.kill()
+    if failed:
+        said = (notes / f"log{failed[0]}").read_text()
+        raise SystemExit(f"network: a rank failed; logs are in {notes}\n{said[-3000:]}")
+    found = [json.loads((notes / f"rank{rank}").read_text()) for rank in range(options.hosts)]
+    shutil.rmtree(notes)
+    return {
+        title: {
+            name: told([x[title][name] for x in found], options.mbit) for name in found[0][title]
+        }
+        for title in found[0]
+    }
+
+
+def told(ranks: Sequence[Mapping[str, Any]], mbit: float) -> Told:
+    """From what each rank has seen: the median over rounds of what ranks took on average."""
+    rounds = zip(*(rank["seconds"] for rank in ranks), strict=True)
+    fullest = max(rank["bytes"] for rank in ranks)
+    seconds = statistics.median(map(statistics.fmean, rounds))
+    return Told(seconds, fullest / 1e6, fullest * 8 / (mbit * 1e6))
+
+
+def table(found: Mapping[str, Told]) -> list[str]:
+    base = found[BASE]
+    lines = [f"{'':26} {'s a step':>8} {'of SGD':>7} {'MB':>7} {'line, s':>8} {'of step':>7}"]
+    for name, of in found.items():
+        lines.append(
+            f"{name:26} {of.seconds:8.3f} {of.seconds / base.seconds:7.2f} {of.mb:7.2f} "
+            f"{of.line:8.3f} {of.line / of.seconds:7.2f}"
+        )
+    return lines
+
+
+def host_main(options: argparse.Namespace) -> None:
+    check("network", "tc")
+    _, absent = contestants()
+    where = describe("cpu", 1)
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{options.hosts} hosts, {options.mbit:g} Mbit/s each", flush=True)
+    if absent:
+        print("absent:", ", ".join(absent))
+    found = measure(options)
+    for title, each in found.items():
+        print(f"\n{title}")
+        print("\n".join(table(each)))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        stem = options.out / ("network_short" if options.short else "network")
+        results = {t: {n: of._asdict() for n, of in each.items()} for t, each in found.items()}
+        settings = {"hosts": options.hosts, "mbit": options.mbit}
+        record = {"machine": where, "settings": settings, "results": results}
+        stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        print(f"\nsaved as {stem}.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.network",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    everyone, _ = contestants()
+    parser.add_argument("--short", action="store_true", help="a tiny network, to try it out")
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--mbit", type=float, default=100, help="a second, of each line")
+    parser.add_argument("--only", nargs="+", choices=list(everyone), help="beside SGD")
+    parser.add_argument("--out", type=Path, help="where to keep the results")
+    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # what ranks are told
+    options = parser.parse_args(arguments)
+    if options.notes is None:
+        host_main(options)
+    else:
+        rank_main(options)
+
+
+if __name__ == "__main__":
+    main()
