@@ -6,8 +6,8 @@
 Hosts are network namespaces of this machine behind one switch, with one rank each. Their lines
 carry ``--mbit`` a second each way, so little that a step is mostly spent on them, and not on the
 cores that all ranks share. The network that is trained has BERT-Large's blocks with an eighth of
-their widths, and travels in buckets of a 64th: what takes a second on a line of 100 Mbit/s takes
-one for BERT-Large's blocks on a line of 6.4 Gbit/s.
+their widths, and travels in buckets of a 64th: what takes a second on a line of 20 Mbit/s takes one
+for as many of BERT-Large's blocks on a line of 1.3 Gbit/s.
 
 Told are the time of a step under DistributedDataParallel, what came through the fullest host's line
 meanwhile, as the kernel counts it, and how much of the time that line needs for it.
@@ -54,7 +54,6 @@ PORT = 29400
 SCALE = 64  # of BERT-Large's bytes
 BUCKET_MB = 25 / SCALE
 BASE = "SGD"
-ROUNDS = {OFTEN: 1, LONG: 1}  # intervals
 SHARES = {"layer-wise": 0.0, "hybrid 1/2": 0.5, "opt": 1.0}  # of the ranks, as gradient workers
 
 
@@ -67,7 +66,7 @@ class Told(NamedTuple):
 
 
 def task(short: bool) -> Task:
-    layers = 1 if short else 4
+    layers = 1 if short else 2
     return Task(
         "BERT-Large's blocks, an eighth as wide",
         lambda: Transformer(width=128, layers=layers, heads=2, wide=512, causal=False),
@@ -129,10 +128,10 @@ def rank_main(options: argparse.Namespace) -> None:
             for name, make in makers.items()
             if name == BASE or options.only is None or name in options.only
         }
-        rounds = race(trainers, intervals[1], ROUNDS.get(intervals, 1))
+        (steps,) = race(trainers, intervals[1], 1)
         found[shown(intervals)] = {
             name: {
-                "seconds": [statistics.fmean(map(sum, round_[name])) for round_ in rounds],
+                "seconds": statistics.fmean(map(sum, steps[name])),
                 "bytes": statistics.fmean(one.bytes[1:]),  # not those of the first steps
             }
             for name, one in trainers.items()
@@ -184,10 +183,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Told]]:
 
 
 def told(ranks: Sequence[Mapping[str, Any]], mbit: float) -> Told:
-    """From what each rank has seen: the median over rounds of what ranks took on average."""
-    rounds = zip(*(rank["seconds"] for rank in ranks), strict=True)
+    """From what each rank has seen."""
     fullest = max(rank["bytes"] for rank in ranks)
-    seconds = statistics.median(map(statistics.fmean, rounds))
+    seconds = statistics.fmean(rank["seconds"] for rank in ranks)
     return Told(seconds, fullest / 1e6, fullest * 8 / (mbit * 1e6))
 
 
@@ -233,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     everyone, _ = contestants()
     parser.add_argument("--short", action="store_true", help="a tiny network, to try it out")
     parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--mbit", type=float, default=100, help="a second, of each line")
+    parser.add_argument("--mbit", type=float, default=20, help="a second, of each line")
     parser.add_argument("--only", nargs="+", choices=list(everyone), help="beside SGD")
     parser.add_argument("--out", type=Path, help="where to keep the results")
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # what ranks are told
