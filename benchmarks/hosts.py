@@ -22,9 +22,10 @@ class Arrived(NamedTuple):
 
 def check(benchmark: str, *tools: str) -> None:
     """End where such hosts can't be made."""
-    if os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", *tools))):
-        needed = " and ".join(("ip", *tools))
-        raise SystemExit(f"{benchmark}: needs root and {needed} of Linux, for the namespaces")
+    needed = "ip", *tools
+    if os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, needed)):
+        commands = " and ".join(needed)
+        raise SystemExit(f"{benchmark}: needs root, and Linux with {commands}, for the namespaces")
 
 
 def ip(*words: str) -> None:
@@ -87,7 +88,7 @@ def switched(addresses: Sequence[str], mbit: float) -> Iterator[list[str]]:
             ip("-n", switch, "link", "set", port, "up")
             plugged_in(name, address)
             for host, device in ((name, CABLE), (switch, port)):
-                # As much may wait as one host's line can be asked for at once: nothing is lost.
+                # More may wait than is ever under way, so that no packet is dropped.
                 rate = ("rate", f"{mbit}mbit", "burst", "64kb", "limit", "64mb")
                 words = inside(host, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
                 subprocess.run(words, check=True)

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +56,7 @@ SCALE = 64  # of BERT-Large's bytes
 BUCKET_MB = 25 / SCALE
 BASE = "SGD"
 SHARES = {"layer-wise": 0.0, "hybrid 1/2": 0.5, "opt": 1.0}  # of the ranks, as gradient workers
+LOOKS = 0.5  # seconds between two at whether a rank has failed
 
 
 class Told(NamedTuple):
@@ -165,7 +167,12 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Told]]:
             with open(notes / f"log{rank}", "wb") as log:
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
         try:
-            failed = [rank for rank, process in enumerate(ranks) if process.wait()]
+            # Where one has failed, the others would wait for it.
+            while any(process.poll() is None for process in ranks):
+                if any(process.poll() for process in ranks):
+                    break
+                time.sleep(LOOKS)
+            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
         finally:
             for process in ranks:
                 process.kill()
@@ -202,6 +209,10 @@ def table(found: Mapping[str, Told]) -> list[str]:
 
 def host_main(options: argparse.Namespace) -> None:
     check("network", "tc")
+    if options.hosts < 2 or options.hosts % 2:
+        raise SystemExit(
+            f"network: {options.hosts} hosts; an even number can have half of its ranks"
+        )
     _, absent = contestants()
     where = describe("cpu", 1)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
@@ -214,7 +225,7 @@ def host_main(options: argparse.Namespace) -> None:
         print("\n".join(table(each)))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / ("network_short" if options.short else "network")
+        stem = options.out / ("network_cpu_short" if options.short else "network_cpu")
         results = {t: {n: of._asdict() for n, of in each.items()} for t, each in found.items()}
         settings = {"hosts": options.hosts, "mbit": options.mbit}
         record = {"machine": where, "settings": settings, "results": results}

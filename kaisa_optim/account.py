@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .assignment import Grid, Placement, Task, WorkAssignment, rounds, turns
-from .routes import Bucket, cargo_bytes, chunks
+from .routes import Bucket, cargo_bytes, chunks, side_by_side
 
 if TYPE_CHECKING:
     from .sharding import Shards
@@ -365,7 +365,8 @@ class Account:
         sizes = [0] * self.grid.columns
         for _, same in _grouped(whole, lambda work: work.device):
             columns = _grouped(same, lambda work: work.placement.g % self.grid.columns)
-            limit = self.bucket_bytes // len(columns)
+            total = sum(self._wire([work]) for work in same)
+            limit = side_by_side(total, len(columns), self.bucket_bytes)
             for column, works in columns:
                 for _, alike in _grouped(works, lambda work: (*work.task[1:5], work.itemsize)):
                     for part in chunks(alike, lambda work: self._wire([work]), limit):

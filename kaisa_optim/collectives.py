@@ -194,17 +194,17 @@ class Ranks:
     def reduce(
         self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
     ) -> Iterator[dict[Any, Tensor]]:
-        """Bring every parcel's sum to its owner, in buckets; yields what is mine of each.
+        """Bring every parcel's sum to its owner, in buckets; yields what is mine of some of them.
 
         ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
         whomever, so that the sums' bits depend neither on the owners nor on the buckets.
         """
         added: list[_Added] = []
         coming: Counter[int] = Counter()  # bytes that owners are to receive of that
-        for flight in self._flights(parcels, fill, kind):
-            one = self._add_up(flight, kind)
+        for one in self._buckets_added_up(parcels, fill, kind):
             if not one.coming:
                 yield self._pass_on([one], kind)
+                del one  # nor what the sum was made of, while the next bucket is filled
                 continue
             most = max(coming.values(), default=0)
             if added and (
@@ -212,23 +212,23 @@ class Ranks:
                 or one.part.device != added[0].part.device
             ):
                 yield self._pass_on(added, kind)
-                added, coming = [], Counter()
+                coming.clear()
             added.append(one)
             coming += one.coming
         if added:
             yield self._pass_on(added, kind)
 
-    def _flights(
+    def _buckets_added_up(
         self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
-    ) -> Iterator[_Flight]:
-        """Terms on their way to where they are added up, the next ones following."""
+    ) -> Iterator[_Added]:
+        """One after the other, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
         for bucket in self.buckets(parcels):
             on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
             if len(on_the_way) == _IN_FLIGHT:
-                yield on_the_way.popleft()
+                yield self._add_up(on_the_way.popleft(), kind)
         while on_the_way:
-            yield on_the_way.popleft()
+            yield self._add_up(on_the_way.popleft(), kind)
 
     def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
@@ -281,8 +281,8 @@ class Ranks:
     def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
         """Give other owners what is theirs, and take apart what is mine.
 
-        Of several buckets at once: a large factor's has one owner, for whom alone all others would
-        wait, bucket by bucket.
+        Of several buckets at once, which are then forgotten: a large factor's has one owner, for
+        whom alone all others would wait, bucket by bucket.
         """
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
@@ -312,6 +312,7 @@ class Ranks:
             torch._foreach_copy_(targets, sources)
         if any(one.coming for one in added):
             self.swap(outgoing, incoming, added[0].part.device, kind)
+        added.clear()
         if scales:
             scaled, by = zip(*scales, strict=True)
             torch._foreach_mul_(scaled, by)

@@ -257,7 +257,7 @@ def wire_bytes(members: list[Layer], comm_dtype: torch.dtype | None) -> int:
     return cargo_bytes(sizes)
 
 
-def together(
+def shipped_together(
     layers: list[Layer], comm_dtype: torch.dtype | None, limit: int
 ) -> Iterator[list[list[Layer]]]:
     """What of these layers makes up one shipment; each list of it is of one shape."""

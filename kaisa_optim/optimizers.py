@@ -164,7 +164,8 @@ class KFACMixin(Optimizer, Joinable):
                 more communication the smaller it is; None: all, or as ``assignment`` has it.
             assignment: "layer-wise", "opt", "hybrid" or a WorkAssignment.
             colocate_factors: whether both factors of a layer lie on one rank; None: as assigned.
-            bucket_cap_mb: MiB that travel in one call, of sharded gradients for each rank.
+            bucket_cap_mb: MiB that travel in one call; for each rank, of sharded gradients and of
+                sums on the way to their owners.
             comm_dtype: what statistics and gradients travel in; None: as they are.
             process_group: the ranks that train this model; None: all.
         """

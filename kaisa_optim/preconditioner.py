@@ -30,7 +30,7 @@ from .coverage import Coverage, check_trained, cover, refuse_flattened, unwrappe
 from .gradients import Members, Places, Preconditioned
 from .layers import Layer
 from .options import Options
-from .routes import chunks, in_turn
+from .routes import chunks, in_turn, side_by_side
 from .sampling import sample_of
 from .second_order import Outcome, SecondOrder
 from .stacks import Layout, Pair, Shelf, alike, by_device, device_of, stack_key
@@ -137,6 +137,8 @@ class Preconditioner:
         self._turns_of: dict[tuple[str, int], dict[int, frozenset[Layer]]] = {}
         self._places: dict[Layer, Places] = {}
         self._members: dict[Layer, Members] = {}  # as they were last together, by their first
+        # What was last sent of the layers of a device, by their first, and how it was divided.
+        self._shipments: dict[Layer, tuple[list[Layer], list[tuple[int, Any]]]] = {}
         self._placement: list[tuple[torch.device, torch.dtype]] = []
         self._capture: Capture | None = None
         self._named_without_statistics: set[Layer] = set()
@@ -877,7 +879,7 @@ class Preconditioner:
         """The same of all layers, each preconditioned by one of its workers for some ranks.
 
         What travels follows from what is ready, not from a rank's gradients: a missing one is zero.
-        Columns take turns in sending, so that none waits for what another has still to multiply.
+        Columns send side by side, and none waits for what another has still to multiply.
         """
         for pair in self.layout.pairs:
             self._with_gradient(pair)
@@ -885,23 +887,30 @@ class Preconditioner:
         ready = [layer for layer in self.active if self._is_whole(layer)]
         for same in by_device(ready):
             members = self.ranks.grid.receivers_of(self.ranks.rank)
-            columns: dict[int, list[Layer]] = {}
-            for layer in same:
-                columns.setdefault(self._column(layer), []).append(layer)
-            # Of all columns together as much as travels in one call: they send side by side.
-            limit = self.ranks.bucket_bytes // len(columns)
             by_column = [
-                [
-                    self._shipment(members[column], shapes, wires, apply)
-                    for shapes in gradients.together(
-                        columns[column], self.options.comm_dtype, limit
-                    )
-                ]
-                for column in sorted(columns)
+                [self._shipment(members[column], shapes, wires, apply) for shapes in shipments]
+                for column, shipments in self._shipped(same)
             ]
             device = stack_key(same[0], "g").device
             self.ranks.spread([Circle(members, in_turn(by_column))], device, "gradients")
         return [wire.unpack() for wire in wires]
+
+    def _shipped(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
+        """What makes up each shipment of a column's, of layers on one device; worked out once."""
+        known = self._shipments.get(layers[0])
+        if known is None or known[0] != layers:
+            columns: dict[int, list[Layer]] = {}
+            for layer in layers:
+                columns.setdefault(self._column(layer), []).append(layer)
+            comm_dtype = self.options.comm_dtype
+            total = sum(gradients.wire_bytes([layer], comm_dtype) for layer in layers)
+            limit = side_by_side(total, len(columns), self.ranks.bucket_bytes)
+            divided = [
+                (column, list(gradients.shipped_together(columns[column], comm_dtype, limit)))
+                for column in sorted(columns)
+            ]
+            known = self._shipments[layers[0]] = layers, divided
+        return known[1]
 
     def _shipment(
         self,
@@ -1243,6 +1252,7 @@ class Preconditioner:
     def lay_out(self) -> None:
         self._turns_of.clear()
         self._members.clear()
+        self._shipments.clear()
         self._places.clear()
         kept = {layer: dict(self.views(layer)) for layer in self.fed}
         self.shelf = Shelf()
@@ -1438,10 +1448,10 @@ class Preconditioner:
         if self.options.statistics_precision != "highest":
             intervals += f" in {self.options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
-        turns = self.options.turns
-        at_once = self.ranks.world if turns is True else turns
-        few = f"{at_once} layer{'s' * (at_once > 1)} at a time"
-        intervals += f", {few}" if at_once else ", all layers at once"
+        turns = self._turns("refresh", self.inv_update_steps).values()
+        most = max(map(len, turns), default=0)
+        some = f"up to {most} layer{'s' * (most > 1)} at a time"
+        intervals += f", {some}" if len(turns) > 1 else ", all layers at once"
         if self.options.refresh_lag:
             intervals += f", in use {self.options.refresh_lag} steps later"
         lines = [f"Preconditioner({how}, {self.steps} steps taken)", f"  {intervals}"]

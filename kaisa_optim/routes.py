@@ -45,7 +45,7 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
 
     Owners add up their own, except where one has more than twice the mean. The terms of every rank
     would come to it alone: others then add up so much of it that with what they pass on it receives
-    as much as anyone. So no rank is flooded, whoever owns what.
+    as much as anyone. So no rank receives more than about twice the bucket, whoever owns what.
     """
     total = sum(size for _, size in segments)
     owned = [0] * world
@@ -181,6 +181,11 @@ def chunks(
         size += size_of(thing)
     if chunk:
         yield chunk
+
+
+def side_by_side(total: int, senders: int, limit: int) -> int:
+    """How much each of some senders puts into a call of ``limit``: all, if that of all fits in."""
+    return limit if total <= limit else limit // senders
 
 
 def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:

@@ -18,7 +18,7 @@ from .collectives import Circle, Ranks, Shipment
 from .correction import Gradients
 from .eigenbasis import Settings
 from .layers import Basis, Layer
-from .routes import cargo_bytes, chunks, in_turn
+from .routes import cargo_bytes, chunks, in_turn, side_by_side
 from .stacks import (
     Factor,
     Layout,
@@ -397,8 +397,8 @@ class SecondOrder:
                         keys.append((layer, side))
             circles = []
             for column, by_root in columns.items():
-                # Of all roots together as much as travels in one call: they send side by side.
-                limit = self.ranks.bucket_bytes // len(by_root)
+                total = sum(self._bytes(key) for own in by_root.values() for key in own)
+                limit = side_by_side(total, len(by_root), self.ranks.bucket_bytes)
                 shipments = [
                     [
                         self._shipment(layout, root, keys, sum(map(self._bytes, keys)))

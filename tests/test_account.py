@@ -219,6 +219,10 @@ CASES = {
     "double": Case(dtype=torch.float64),
     "layer-wise": Case(options={"assignment": "layer-wise"}),
     "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
+    "layer-wise in parts": Case("chain", {"assignment": "layer-wise", "bucket_cap_mb": 1e-3}),
+    "layer-wise tokens in parts": Case(
+        "tokens", {"assignment": "layer-wise", "bucket_cap_mb": 3e-3}
+    ),
     "tokens": Case("tokens"),
     "all at once": Case(options={"staggered": False}, intervals=(2, 4)),
     "intervals": Case("chain", {"bucket_cap_mb": 3e-4}, intervals=(3, 2)),
@@ -227,6 +231,9 @@ CASES = {
     "bfloat16": Case(options={"comm_dtype": brain}),
     "float16": Case(options={"comm_dtype": half, "bucket_cap_mb": 5e-4}),
     "float16 layer-wise": Case("tokens", {"comm_dtype": half, "assignment": "layer-wise"}),
+    "float16 layer-wise in parts": Case(
+        "chain", {"comm_dtype": half, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
+    ),
     "inverse": Case("tokens", inverse),
     "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
     "inverse, full split": Case(options=inverse | {"damping_split": "full"}),

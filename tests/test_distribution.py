@@ -493,6 +493,30 @@ def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
     return exchange.call_count
 
 
+def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
+    """Errors, over the magnitudes, of sums that travel in float16 to one owner each."""
+    ranks = Ranks(None, bucket_cap_mb=size * 2 / 2**20, comm_dtype=torch.float16)
+    parcels = [
+        Parcel(i, i, size, torch.device("cpu"), torch.float32) for i in range(len(magnitudes))
+    ]
+
+    def fill(bucket: list[Parcel]) -> list[Tensor]:
+        return [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket]
+
+    errors = {}
+    for sums in ranks.reduce(parcels, fill, "x"):
+        for key, value in sums.items():
+            exact = ranks.world * torch.linspace(-1, 1, size)
+            errors[key] = float((value / magnitudes[key] - exact).abs().max())
+    return errors
+
+
+def test_sums_that_are_passed_on_together_keep_their_own_scales():
+    magnitudes = [1e-6, 1.0, 1e6, 30.0]
+    for rank, errors in enumerate(run(4, reduced_in_half, 4096, magnitudes)):
+        assert errors.keys() == {rank} and errors[rank] < 4 * 2**-11
+
+
 def test_what_is_passed_on_to_several_owners_travels_together():
     size, float32 = 4096, torch.float32
     cap = size * 4 / 2**20  # each in a bucket of its own, which others add up
@@ -503,6 +527,39 @@ def test_what_is_passed_on_to_several_owners_travels_together():
     assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
     # Nothing is passed on where owners add up all that is theirs.
     assert run(2, exchanged, each[:2], cap) == [2] * 2
+
+
+def exchanges_of_steps(strategy: str, cap: int) -> tuple[int, int]:
+    """How often gradients of 16 equal layers are exchanged in a plain step, and their state in one
+    that refreshes all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
+    # A little more than that many bytes.
+    options: dict[str, Any] = {"assignment": strategy, "bucket_cap_mb": (cap + 1) / 2**20}
+    opt = KFACSGD(DistributedDataParallel(model), **STEPS, **options)
+    calls = []
+    exchange = Ranks._exchange
+
+    def noted(*args: Any) -> Any:
+        calls.append(args[-1])
+        return exchange(*args)
+
+    with mock.patch.object(Ranks, "_exchange", noted):
+        for _ in range(2):
+            calls.append("step")
+            model(torch.randn(4, 16)).square().mean().backward()
+            opt.step()
+    second = calls.index("step", 1)
+    return calls[second:].count("gradients"), calls[:second].count("second_order")
+
+
+def test_ranks_send_side_by_side_what_is_theirs():
+    # Four ranks have a quarter each. A call takes four layers' gradients, or states of four
+    # factors: one of each rank's, which it sends straight to all. A quarter of all in each call,
+    # from one rank, would have gone by way of others, in a call of its own.
+    gradient, state = 16 * 16 * 4 + 16, (16 * 16 + 16) * 4
+    assert run(4, exchanges_of_steps, "layer-wise", 4 * gradient) == [(4, 0)] * 4
+    assert run(4, exchanges_of_steps, "opt", 4 * state) == [(0, 8)] * 4
 
 
 # ---- what DistributedDataParallel may be told ----

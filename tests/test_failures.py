@@ -409,6 +409,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_tally"),
     "sums": (Ranks, "_add_up"),
+    "passing on": (Ranks, "_pass_on"),
     "decomposition": (algebra, "eigendecompose"),
     "state": (SecondOrder, "_share"),
     "gradients": (Preconditioner, "_handed_out"),
@@ -417,6 +418,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 GONE: dict[str, tuple[dict[str, Any], str]] = {
     "exchange": ({}, "agreeing on step 1"),
     "sums": (SMALL_BUCKETS, "ing factors"),
+    "passing on": (SMALL_BUCKETS, "ing factors"),
     "decomposition": (LAYER_WISE, "decomposing factors in step 1"),
     "state": ({}, "ing second_order"),
     "gradients": (LAYER_WISE, "ing gradients"),
