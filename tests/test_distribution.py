@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -493,11 +494,40 @@ def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
     return exchange.call_count
 
 
+def alive_when_filled(owners: list[int]) -> int:
+    """The most buckets that are still in memory when the next one is filled."""
+    ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
+    parcels = [Parcel(i, r, size, torch.device("cpu"), torch.float32) for i, r in enumerate(owners)]
+    received: list[weakref.ref[torch.UntypedStorage]] = []
+    counts = []
+    send = ranks._send
+
+    def noted(*args: Any) -> Any:
+        flight = send(*args)
+        received.append(weakref.ref(flight.received.untyped_storage()))
+        return flight
+
+    def fill(bucket: list[Parcel]) -> list[Tensor]:
+        counts.append(sum(one() is not None for one in received))
+        return [torch.ones(size)]
+
+    with mock.patch.object(ranks, "_send", noted):
+        for sums in ranks.reduce(parcels, fill, "x"):
+            del sums
+    return max(counts)
+
+
+@pytest.mark.parametrize("owners", [[0, 1] * 4, [0] * 8])
+def test_no_more_buckets_stay_in_memory_than_are_on_their_way(owners):
+    for world in (2, 4):  # of four ranks, others add up, and what they pass on waits
+        assert run(world, alive_when_filled, owners) == [2] * world
+
+
 def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
-    """Errors, over the magnitudes, of sums that travel in float16 to one owner each."""
-    ranks = Ranks(None, bucket_cap_mb=size * 2 / 2**20, comm_dtype=torch.float16)
+    """Errors, over the magnitudes, of sums that travel in float16, an owner's two in a bucket."""
+    ranks = Ranks(None, bucket_cap_mb=2 * size * 2 / 2**20, comm_dtype=torch.float16)
     parcels = [
-        Parcel(i, i, size, torch.device("cpu"), torch.float32) for i in range(len(magnitudes))
+        Parcel(i, i // 2, size, torch.device("cpu"), torch.float32) for i in range(len(magnitudes))
     ]
 
     def fill(bucket: list[Parcel]) -> list[Tensor]:
@@ -512,9 +542,10 @@ def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
 
 
 def test_sums_that_are_passed_on_together_keep_their_own_scales():
-    magnitudes = [1e-6, 1.0, 1e6, 30.0]
+    magnitudes = [1e-6, 1.0, 1e6, 30.0, 2e-3, 5e4, 7.0, 1e-5]
     for rank, errors in enumerate(run(4, reduced_in_half, 4096, magnitudes)):
-        assert errors.keys() == {rank} and errors[rank] < 4 * 2**-11
+        assert errors.keys() == {2 * rank, 2 * rank + 1}
+        assert all(error < 4 * 2**-11 for error in errors.values())
 
 
 def test_what_is_passed_on_to_several_owners_travels_together():
