@@ -198,7 +198,7 @@ def told(ranks: Sequence[Mapping[str, Any]], mbit: float) -> Told:
 
 def table(found: Mapping[str, Told]) -> list[str]:
     base = found[BASE]
-    lines = [f"{'':26} {'s a step':>8} {'of SGD':>7} {'MB':>7} {'line, s':>8} {'of step':>7}"]
+    lines = [f"{'':26} {'s a step':>8} {'of SGD':>7} {'MB':>7} {'line s':>8} {'of it':>7}"]
     for name, of in found.items():
         lines.append(
             f"{name:26} {of.seconds:8.3f} {of.seconds / base.seconds:7.2f} {of.mb:7.2f} "
@@ -211,8 +211,10 @@ def host_main(options: argparse.Namespace) -> None:
     check("network", "tc")
     if options.hosts < 2 or options.hosts % 2:
         raise SystemExit(
-            f"network: {options.hosts} hosts; an even number can have half of its ranks"
+            f"network: --hosts {options.hosts}; give an even number from 2 on, as hybrid takes half"
         )
+    if not options.mbit > 0:
+        raise SystemExit(f"network: --mbit {options.mbit:g}; give a rate above 0, such as 20")
     _, absent = contestants()
     where = describe("cpu", 1)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
@@ -240,10 +242,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     everyone, _ = contestants()
-    parser.add_argument("--short", action="store_true", help="a tiny network, to try it out")
-    parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--mbit", type=float, default=20, help="a second, of each line")
-    parser.add_argument("--only", nargs="+", choices=list(everyone), help="beside SGD")
+    parser.add_argument(
+        "--short", action="store_true", help="tiny, to try it out: its figures say nothing"
+    )
+    parser.add_argument("--hosts", type=int, default=8, help="an even number; 8")
+    parser.add_argument("--mbit", type=float, default=20, help="a second, of each line; 20")
+    quoted = ", ".join(f'"{name}"' for name in everyone)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=list(everyone), help=f"beside SGD: {quoted}"
+    )
     parser.add_argument("--out", type=Path, help="where to keep the results")
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # what ranks are told
     options = parser.parse_args(arguments)
