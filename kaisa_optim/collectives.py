@@ -89,7 +89,6 @@ class _Added(NamedTuple):
     bucket: Bucket[Parcel]
     part: Tensor  # the sum of what this rank adds up
     scales: Tensor | None
-    coming: Counter[int]  # bytes that owners are to receive from others who have added them up
 
 
 class _Round(NamedTuple):
@@ -202,19 +201,21 @@ class Ranks:
         added: list[_Added] = []
         coming: Counter[int] = Counter()  # bytes that owners are to receive of that
         for one in self._buckets_added_up(parcels, fill, kind):
-            if not one.coming:
+            if not one.bucket.passed_on:
                 yield self._pass_on([one], kind)
                 del one  # nor what the sum was made of, while the next bucket is filled
                 continue
+            itemsize = one.part.element_size()
+            more = Counter({owner: n * itemsize for owner, n in one.bucket.passed_on.items()})
             most = max(coming.values(), default=0)
             if added and (
-                max((coming + one.coming).values()) > max(most, self.bucket_bytes)
+                max((coming + more).values()) > max(most, self.bucket_bytes)
                 or one.part.device != added[0].part.device
             ):
                 yield self._pass_on(added, kind)
                 coming.clear()
             added.append(one)
-            coming += one.coming
+            coming += more
         if added:
             yield self._pass_on(added, kind)
 
@@ -273,10 +274,9 @@ class Ranks:
         with _named(f"receiving {kind}"):
             flight.work.wait()
         part = _added_up(flight.received.view(self.world, -1).to(dtype))
-        coming = Counter({owner: n * dtype.itemsize for owner, n in bucket.passed_on.items()})
-        if coming:  # it may wait for more, but not with all that has been received
+        if bucket.passed_on:  # it may wait for more, but not with all that has been received
             part = part.clone()
-        return _Added(bucket, part, flight.scales, coming)
+        return _Added(bucket, part, flight.scales)
 
     def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
         """Give other owners what is theirs, and take apart what is mine.
@@ -289,7 +289,8 @@ class Ranks:
         kept: list[tuple[Tensor, Tensor]] = []
         mine: dict[Any, Tensor] = {}
         scales: list[tuple[Tensor, Tensor]] = []
-        for bucket, part, factors, coming in added:
+        for bucket, part, factors in added:
+            coming = bool(bucket.passed_on)
             start, stop = bucket.owned[self.rank]
             own = part.new_empty(stop - start) if coming else part  # which is then all that I own
             sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
@@ -310,7 +311,7 @@ class Ranks:
         if kept:
             targets, sources = zip(*kept, strict=True)
             torch._foreach_copy_(targets, sources)
-        if any(one.coming for one in added):
+        if any(one.bucket.passed_on for one in added):
             self.swap(outgoing, incoming, added[0].part.device, kind)
         added.clear()
         if scales:
