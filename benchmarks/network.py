@@ -18,12 +18,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import shutil
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -35,7 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.hosts import CABLE, arrived, check, inside, switched
+from benchmarks import hosts
+from benchmarks.hosts import PORT, address, arrived, check, notes_of, switched
 from benchmarks.machine import describe
 from benchmarks.networks import Transformer
 from benchmarks.step_time.contestants import (
@@ -43,6 +40,7 @@ from benchmarks.step_time.contestants import (
     Maker,
     Seconds,
     Trainer,
+    is_installed,
     kfac_pytorch,
     ours,
     race,
@@ -50,8 +48,6 @@ from benchmarks.step_time.contestants import (
 )
 from benchmarks.step_time.tasks import LONG, OFTEN, Task, shown, text
 
-ROOT = Path(__file__).parent.parent
-PORT = 29400
 SCALE = 64  # of BERT-Large's bytes
 BUCKET_MB = 25 / SCALE
 BASE = "SGD"
@@ -82,9 +78,7 @@ def contestants() -> tuple[dict[str, Maker], list[str]]:
     found: dict[str, Maker] = {BASE: sgd}
     for name, share in SHARES.items():
         found[f"KFACSGD, {name}"] = ours(grad_worker_fraction=share)
-    try:
-        import kfac  # noqa: F401
-    except ImportError:
+    if not is_installed(PAPERS):
         return found, [f"{PAPERS} (not installed)"]
     for name, share in SHARES.items():
         found[f"{PAPERS}, {name}"] = functools.partial(_of_world, share)
@@ -146,47 +140,41 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Told]]:
-    addresses = [f"10.199.0.{i + 1}" for i in range(options.hosts)]
-    # The notes stay where something fails.
-    notes = Path(tempfile.mkdtemp(prefix="network-"))
-    with switched(addresses, options.mbit) as names:
-        ranks = []
-        for rank, name in enumerate(names):
-            command = inside(name, sys.executable, "-m", "benchmarks.network")
-            command += ["--notes", str(notes), *(["--short"] if options.short else [])]
-            command += ["--only", *options.only] if options.only else []
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(options.hosts),
-                "MASTER_ADDR": addresses[0],
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": CABLE,
-                "OMP_NUM_THREADS": "1",
-            }
-            with open(notes / f"log{rank}", "wb") as log:
-                ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
-        try:
-            # Where one has failed, the others would wait for it.
-            while any(process.poll() is None for process in ranks):
-                if any(process.poll() for process in ranks):
-                    break
-                time.sleep(LOOKS)
-            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        finally:
-            for process in ranks:
-                process.kill()
-    if failed:
-        said = (notes / f"log{failed[0]}").read_text()
-        raise SystemExit(f"network: a rank failed; logs are in {notes}\n{said[-3000:]}")
-    found = [json.loads((notes / f"rank{rank}").read_text()) for rank in range(options.hosts)]
-    shutil.rmtree(notes)
+    with notes_of("network") as notes:
+        train(options, notes)
+        found = [json.loads((notes / f"rank{rank}").read_text()) for rank in range(options.hosts)]
     return {
         title: {
             name: told([x[title][name] for x in found], options.mbit) for name in found[0][title]
         }
         for title in found[0]
     }
+
+
+def train(options: argparse.Namespace, notes: Path) -> None:
+    """A rank on each host, to their ends."""
+    command = ["benchmarks.network", "--notes", str(notes)]
+    command += ["--short"] if options.short else []
+    command += ["--only", *options.only] if options.only else []
+    meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+    ranks: list[subprocess.Popen[bytes]] = []
+    with switched(options.hosts, options.mbit) as names:
+        try:
+            for rank, name in enumerate(names):
+                place = {"RANK": str(rank), "WORLD_SIZE": str(options.hosts)}
+                with open(notes / f"log{rank}", "wb") as log:
+                    ranks.append(hosts.start(name, command, log, log, **meeting, **place))
+            # Where one has failed, the others would wait for it.
+            while None in [process.poll() for process in ranks]:
+                if any(process.poll() for process in ranks):
+                    break
+                time.sleep(LOOKS)
+            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        finally:
+            hosts.end(ranks)
+    if failed:
+        said = (notes / f"log{failed[0]}").read_text()
+        raise SystemExit(f"network: a rank failed; logs are in {notes}\n{said[-3000:]}")
 
 
 def told(ranks: Sequence[Mapping[str, Any]], mbit: float) -> Told:
@@ -252,12 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--only", nargs="+", metavar="NAME", choices=list(everyone), help=f"beside SGD: {quoted}"
     )
     parser.add_argument("--out", type=Path, help="where to keep the results")
-    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # what ranks are told
-    options = parser.parse_args(arguments)
-    if options.notes is None:
-        host_main(options)
-    else:
-        rank_main(options)
+    hosts.main(parser, arguments, host_main, rank_main)
 
 
 if __name__ == "__main__":

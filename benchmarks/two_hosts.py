@@ -16,11 +16,8 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -33,13 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import hosts
 from benchmarks.demo import Digits, Place, Split, network
-from benchmarks.hosts import CABLE, arrived, check, inside, ip, joined
+from benchmarks.hosts import CABLE, PORT, address, arrived, check, ip, joined, notes_of
 from kaisa_optim import KFACSGD
 
-ROOT = Path(__file__).parent.parent
-ADDRESSES = ("10.199.0.1", "10.199.0.2")
-PORT = 29400
+HOSTS = 2
 RANKS = 2  # of each host
 EVERY, REFRESHED = 2, 4
 WARM_UP = 2 * REFRESHED  # steps before the cable's bytes count
@@ -173,15 +169,12 @@ def disturb(kind: str, place: Place, notes: Path) -> None:
 
 def agent(host: int, name: str, notes: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """What one would type on each host; the namespace apart."""
-    command = inside(name, sys.executable, "-m", "torch.distributed.run")
-    command += ["--nnodes", str(len(ADDRESSES)), "--nproc-per-node", str(RANKS)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
-    command += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host]]
+    command = ["torch.distributed.run", "--nnodes", str(HOSTS), "--nproc-per-node", str(RANKS)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}"]
+    command += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", address(host)]
     command += ["-m", "benchmarks.two_hosts", "--notes", str(notes), *arguments]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
-    log = open(notes / f"log{host}", "wb")  # noqa: SIM115
-    out = None if host == 0 else log
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=log)
+    with open(notes / f"log{host}", "wb") as log:
+        return hosts.start(name, command, None if host == 0 else log, log)
 
 
 def trial(
@@ -209,9 +202,7 @@ def trial(
                 if status is not None and host not in ends:
                     ends[host] = status, time.time()
     finally:
-        for process in agents:
-            process.kill()
-            process.wait()
+        hosts.end(agents)
     if len(ends) < len(agents) and not pulled:
         raise SystemExit(f"two_hosts: no end in {PATIENCE} s; logs are in {notes}")
     return ends
@@ -269,7 +260,7 @@ def traffic(ranks: list[dict[str, Any]], options: argparse.Namespace) -> None:
     # In a ring every rank sends this to the next, and one rank of each host has the next elsewhere.
     ring = 2 * size * (world - 1) / world + ranks[0]["volume"]["status"]
     print("  bytes a step through the cable, expected from these and the all-reduces, and counted:")
-    for host in range(len(ADDRESSES)):
+    for host in range(HOSTS):
         of_host = ranks[host * RANKS : (host + 1) * RANKS]
         expected, first = sum(rank["across"] for rank in of_host) + ring, of_host[0]
         bare = first["arrived"] - HEADERS * first["packets"]
@@ -319,14 +310,11 @@ def host_main(options: argparse.Namespace) -> None:
     ):
         print(f"\n{title}, on two hosts with {RANKS} ranks each", flush=True)
         options.double = double
-        # The notes stay where something fails.
-        notes = Path(tempfile.mkdtemp(prefix="two-hosts-"))
-        with joined(ADDRESSES) as names:
+        with notes_of("two-hosts") as notes, joined() as names:
             if kind:
                 disturbed(kind, names, notes, options)
             else:
                 undisturbed(names, notes, options)
-        shutil.rmtree(notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -338,14 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grad-worker-fraction", type=float, default=0.5, help="K-FAC's")
     # What the ranks are told:
     parser.add_argument("--double", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--disturbed-at", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--disturbance", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.notes is None:
-        host_main(options)
-    else:
-        rank_main(options)
+    hosts.main(parser, arguments, host_main, rank_main)
 
 
 if __name__ == "__main__":

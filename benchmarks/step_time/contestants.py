@@ -238,6 +238,18 @@ NEEDS = {PAPERS: "kfac", PAPERS + BRAIN: "kfac", "SOAP": "pytorch_optimizer"}
 WITHOUT = " (this device has no instructions for bfloat16)"
 
 
+def is_installed(peer: str) -> bool:
+    if peer not in NEEDS:
+        return hasattr(torch.optim, "Muon")
+    try:
+        with warnings.catch_warnings():  # that apex is missing, for one
+            warnings.simplefilter("ignore")
+            __import__(NEEDS[peer])
+    except ImportError:
+        return False
+    return True
+
+
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     """Those that can run on this machine, the base first, and who is absent, with the reason."""
     found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
@@ -248,14 +260,7 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
             del found[without]
             absent.append(without + WITHOUT)
     for peer, make in PEERS.items() if task.peers else ():
-        try:
-            if peer in NEEDS:
-                with warnings.catch_warnings():  # that apex is missing, for one
-                    warnings.simplefilter("ignore")
-                    __import__(NEEDS[peer])
-            elif not hasattr(torch.optim, "Muon"):
-                raise ImportError
-        except ImportError:
+        if not is_installed(peer):
             absent.append(f"{peer} (not installed)")
             continue
         if peer.endswith(BRAIN) and "KFACSGD" + BRAIN not in found:
