@@ -215,8 +215,11 @@ class _Pool:
     def _stacks(self, ranks: list[int]) -> list[str]:
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
         files = [_stack_file(self.directory, rank) for rank in ranks]
+        until = time.monotonic() + 10  # on a busy machine even a signal takes its time
+        while time.monotonic() < until and not all(f.exists() and f.stat().st_size for f in files):
+            time.sleep(0.05)
+        time.sleep(0.3)  # the rest of what has begun to be written
         texts = [file.read_text() if file.exists() else "no stack\n" for file in files]
         return [f"Rank {rank}:\n{text}" for rank, text in zip(ranks, texts, strict=True)]
 
