@@ -193,7 +193,7 @@ class LAMB(Optimizer):
         if not grads:
             return loss
         clipping = any(_limit(group) < math.inf for group in self.param_groups)
-        grad_norm = _global_norm(grads) if clipping else grads[0].new_zeros((), dtype=torch.float32)
+        grad_norm = global_norm(grads) if clipping else grads[0].new_zeros((), dtype=torch.float32)
 
         for group, batch in zip(self.param_groups, batches, strict=True):
             if batch[0]:
@@ -320,7 +320,7 @@ def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
     result: dict[Tensor, Tensor] = {}
     if not gradients or all(_limit(group) == math.inf for group in groups):
         return result
-    norm = _global_norm(gradients)
+    norm = global_norm(gradients)
     for group, params in zip(groups, graded, strict=True):
         if params and _limit(group) < math.inf:
             for same in _buckets(params):
@@ -411,12 +411,16 @@ def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
     return (bucket for bucket, _ in groups.values())
 
 
-def _global_norm(grads: list[Tensor]) -> Tensor:
+def global_norm(grads: list[Tensor]) -> Tensor:
     """Norm of all gradients together: 0-d, on the first one's device, never read by the host."""
     wide = any(grad.dtype == torch.float64 for grad in grads)
     parts = []
     for (bucket,) in _buckets(grads):
-        norms = torch._foreach_norm(bucket, 2, dtype=math_dtype(bucket[0].dtype))
+        dtype = math_dtype(bucket[0].dtype)
+        if is_sharded(bucket[0]):  # of which torch 2.15 takes a dtype for a dimension
+            norms = torch._foreach_norm([grad.to(dtype) for grad in bucket])
+        else:
+            norms = torch._foreach_norm(bucket, 2, dtype=dtype)
         part: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         parts.append(part.to(grads[0].device, torch.float64 if wide else torch.float32))
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts))

@@ -507,7 +507,7 @@ def test_several_devices_in_one_group() -> None:
     opt.step()
     assert torch.equal(params[0], params[2]) and not torch.equal(params[0], torch.ones(2))
     assert opt.state[params[1]]["exp_avg"].device.type == "meta"
-    norm = lamb_module._global_norm([params[1].grad, params[0].grad.double()])
+    norm = lamb_module.global_norm([params[1].grad, params[0].grad.double()])
     assert norm.device.type == "meta" and norm.dtype == torch.float64 and norm.shape == ()
 
 

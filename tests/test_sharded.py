@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training import assert_same
 
 from kaisa_optim import KFACSGD, LAMB
+from kaisa_optim.lamb import global_norm
 
 pytestmark = pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 
@@ -234,6 +235,19 @@ def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer):
 def test_grafting_warm_up_and_early_refreshes(parts):
     helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3, "early_refreshes": (5,)}
     check(Plan((2,), parts, options=helped))
+
+
+def norms_in_half() -> tuple[float, float]:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, 8, generator=generator).bfloat16() for n in (50, 7, 1)]
+    spread = [distribute_tensor(gradient, mesh_of((2,)), [Shard(0)]) for gradient in gradients]
+    exact = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
+    return full(global_norm(spread)).item(), exact.item()
+
+
+def test_lamb_takes_norms_of_sharded_halves_in_single_precision():
+    for found, exact in run(2, norms_in_half):
+        assert found == pytest.approx(exact, rel=1e-6)
 
 
 def lamb_in_part() -> str:
