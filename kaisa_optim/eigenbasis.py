@@ -71,9 +71,10 @@ def check(optimizer: Optimizer, group: Group) -> None:
             "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
             'leave it out, or use moments="parameters"'
         )
-    if any(isinstance(beta, Tensor) for beta in group["betas"]):
+    betas = group["betas"]
+    if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
         raise ValueError(
-            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
+            f'Invalid betas: {betas}; with moments="eigenbasis" they must be two numbers'
         )
 
 

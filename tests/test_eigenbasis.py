@@ -1645,7 +1645,11 @@ def test_all_ranks_refuse_what_one_layer_cannot_have():
 
 @pytest.mark.parametrize(
     ("other", "value"),
-    [({"amsgrad": True}, "amsgrad"), ({"betas": (torch.tensor(0.5), torch.tensor(0.9))}, "betas")],
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"betas": (torch.tensor(0.5), torch.tensor(0.9))}, "betas"),
+        ({"betas": (0.5, 0.9, 0.9)}, "betas"),
+    ],
 )
 def test_later_groups_are_refused_alike(other, value):
     model = net()
