@@ -961,6 +961,8 @@ def test_torch_compile_after_construction(fresh_dynamo):
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("what", ["training", "step", "both"])
 def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
+    if what == "step" and torch.__version__ < (2, 7):
+        pytest.skip("torch 2.6 calls such a method without its object")
     x = normal(6, 4)
     runs = []
     for compiled in (True, False):
