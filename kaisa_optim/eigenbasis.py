@@ -19,6 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from . import muon
 from .algebra import out_of_basis
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
+from .sharding import parts_here
 from .stacks import Specs
 
 Group = dict[str, Any]
@@ -41,6 +42,8 @@ class Settings(NamedTuple):
 
 
 def settings(group: Group) -> Settings:
+    if len(group["betas"]) != 2:
+        raise ValueError(f"Invalid betas: {group['betas']}; two numbers are needed")
     (beta1, beta2), averaged = group["betas"], group.get("grad_averaging", True)
     corrected = group.get("bias_correction", True)
     log1, log2 = (math.log(b) if corrected and b > 0 else -math.inf for b in (beta1, beta2))
@@ -71,10 +74,9 @@ def check(optimizer: Optimizer, group: Group) -> None:
             "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
             'leave it out, or use moments="parameters"'
         )
-    betas = group["betas"]
-    if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
+    if any(isinstance(beta, Tensor) for beta in group["betas"]):
         raise ValueError(
-            f'Invalid betas: {betas}; with moments="eigenbasis" they must be two numbers'
+            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
         )
 
 
@@ -210,7 +212,7 @@ def _move(
         directions = [x.to(wide[0].dtype) for x in directions]
         descend(wide, directions, lr, decay, decoupled, group["use_nvlamb"])
         if wide[0] is not params[0]:
-            torch._foreach_copy_(params, wide)
+            torch._foreach_copy_(parts_here(params), parts_here(wide))
         return
     muon.descend(params, directions, lr, decay if decoupled else 0.0)
 

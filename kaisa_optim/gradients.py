@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .layers import Layer
 from .routes import cargo_bytes, chunks
-from .sharding import is_sharded, local
+from .sharding import parts_here
 from .stacks import alike, stack_key
 
 GradientOf = Callable[[Tensor], Tensor | None]
@@ -198,7 +198,7 @@ def blend(new: dict[Tensor, Tensor], share: float) -> None:
     raw = {p: p.grad for p in new if p.grad is not None}
     if raw:
         sides = list(raw.values()), [new[p] for p in raw]
-        theirs, mine = ([local(x) if is_sharded(x) else x for x in side] for side in sides)
+        theirs, mine = map(parts_here, sides)
         torch._foreach_lerp_(mine, theirs, 1 - share)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from .sharding import is_sharded
+from .sharding import is_sharded, parts_here
 
 __all__ = ["LAMB"]
 
@@ -282,7 +282,7 @@ def lamb(
 
     if tensors[1][0].dtype != dtype:
         for stored, values in zip(tensors[1:], (p, m, v), strict=True):
-            torch._foreach_copy_(stored, values)
+            torch._foreach_copy_(parts_here(stored), parts_here(values))
 
 
 def rate_for(lr: float | Tensor, like: Tensor) -> float | Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,12 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
+
+
+def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of what is sharded, and the rest itself, sharing memory: not every foreach
+    operation takes sharded tensors."""
+    return [local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -324,6 +324,23 @@ class Attentive(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
+def moved_halves(plan: Plan) -> dict[str, Tensor]:
+    spread = dist.is_initialized()
+    model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
+    before = full_values(model)
+    learn(plan, model, optimizer(plan, model, staggered=plan.world), range(1))
+    return {name: p - before[name] for name, p in full_values(model).items()}
+
+
+@pytest.mark.parametrize("moments", ["eigenbasis", "parameters"])
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_parameters_that_are_kept_in_half_precision(optimizer, moments):
+    plan = Plan((2,), each, optimizer, {"lr": 0.2, "damping": 0.1, "moments": moments})
+    ranks = run(2, moved_halves, plan)
+    assert_alike(ranks)
+    assert error(ranks[0], moved_halves(plan)) < 0.2
+
+
 def refused(change: str) -> str:
     model = net()
     options: dict[str, Any] = {}
