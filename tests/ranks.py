@@ -36,7 +36,7 @@ import torch.distributed as dist
 # Seconds.
 GROUP_TIMEOUT = 20.0  # of collectives
 START = 180.0  # for the processes: two cores may have many to start
-GRACE = 0.5  # for other ranks to say what went wrong with them, after the first has
+GRACE = 2.0  # for other ranks to say what went wrong with them, after the first has
 LEAVE = 10.0  # for ranks to end by themselves, which leaves them time to write what they measured
 
 

@@ -500,7 +500,7 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 
     Its own thread drops them after it has woken who waits, and on a busy machine it may be later.
     """
-    until = time.monotonic() + 10
+    until = time.monotonic() + 2
     while (count := sum(one() is not None for one in things)) > at_most:
         if time.monotonic() > until:
             break

@@ -213,14 +213,14 @@ def test_a_dead_rank_is_told(code):
 
 
 def test_a_stuck_rank_is_told():
-    error = failing(2, stuck, timeout=3)
-    assert error.errors == dict.fromkeys([0, 1], "has not answered in 3 s")
-    assert "rank 0 has not answered in 3 s" in str(error)
+    error = failing(2, stuck, timeout=10)
+    assert error.errors == dict.fromkeys([0, 1], "has not answered in 10 s")
+    assert "rank 0 has not answered in 10 s" in str(error)
     for what in " in barrier\n", " in stuck\n":
         assert what in str(error)
     assert_works(2)
-    assert fresh(2, fails, 1, timeout=1, expect_errors=True) == [
-        (None, "has not answered in 1 s"),
+    assert fresh(2, fails, 1, timeout=5, expect_errors=True) == [
+        (None, "has not answered in 5 s"),
         (None, "ValueError: wrong on 1"),
     ]
 
