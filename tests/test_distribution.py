@@ -501,11 +501,9 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
     Its own thread drops them after it has woken who waits, and on a busy machine it may be later.
     """
     until = time.monotonic() + 2
-    while (count := sum(one() is not None for one in things)) > at_most:
-        if time.monotonic() > until:
-            break
+    while (n := sum(one() is not None for one in things)) > at_most and time.monotonic() < until:
         time.sleep(0.001)
-    return count
+    return n
 
 
 def alive_when_filled(owners: list[int]) -> int:

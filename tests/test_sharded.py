@@ -311,19 +311,6 @@ def test_parameters_in_half_precision(parts):
     assert error(found, alone.factors) < 0.05
 
 
-# ---- what fits no sharding ----
-
-
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0])
-
-
 def moved_halves(plan: Plan) -> dict[str, Tensor]:
     spread = dist.is_initialized()
     model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
@@ -339,6 +326,19 @@ def test_parameters_that_are_kept_in_half_precision(optimizer, moments):
     ranks = run(2, moved_halves, plan)
     assert_alike(ranks)
     assert error(ranks[0], moved_halves(plan)) < 0.2
+
+
+# ---- what fits no sharding ----
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
 def refused(change: str) -> str:
