@@ -19,8 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kaisa_optim.account import Account, Means, Papers, Usage, Work
-from kaisa_optim.assignment import Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
+from kaisa_optim.plan.account import Account, Means, Papers, Usage, Work
+from kaisa_optim.plan.assignment import (
+    Hybrid,
+    LayerWise,
+    Opt,
+    Task,
+    WorkAssignment,
+    assign,
+    make_grid,
+)
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 STRATEGIES: dict[str, WorkAssignment] = {

@@ -1,12 +1,12 @@
 """Second-order optimizers: K-FAC inside real torch.optim classes."""
 
-from .assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
-from .damping import AdaptiveDamping
-from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
-from .muon import Muon
-from .optimizers import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
-from .scheduler import KFACParamScheduler, decay_at
+from .optim.adaptive_damping import AdaptiveDamping
+from .optim.lamb import LAMB
+from .optim.mixin import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from .optim.muon import Muon
+from .optim.scheduler import KFACParamScheduler, decay_at
+from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
 
 __version__ = "0.1.0"
 

@@ -13,5 +13,5 @@ settings.load_profile("repeatable")
 
 def pytest_sessionfinish() -> None:
     # Before the coverage of this process's ranks is combined, they must have written it.
-    if "ranks" in sys.modules:
-        sys.modules["ranks"].end_all()
+    if "tests.support.ranks" in sys.modules:
+        sys.modules["tests.support.ranks"].end_all()

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import CAN_SHARD, run
 
 from kaisa_optim import KFACAdam
+from tests.support.ranks import CAN_SHARD, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/guide.md"]

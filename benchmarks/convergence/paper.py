@@ -38,7 +38,7 @@ from benchmarks import data as sets
 from benchmarks.machine import describe
 from benchmarks.networks import CifarResNet
 from kaisa_optim import KFACSGD
-from kaisa_optim.optimizers import KFACMixin
+from kaisa_optim.optim.mixin import KFACMixin
 
 from .search import now
 from .tasks import Pairs, augmented, epochs, normalized, right

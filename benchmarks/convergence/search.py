@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from kaisa_optim.optimizers import KFACMixin
+from kaisa_optim.optim.mixin import KFACMixin
 
 from .contestants import Config, Contestant
 from .tasks import Step, Task

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.algebra import multiplies_in_half
+from kaisa_optim.linalg.products import multiplies_in_half
 
 from .tasks import Task
 

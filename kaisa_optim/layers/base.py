@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..algebra import projected_diagonal, projected_moment, second_moment
-from ..sampling import WHOLE, Part, Sample
+from ..linalg.moments import projected_diagonal, projected_moment, second_moment
+from .sampling import WHOLE, Part, Sample
 
 # Of copies of rows, made at once.
 _CHUNK_ELEMENTS = 1 << 24

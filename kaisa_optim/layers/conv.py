@@ -12,16 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..algebra import (
-    bordered,
-    fill_border,
-    moment_of_images,
-    rounded,
-    second_moment,
-    sums_images,
-)
-from ..correlation import Pairs, patch_moment, patch_sums, pays, windows
-from ..spectrum import Sizes
+from ..linalg.moments import bordered, fill_border, moment_of_images, second_moment, sums_images
+from ..linalg.patches import Pairs, patch_moment, patch_sums, pays, windows
+from ..linalg.precision import rounded
+from ..linalg.spectrum import Sizes
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch.

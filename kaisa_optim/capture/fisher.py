@@ -1,0 +1,238 @@
+"""Gradients of a model's outputs whose outer products are the Fisher information.
+
+With labels drawn from the model's own distribution, E[(∂ℓ/∂f)(∂ℓ/∂f)ᵀ] is the Hessian H of a loss ℓ
+by its outputs f, and the Fisher is the generalised Gauss-Newton matrix (Martens and Grosse 2015,
+section 2; Martens 2020, section 9). The columns of a square root of H give it without drawing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.ranks import Ranks
+from ..curvature.sums import Statistics
+from .hooks import Capture, Run
+
+KINDS = ("cross_entropy", "mse", "bce")
+_NAMES = ", ".join(f'"{name}"' for name in KINDS)
+Kind = str | Callable[[Tensor], Tensor]
+
+
+class Fisher:
+    """How the outputs of one forward pass are to be differentiated; raises where it can't be."""
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        kind: Kind,
+        dim: int | None,
+        weight: Tensor | None,
+        exact: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.outputs, self.kind, self.weight, self.exact = outputs, kind, weight, exact
+        self.generator = generator
+        _check(outputs, kind, exact, {"dim": dim, "weight": weight, "generator": generator})
+        classes = kind == "cross_entropy"
+        sides = outputs.dim()
+        if dim is None:  # torch's own for classes; for others where layers have their features
+            dim = min(1, sides - 1) if classes or sides > 3 else -1
+        self.dim = dim % sides if -sides <= dim < sides else sides
+        if self.dim == sides or (self.dim == 0 and sides > 1):
+            raise ValueError(
+                f"Invalid dim: {dim} for outputs of shape {tuple(outputs.shape)}; it must be one "
+                "behind the batch, that of the classes or features"
+            )
+        # As [examples, positions, width]; a single dimension holds one example's classes, or one
+        # number of each example.
+        self._moved = outputs.movedim(self.dim, -1).shape
+        if sides > 1:
+            self.shape = (self._moved[0], self._moved[1:-1].numel(), self._moved[-1])
+        else:
+            self.shape = (1, 1, len(outputs)) if classes else (len(outputs), 1, 1)
+        self.width = 1 if classes else self.shape[2]  # losses at each position
+        self.count = self.shape[0] * self.shape[1] * self.width
+        self._check_weight()
+
+    def _check_weight(self) -> None:
+        if self.weight is None:
+            return
+        allowed = [self._moved[:-1]] if self.outputs.dim() > 1 else [torch.Size()]
+        if self.kind != "cross_entropy":
+            allowed.append(self.outputs.shape)
+        if not isinstance(self.weight, Tensor) or self.weight.shape not in allowed:
+            given = getattr(self.weight, "shape", None)
+            said = repr(self.weight) if given is None else f"shape {tuple(given)}"
+            shapes = " or ".join(str(tuple(shape)) for shape in allowed)
+            raise ValueError(
+                f"Invalid weight: {said}; it must be a tensor of shape {shapes}, one number for "
+                "each loss, 0 for those that do not count"
+            )
+
+    def seed(self, *numbers: int) -> None:
+        """Draw from a stream of these numbers' own, unless the user has given one."""
+        if self.generator is None and not self.exact and not callable(self.kind):
+            digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+            self.generator = torch.Generator(self.outputs.device)
+            self.generator.manual_seed(int.from_bytes(digest, "big"))
+
+    def draw(self, capture: Capture, statistics: Statistics) -> None:
+        """Gather G; its scale is that of the sum of the terms that K counts."""
+        summed = statistics.loss_reduction == "sum" or callable(self.kind)
+        counted = isinstance(statistics.loss_terms, str)
+
+        def scale(runs: Iterable[Run]) -> float:
+            if summed:
+                return 1.0
+            # A mean over all losses; a number of terms is one of positions.
+            return statistics.terms_of(runs) / max(1, self.count) if counted else 1 / self.width
+
+        capture.draw(self.outputs, self.columns(relative=counted and not summed), scale)
+
+    def columns(self, relative: bool) -> Iterator[Tensor]:
+        """Gradients of the outputs; ``relative`` weights count as shares of their sum."""
+        if callable(self.kind):
+            yield _own(self.kind, self.outputs)
+            return
+        factor = self._root_of_weight(relative)
+        outputs = self._as_rows(self.outputs.detach()).to(self._dtype)
+        for column in _exact(outputs, self.kind) if self.exact else self._drawn(outputs):
+            rows = column if factor is None else column * factor
+            back = rows.reshape(self._moved).movedim(-1, self.dim)
+            yield back.to(self.outputs.dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self.outputs.dtype, torch.float32)
+
+    def _as_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.movedim(self.dim, -1).reshape(self.shape)
+
+    def _root_of_weight(self, relative: bool) -> Tensor | None:
+        if self.weight is None:
+            return None
+        weight = self.weight.detach().to(self.outputs.device, self._dtype)
+        if weight.shape == self.outputs.shape and self.kind != "cross_entropy":
+            weight = self._as_rows(weight)
+        else:
+            weight = weight.reshape(*self.shape[:2], 1)
+        if relative:
+            # Their mean is 1, so that small numbers of half precision are not made smaller.
+            total = weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+            weight = weight * (weight.numel() / total)
+        return weight.sqrt()
+
+    def _drawn(self, outputs: Tensor) -> Iterator[Tensor]:
+        if self.kind == "mse":
+            yield torch.empty_like(outputs).normal_(0, math.sqrt(2), generator=self.generator)
+        elif self.kind == "bce":
+            p = outputs.sigmoid()
+            yield p - (torch.empty_like(p).uniform_(generator=self.generator) < p).to(p.dtype)
+        else:
+            p = outputs.softmax(-1)
+            # The first of competing exponential clocks with rates p rings with probability p.
+            clocks = torch.empty_like(p).exponential_(generator=self.generator)
+            label = (p / clocks).argmax(-1, keepdim=True)
+            yield p - torch.zeros_like(p).scatter_(-1, label, 1.0)
+
+
+def _exact(outputs: Tensor, kind: str) -> Iterator[Tensor]:
+    """Every column of H's square root, at one position of all examples at a time."""
+    if kind == "mse":
+        deviation = torch.full_like(outputs, math.sqrt(2))
+    elif kind == "bce":
+        deviation = (outputs.sigmoid() * (-outputs).sigmoid()).sqrt()
+    else:
+        p = outputs.softmax(-1)
+        deviation = p.sqrt()
+    for position in range(outputs.shape[1]):
+        for i in range(outputs.shape[2]):
+            column = torch.zeros_like(outputs)
+            if kind == "cross_entropy":  # √pᵢ (eᵢ − p)
+                column[:, position] = p[:, position] * -deviation[:, position, i, None]
+            column[:, position, i] += deviation[:, position, i]
+            yield column
+
+
+def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
+    """The gradient that a user's callable makes, or that of the loss that it returns."""
+    leaf = outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        made = kind(leaf)
+    if isinstance(made, Tensor) and made.shape == outputs.shape:
+        return made.detach().to(outputs.dtype)
+    if isinstance(made, Tensor) and made.dim() == 0 and made.requires_grad:
+        return torch.autograd.grad(made, leaf)[0]
+    said = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
+    raise ValueError(
+        f"Invalid kind: its callable returned {said}; it must return a loss of its argument, as a "
+        f"scalar that can be differentiated, or the gradient, of shape {tuple(outputs.shape)}"
+    )
+
+
+def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) -> None:
+    if not callable(kind) and kind not in KINDS:
+        raise ValueError(f"Invalid kind: {kind!r}; it must be {_NAMES} or a callable")
+    if not isinstance(outputs, Tensor):
+        raise ValueError(
+            f"Invalid outputs: {type(outputs).__name__}; pass the tensor that the loss is of"
+        )
+    if outputs.dim() == 0 or not outputs.is_floating_point():
+        raise ValueError(
+            f"Invalid outputs: shape {tuple(outputs.shape)}, {outputs.dtype}; they must be real "
+            "numbers, the batch first"
+        )
+    if not outputs.requires_grad:
+        raise ValueError(
+            "Invalid outputs: they have no graph; pass what the model returned with gradients "
+            "enabled, before loss.backward()"
+        )
+    if callable(kind):
+        _check_call(kind)
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"Invalid {given[0]}: a callable kind makes the gradient alone; leave it out"
+            )
+    if exact and callable(kind):
+        raise ValueError(
+            "Invalid exact: True for a callable kind, of which no Hessian is known; it can be for "
+            + _NAMES
+        )
+    if exact and others["generator"] is not None:
+        raise ValueError("Invalid generator: exact=True draws nothing; leave it out")
+
+
+def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
+    try:
+        called = inspect.signature(kind.forward if isinstance(kind, nn.Module) else kind)
+    except ValueError:  # a builtin, of which nothing is known
+        return
+    try:
+        called.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"Invalid kind: {kind!r} is called with the outputs alone, for which it draws labels "
+            f"by itself ({error}); a loss that torch has goes by its name, {_NAMES}"
+        ) from None
+
+
+def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
+    """Some passes of a step had their gradients drawn and others not: name them on all ranks."""
+    theirs = ranks.all_of((calls, own[:3]), "naming passes that were not drawn for")
+    said = "; ".join(
+        f"rank {rank}: {calls} calls" + (f", not for {', '.join(names)}" if names else "")
+        for rank, (calls, names) in enumerate(theirs)
+    )
+    raise RuntimeError(
+        f"sample_fisher was called for some passes of this step and not for others ({said}): call "
+        "it on every rank between each forward pass and its backward pass, for all outputs that "
+        "the loss is of. Layers under torch.utils.checkpoint can be reached with "
+        "use_reentrant=False only"
+    )

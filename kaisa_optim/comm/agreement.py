@@ -1,0 +1,114 @@
+"""What all ranks must have alike: compared by a sum of checksums, named where it differs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ranks import Ranks
+
+_BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole numbers in float64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(thing: Any) -> int:
+    """A number that most likely differs where the things differ."""
+    return zlib.crc32(repr(thing).encode()) & _BITS
+
+
+def alike(world: int, total: float, squares: float) -> bool:
+    """Whether whole numbers, one a rank, are all equal, from their sum and that of their squares.
+
+    In integers: the square of the sum has more digits than a float.
+    """
+    return world * int(squares) == int(total) ** 2
+
+
+def compare(
+    ranks: Ranks,
+    mine: dict[str, Any],
+    what: str,
+    error: Exception | None = None,
+    doing: str = "matching model and parameters",
+    told: bool = False,
+) -> None:
+    """Raise on all ranks where one has an error, from ``doing``, or something else than another.
+
+    ``told``: each has raised its own error already, so that what all have is no news.
+    """
+    code = checksum(mine)
+    numbers = [float(error is not None), code, code**2]
+    failed, once, squared = ranks.add_up(
+        torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
+    ).tolist()
+    if failed and not (told and failed == ranks.world):
+        raise_together(ranks, error, doing)
+    if not alike(ranks.world, once, squared):
+        raise_difference(ranks, mine, what)
+
+
+def warn(ranks: Ranks, text: str, stacklevel: int = 1) -> None:
+    """Say once what all ranks have found alike: rank 0 does.
+
+    Where warnings are errors all raise, and none is left waiting for the others.
+    """
+    with contextlib.nullcontext() if ranks.rank == 0 else warnings.catch_warnings(record=True):
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None:
+    """Raise on all ranks where tensors differ in a bit; waits for the device."""
+    if not named:
+        return
+    names, codes = list(named), _bits(named.values())
+    once, squared = ranks.add_up(
+        torch.stack([codes, codes**2]).double(), "comparing weights and gradients"
+    ).tolist()
+    for name, total, squares in zip(names, once, squared, strict=True):
+        if not alike(ranks.world, total, squares):
+            theirs = ranks.all_of(int(codes[names.index(name)]), "naming what differs")
+            others = [rank for rank, code in enumerate(theirs) if code != theirs[0]]
+            raise RuntimeError(f"{name} on ranks {others} is not the one of rank 0: {remedy}")
+
+
+def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
+    """Raise on all ranks what has failed on some."""
+    texts = ranks.all_of(
+        None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
+    )
+    if error is not None:
+        raise error
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"K-FAC stops on all ranks, since {doing} failed on {causes}")
+
+
+def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
+    """Name one thing that differs, and the ranks."""
+    theirs = ranks.all_of(mine, f"comparing {what}")
+    for rank, values in enumerate(theirs[1:], 1):
+        # A layer too many changes a group's sizes too, and says more.
+        for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
+            first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
+            if repr(first) != repr(other):  # as checksums have it, to which True is not 1
+                raise ValueError(
+                    f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
+                    "need the same model and options"
+                )
+    raise ValueError(f"Invalid {what}: they differ among the ranks")
+
+
+def _bits(tensors: Iterable[Tensor]) -> Tensor:
+    """A checksum of each tensor's bits, on the CPU."""
+    sums = [
+        t.detach().contiguous().view(_INTEGERS[t.dtype.itemsize]).sum(dtype=torch.int64)
+        for t in tensors
+    ]
+    total = torch.stack([s.cpu() for s in sums])
+    # All of it counts: the low bits of float32 weights in float64 are zero.
+    return (total ^ total >> 20 ^ total >> 40) & _BITS

@@ -1,0 +1,561 @@
+"""How bytes move among the ranks: sums to their owners, copies from one rank to a group.
+
+Nothing here knows what the bytes mean. All ranks call the same methods in the same order; which
+order that is follows from what all of them know.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan.assignment import Grid
+from ..plan.routes import (
+    Bucket,
+    Moves,
+    Piece,
+    adder_to_all,
+    cargo_bytes,
+    chunks,
+    owner_to_adder,
+    route,
+)
+
+_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
+
+
+class Parcel(NamedTuple):
+    """A flat tensor of which the owner wants the sum over all ranks."""
+
+    key: Any  # what the sum is known by
+    owner: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype  # of the sum
+
+
+class Shipment(NamedTuple):
+    """Tensors that ``root`` has and the other members of its group want; shaped alike on all."""
+
+    root: int
+    size: int  # of all, as cargo_bytes tells
+    tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
+    done: Callable[[], None] | None = None  # called when they are filled
+    ahead: Callable[[], object] | None = None  # work of the root that need not wait for others
+
+
+class Circle(NamedTuple):
+    """Ranks that share what one of them has."""
+
+    members: Sequence[int]
+    shipments: list[Shipment]
+
+
+class Thing(NamedTuple):
+    """A tensor that one rank has, as all ranks know it."""
+
+    key: Any
+    source: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tensor: Tensor | None  # on its source
+
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def like(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class _Flight(NamedTuple):
+    bucket: Bucket[Parcel]
+    sent: Tensor  # alive until it has arrived
+    received: Tensor
+    scales: Tensor | None
+    work: Any
+
+
+class _Added(NamedTuple):
+    bucket: Bucket[Parcel]
+    part: Tensor  # the sum of what this rank adds up
+    scales: Tensor | None
+
+
+class _Round(NamedTuple):
+    """Shipments that travel together."""
+
+    flat: Tensor
+    relay: Callable[[], None] | None  # waits for what this rank is to pass on
+    moves: Moves  # from there to all
+    targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
+    shipments: list[Shipment]
+
+
+def _is_group(group: Any) -> bool:
+    if not dist.is_available():
+        return False
+    # Ranks that are not in it have a placeholder.
+    return isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
+
+
+class Ranks:
+    """The ranks of one K-FAC world, over one process group; of one process, nothing moves.
+
+    Copies within a column or a row of the grid go over the whole group, too: groups of their own
+    would be many, and ranks that are not in ``group`` would have to take part in making them.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        bucket_cap_mb: float,
+        comm_dtype: torch.dtype | None,
+        device: torch.device | None = None,  # of the model
+    ) -> None:
+        self.bucket_bytes = int(bucket_cap_mb * 2**20)
+        self.comm_dtype = comm_dtype
+        self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
+        self.group = group
+        if group is not None and not _is_group(group):
+            raise ValueError(
+                f"Invalid process_group: {group!r}; it must be a torch.distributed process group, "
+                "as new_group() makes one or a DeviceMesh's get_group(), or None for the default "
+                "group"
+            )
+        self.rank, self.world = 0, 1
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self.group = group if group is not None else dist.group.WORLD
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                "Invalid process_group: this rank is not in it; build the optimizer on its "
+                "members only"
+            )
+        self.grid = Grid(1, 1)
+        # Where the words that the host reads are exchanged: a device only if it must be.
+        self._host = torch.device("cpu")
+        if self.world > 1 and "cpu" not in [device.type for device in self.group._device_types]:
+            self._host = torch.device(self.group._device_types[0])
+            if device is not None and device.type == self._host.type:
+                self._host = device
+
+    @property
+    def on_device(self) -> str | None:
+        """The device whose backend carries the words that the host reads, if the CPU has none."""
+        return None if self._host.type == "cpu" else self._host.type
+
+    def members(self) -> list[int]:
+        """The global ranks, in the order of this group's."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    # ---- on the host ----
+
+    def add_up(self, numbers: Tensor, during: str) -> Tensor:
+        """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        if self.world == 1:
+            return numbers
+        total = numbers.to(self._host, copy=True)
+        with _named(during):
+            dist.all_reduce(total, group=self.group)
+            total = total.cpu()
+        self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
+        return total
+
+    def add_up_there(self, numbers: Tensor, kind: str) -> Tensor:
+        """Sums over all ranks of a few numbers where they are, without a look from the host."""
+        with _named(f"exchanging {kind}"):
+            dist.all_reduce(numbers, group=self.group)
+        self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
+        return numbers
+
+    def all_of(self, thing: Any, during: str) -> list[Any]:
+        """What every rank says, in the order of ranks; for the rare cases."""
+        if self.world == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        with _named(during):
+            dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+    # ---- sums ----
+
+    def reduce(
+        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+    ) -> Iterator[dict[Any, Tensor]]:
+        """Bring every parcel's sum to its owner, in buckets; yields what is mine of some of them.
+
+        ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
+        whomever, so that the sums' bits depend neither on the owners nor on the buckets.
+        """
+        added: list[_Added] = []
+        coming: Counter[int] = Counter()  # bytes that owners are to receive of that
+        for one in self._buckets_added_up(parcels, fill, kind):
+            if not one.bucket.passed_on:
+                yield self._pass_on([one], kind)
+                del one  # nor what the sum was made of, while the next bucket is filled
+                continue
+            itemsize = one.part.element_size()
+            more = Counter({owner: n * itemsize for owner, n in one.bucket.passed_on.items()})
+            most = max(coming.values(), default=0)
+            if added and (
+                max((coming + more).values()) > max(most, self.bucket_bytes)
+                or one.part.device != added[0].part.device
+            ):
+                yield self._pass_on(added, kind)
+                coming.clear()
+            added.append(one)
+            coming += more
+        if added:
+            yield self._pass_on(added, kind)
+
+    def _buckets_added_up(
+        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+    ) -> Iterator[_Added]:
+        """One after the other, while the terms of the next are on their way."""
+        on_the_way: deque[_Flight] = deque()
+        for bucket in self.buckets(parcels):
+            on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
+            if len(on_the_way) == _IN_FLIGHT:
+                yield self._add_up(on_the_way.popleft(), kind)
+        while on_the_way:
+            yield self._add_up(on_the_way.popleft(), kind)
+
+    def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
+        """Parcels of one device and dtype, up to the size that the user has set."""
+        for same in _by_place(parcels):
+            limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
+            for chunk in chunks(same, lambda parcel: parcel.size, limit):
+                yield Bucket(chunk, self.world)
+
+    def _send(self, bucket: Bucket[Parcel], terms: list[Tensor], kind: str) -> _Flight:
+        place = bucket.parcels[0]
+        wire = self.comm_dtype or place.dtype
+        scales = None
+        if wire == torch.float16:
+            scales = self._common_scales(terms, kind)
+            terms = list(torch._foreach_div(terms, list(scales.unbind())))
+        flat = torch.zeros(bucket.size, dtype=wire, device=place.device)
+        targets = [flat[s : s + p.size] for s, p in zip(*self._starts(bucket), strict=True)]
+        torch._foreach_copy_(targets, terms)
+        ordered = [piece for pieces in bucket.to_add for piece in pieces]
+        if any(a.stop != b.start for a, b in itertools.pairwise(ordered)):
+            flat = torch.cat([flat[p.start : p.stop] for p in ordered])
+        sizes = bucket.sizes
+        mine = sizes[self.rank]
+        received = torch.empty(self.world * mine, dtype=wire, device=place.device)
+        work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
+        return _Flight(bucket, flat, received, scales, work)
+
+    def _starts(self, bucket: Bucket[Parcel]) -> tuple[list[int], list[Parcel]]:
+        return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
+
+    def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
+        """The largest magnitude of each parcel on any rank: float16 has few exponents."""
+        peaks = torch.stack(torch._foreach_norm(terms, math.inf))
+        peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
+        with _named(f"sending {kind}"):
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
+        self.received[kind] += 2 * peaks.nbytes * (self.world - 1) // self.world
+        return peaks
+
+    def _add_up(self, flight: _Flight, kind: str) -> _Added:
+        bucket, dtype = flight.bucket, flight.bucket.parcels[0].dtype
+        with _named(f"receiving {kind}"):
+            flight.work.wait()
+        part = _added_up(flight.received.view(self.world, -1).to(dtype))
+        if bucket.passed_on:  # it may wait for more, but not with all that has been received
+            part = part.clone()
+        return _Added(bucket, part, flight.scales)
+
+    def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
+        """Give other owners what is theirs, and take apart what is mine.
+
+        Of several buckets at once, which are then forgotten: a large factor's has one owner, for
+        whom alone all others would wait, bucket by bucket.
+        """
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+        incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+        kept: list[tuple[Tensor, Tensor]] = []
+        mine: dict[Any, Tensor] = {}
+        scales: list[tuple[Tensor, Tensor]] = []
+        for bucket, part, factors in added:
+            coming = bool(bucket.passed_on)
+            start, stop = bucket.owned[self.rank]
+            own = part.new_empty(stop - start) if coming else part  # which is then all that I own
+            sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
+            for piece, numbers in zip(bucket.to_add[self.rank], part.split(sizes), strict=True):
+                if piece.owner != self.rank:
+                    outgoing[piece.owner].append(numbers)
+                elif coming:
+                    kept.append((own[piece.start - start : piece.stop - start], numbers))
+            for piece in bucket.pieces if coming else ():
+                if piece.owner == self.rank != piece.adder:
+                    incoming[piece.adder].append(own[piece.start - start : piece.stop - start])
+            for i, parcel in enumerate(bucket.parcels):
+                if parcel.owner == self.rank:
+                    at = bucket.start[i] - start
+                    mine[parcel.key] = own[at : at + parcel.size]
+                    if factors is not None:
+                        scales.append((mine[parcel.key], factors[i]))
+        if kept:
+            targets, sources = zip(*kept, strict=True)
+            torch._foreach_copy_(targets, sources)
+        if any(one.bucket.passed_on for one in added):
+            self.swap(outgoing, incoming, added[0].part.device, kind)
+        added.clear()
+        if scales:
+            scaled, by = zip(*scales, strict=True)
+            torch._foreach_mul_(scaled, by)
+        return mine
+
+    def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:
+        """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
+        parts = [flat[start:stop] for start, stop in moves.outgoing]
+        sent = torch.cat(parts) if parts else flat.new_empty(0)
+        received = flat.new_empty(sum(moves.sizes_in))
+        work = self._exchange(received, list(moves.sizes_in), sent, list(moves.sizes_out), kind)
+
+        def finish(sent: Tensor = sent) -> None:  # which stays alive until then
+            with _named(f"receiving {kind}"):
+                work.wait()
+            _put(flat, moves.incoming, received)
+
+        return finish
+
+    def _exchange(
+        self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
+    ) -> Any:
+        """Bytes, since not every backend takes every dtype."""
+        item = sent.dtype.itemsize
+        self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
+        with _named(f"sending {kind}"):
+            return dist.all_to_all_single(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [n * item for n in sizes_in],
+                [n * item for n in sizes_out],
+                group=self.group,
+                async_op=True,
+            )
+
+    # ---- copies ----
+
+    def from_one(self, root: int, tensors: list[Tensor], kind: str) -> None:
+        """Give ``root``'s tensors to all ranks."""
+        if tensors:
+            size = cargo_bytes(tensor.nbytes for tensor in tensors)
+            shipment = Shipment(root, size, lambda: tensors)
+            self.spread([Circle(range(self.world), [shipment])], tensors[0].device, kind)
+
+    def swap(
+        self,
+        outgoing: list[list[Tensor]],
+        incoming: list[list[Tensor]],
+        device: torch.device,
+        kind: str,
+    ) -> None:
+        """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
+        if self.world == 1:
+            torch._foreach_copy_(incoming[0], outgoing[0])
+            return
+        sent, views = _carve([t for tensors in outgoing for t in tensors], device)
+        if views:
+            torch._foreach_copy_(views, [t for tensors in outgoing for t in tensors])
+        sizes = [[cargo_bytes(t.nbytes for t in x) for x in part] for part in (outgoing, incoming)]
+        received = sent.new_empty(sum(sizes[1]))
+        work = self._exchange(received, sizes[1], sent, sizes[0], kind)
+        with _named(f"exchanging {kind}"):
+            work.wait()
+        targets = [t for tensors in incoming for t in tensors]
+        if targets:
+            torch._foreach_copy_(targets, _views(received, targets))
+
+    def collect(self, things: list[Thing], to: int, kind: str) -> dict[Any, Tensor]:
+        """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
+        found: dict[Any, Tensor] = {}
+        for same in _by_device(things):
+            for chunk in chunks(same, Thing.bytes, self.bucket_bytes):
+                mine = [x for x in chunk if x.source == self.rank]
+                sizes_in = [
+                    cargo_bytes(x.bytes() for x in chunk if x.source == rank and to == self.rank)
+                    for rank in range(self.world)
+                ]
+                sizes_out = [0] * self.world
+                sent = torch.empty(0, dtype=torch.uint8, device=chunk[0].device)
+                if mine:
+                    sent, views = _carve([x.like() for x in mine], sent.device)
+                    torch._foreach_copy_(views, [x.tensor for x in mine if x.tensor is not None])
+                    sizes_out[to] = sent.numel()
+                received = sent.new_empty(sum(sizes_in))
+                work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+                with _named(f"collecting {kind}"):
+                    work.wait()
+                if to == self.rank:
+                    received = received.cpu()
+                    came = sorted(chunk, key=lambda x: x.source)
+                    views = _views(received, [x.like() for x in came])
+                    found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
+        return found
+
+    def spread(self, groups: Sequence[Circle], device: torch.device, kind: str) -> None:
+        """Give each group's shipments from their roots to all its members.
+
+        Groups have no rank in common. One may stand for all, if the others' shipments are of the
+        same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
+        on their way; what it may do ahead it does before it waits for any of them. What one root
+        could not send to all in time goes by way of other members, and meanwhile the next round
+        begins.
+        """
+        rounds = [list(chunks(g.shipments, lambda x: x.size, self.bucket_bytes)) for g in groups]
+        begun: deque[_Round] = deque()
+        on_the_way: deque[Callable[[], None]] = deque()
+        ahead = deque(
+            x.ahead for parts in rounds for part in parts for x in part if x.ahead is not None
+        )
+
+        def before_waiting() -> None:
+            while ahead:
+                ahead.popleft()()
+
+        def send_on() -> None:
+            flat, relay, moves, targets, shipments = begun.popleft()
+            if relay is not None:
+                before_waiting()
+                relay()
+                relay = None  # nor what it has received
+            finish = self._move(flat, moves, kind)
+            on_the_way.append(functools.partial(_unload, finish, targets, shipments))
+
+        for i in range(max(map(len, rounds), default=0)):
+            pieces: tuple[Piece, ...] = ()
+            members: Sequence[int] = ()
+            shipments: list[Shipment] = []
+            relayed = False
+            for group, parts in zip(groups, rounds, strict=True):
+                if i < len(parts):
+                    segments = tuple((x.root, x.size) for x in parts[i])
+                    ways = route(tuple(group.members), segments)
+                    relayed = relayed or any(p.adder != p.owner for p in ways)
+                    if self.rank in group.members:
+                        members, shipments, pieces = group.members, parts[i], ways
+            flat, targets = self._loaded(shipments, device)
+            relay = None
+            if relayed:
+                relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
+            moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
+            begun.append(_Round(flat, relay, moves, targets, shipments))
+            while begun and (begun[0].relay is None or len(begun) > 1):
+                send_on()
+            if len(begun) + len(on_the_way) == _IN_FLIGHT:
+                before_waiting()
+                on_the_way.popleft()()
+        while begun:
+            send_on()
+        while on_the_way:
+            on_the_way.popleft()()
+
+    def _loaded(
+        self, shipments: list[Shipment], device: torch.device
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """What this rank sends as bytes, with room for the rest; and what that will fill."""
+        flat = torch.empty(sum(x.size for x in shipments), dtype=torch.uint8, device=device)
+        targets: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        for shipment in shipments:
+            tensors = shipment.tensors()
+            parts = _views(flat[at : at + shipment.size], tensors)
+            at += shipment.size
+            if shipment.root == self.rank:
+                torch._foreach_copy_(parts, tensors)
+            else:
+                targets += zip(tensors, parts, strict=True)
+        return flat, targets
+
+
+def _unload(
+    finish: Callable[[], None],
+    targets: list[tuple[Tensor, Tensor]],
+    shipments: list[Shipment],
+) -> None:
+    """Wait for what has been sent here, and put it where it belongs."""
+    finish()
+    if targets:
+        tensors, parts = zip(*targets, strict=True)
+        torch._foreach_copy_(tensors, parts)
+    for shipment in shipments:
+        if shipment.done is not None:
+            shipment.done()
+
+
+def _added_up(rows: Tensor) -> Tensor:
+    """The sum of the ranks' rows, which are written into, always in the same tree.
+
+    Elementwise: the bits of ``sum(0)`` would depend on where in the buffer an element lies.
+    """
+    count = rows.shape[0]
+    while count > 1:
+        half = count // 2
+        rows[:half] += rows[count - half : count]
+        count -= half
+    return rows[0]
+
+
+def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None:
+    """Write values that lie one part after the other to where the parts belong."""
+    at = 0
+    for start, stop in parts:
+        flat[start:stop] = values[at : at + stop - start]
+        at += stop - start
+
+
+def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """One buffer of bytes for all, and views of it shaped like them."""
+    size = cargo_bytes(tensor.nbytes for tensor in tensors)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffer, _views(buffer, tensors)
+
+
+def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    views, start = [], 0
+    for tensor in tensors:
+        view = buffer[start : start + tensor.nbytes]
+        views.append(view.view(tensor.dtype).view(tensor.shape))
+        start += cargo_bytes([tensor.nbytes])
+    return views
+
+
+def _by_device(things: list[Thing]) -> list[list[Thing]]:
+    devices: dict[torch.device, list[Thing]] = {}
+    for thing in things:
+        devices.setdefault(thing.device, []).append(thing)
+    return list(devices.values())
+
+
+def _by_place(parcels: list[Parcel]) -> list[list[Parcel]]:
+    places: dict[tuple[torch.device, torch.dtype], list[Parcel]] = {}
+    for parcel in parcels:
+        places.setdefault((parcel.device, parcel.dtype), []).append(parcel)
+    return list(places.values())
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say what K-FAC was doing when the other ranks did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"K-FAC lost other ranks while {what}: one of them has failed, left, timed out or did "
+            "not make this call; its own log says why"
+        ) from error

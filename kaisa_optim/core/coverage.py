@@ -1,0 +1,213 @@
+"""Which parameters of a model K-FAC covers, and why not the others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..comm.sharding import is_sharded
+from ..layers import Layer, check_sizes, is_registered, kind_of
+
+
+@dataclass
+class Coverage:
+    layers: dict[str, Layer] = field(default_factory=dict)
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
+    skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
+    # Of those that were never to be covered, the reason.
+    left: dict[Tensor, str] = field(default_factory=dict)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner: object = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def cover(
+    model: nn.Module,
+    trained: Collection[Tensor],
+    *,
+    skip_layers: tuple[str, ...],
+    max_factor_size: float,
+    papers_only: bool,
+    warn: Callable[[str, int], None] | None,
+    matrices_by_output: bool = False,
+) -> Coverage:
+    """Match the model's modules with the layer kinds, for the parameters in ``trained``.
+
+    With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
+    """
+    names = _parameter_names(model)
+    skipped_by = _skipped_modules(model, skip_layers, warn)
+    found = Coverage()
+    reasons: dict[Tensor | None, str] = {}
+    claimed: set[nn.Module] = set()  # parts of a covered module
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p in trained]
+        if module in claimed:
+            continue
+        if module in skipped_by:
+            found.skipped.update((names[p][0], skipped_by[module]) for p in own)
+            reasons.update((p, "") for p in own)
+            continue
+        kind = kind_of(module)
+        reason = _why_not(module, kind, papers_only)
+        if kind is not None and kind.intercepts():  # it calls none of its parts as a module
+            inner = [child for child in module.modules() if child is not module]
+            claimed.update(inner)
+            own += [p for child in inner for p in child._parameters.values() if p in trained]
+        if kind is None or reason is not None:
+            reasons.update((p, reason or "") for p in own)
+            continue
+        claimed.update(child for child in module.modules() if child is not module)
+        for layer in kind.layers_of(name, module):
+            if papers_only and not layer.in_papers:
+                reasons.update((p, _PAPERS_ONLY) for p in own)
+                continue
+            for own_parameter in (layer.weight, layer.bias):
+                if own_parameter is not None and len(names[own_parameter]) > 1:
+                    reasons[own_parameter] = "shared by " + " and ".join(names[own_parameter])
+            if layer.weight is None or layer.weight in reasons:
+                # A weight that is computed, or used elsewhere too, is no Kronecker product here.
+                reason = f"{type(module).__name__} whose weight is no parameter of its own"
+                reasons.update((p, reason) for p in own if p not in reasons)
+                continue
+            if layer.bias in reasons:
+                layer.bias = None
+            layer.wide = max_factor_size
+            if matrices_by_output and not kind.multiplies:
+                reasons[layer.weight] = _NO_MATRIX
+                continue
+            layer.without_input = matrices_by_output
+            has_bias = layer.bias is not None and layer.bias in trained
+            layer.trained = (layer.weight in trained, has_bias)
+            if any(layer.trained):
+                check_sizes(layer)
+                layer.covers = layer.covers_now()
+                found.layers[layer.name] = layer
+    _leave_out_biases_in_part(found, reasons)
+    covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
+    for parameter in trained:
+        if parameter not in covered and reasons.get(parameter) != "":
+            reason = reasons.get(parameter, "a parameter that its layer kind does not use")
+            found.uncovered[names[parameter][0]] = reason
+    return found
+
+
+def beside_matrices(model: nn.Module) -> set[Tensor]:
+    """Parameters, of any shape, that multiply no input as a matrix: embeddings and norms."""
+    found: set[Tensor] = set()
+    for module in unwrapped(model).modules():
+        kind = kind_of(module)
+        table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if table or (kind is not None and not kind.multiplies):
+            found.update(p for p in module._parameters.values() if p is not None)
+    return found
+
+
+def refuse_flattened(model: nn.Module) -> None:
+    """Of the model as it is wrapped."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "Invalid model: FullyShardedDataParallel flattens parameters, so that no layer has a "
+            "weight matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+            "DistributedDataParallel"
+        )
+
+
+def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
+    """A bias of which some rows belong to no layer would get a step of which they are no part."""
+    rows: Counter[Tensor] = Counter()
+    for layer in found.layers.values():
+        if layer.bias is not None:
+            rows[layer.bias] += layer.bias_rows
+    for name, layer in list(found.layers.items()):
+        if layer.bias is not None and rows[layer.bias] < layer.bias.numel():
+            reasons[layer.bias] = "a bias that projections share, one of which is not covered"
+            layer.bias = None
+            layer.trained = (layer.trained[0], False)
+            layer.covers = layer.covers_now()
+            if not any(layer.trained):
+                del found.layers[name]
+
+
+_NO_MATRIX = "no matrix that multiplies an input"
+_PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+
+
+def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Every place where a parameter is registered, each module counted once."""
+    names: dict[Tensor, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
+    """Refuse parameters that are not the model's, or have no shape yet."""
+    names = _parameter_names(model)
+    for parameter in trained:
+        if parameter not in names:
+            raise ValueError(
+                f"Invalid params: a parameter of shape {tuple(parameter.shape)} does not belong to "
+                "the model; pass the model whose parameters you optimize as model="
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Invalid params: {names[parameter][0]} has no shape yet; run the lazy model once "
+                "before you build the optimizer"
+            )
+
+
+def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
+    title = type(module).__name__
+    if kind is None and is_registered(module):
+        return f"{title} overrides a covered forward"
+    if kind is None and next(module.children(), None) is not None:
+        return f"a parameter of {title}'s own, outside of any layer"
+    if kind is None:
+        return f"no layer kind is registered for {title}"
+    if any(p is not None and not p.is_floating_point() for p in module._parameters.values()):
+        return f"{title} is not real-valued"
+    if kind.intercepts() and any(is_sharded(p) for p in module._parameters.values()):
+        return f"{title}: its weights are sharded, and its projections can't be told apart then"
+    why = kind.unsupported(module)
+    return None if why is None else f"{title}: {why}"
+
+
+def _skipped_modules(
+    model: nn.Module,
+    patterns: tuple[str, ...],
+    warn: Callable[[str, int], None] | None,
+) -> dict[nn.Module, str]:
+    """Modules whose name or class matches a pattern, each with all that it contains."""
+    skipped: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        matches = [
+            module
+            for name, module in model.named_modules()
+            if re.search(pattern, name) or re.search(pattern, type(module).__name__)
+        ]
+        if warn is not None and not matches:
+            text = (
+                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
+                "names (as in model.named_modules()) and class names"
+            )
+            warn(text, 8)  # the line that builds the optimizer
+        for module in matches:
+            skipped.update((child, pattern) for child in module.modules())
+    return skipped

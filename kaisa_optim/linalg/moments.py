@@ -1,0 +1,291 @@
+"""Second moments of rows, and symmetric matrices packed as triangles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .precision import _asked, rounded
+from .products import (
+    _MUCH,
+    _into_float32,
+    _linear_for,
+    _multiplies_into_float32,
+    multiplies_in_half,
+    multiplies_slowly,
+    product,
+)
+
+# Columns, and multiplications, from which half of a symmetric product is saved by parts.
+_HALVED = 192
+_HALVED_MUCH = 1 << 27
+_WIDE = 256  # columns from which it is saved by oneDNN
+_LEAST_HALVED = 128  # the fewest of which it is, there and of many rows, and so anywhere
+_TALL = 32  # rows for each column, from which it is saved of fewer
+_LONG = 4  # positions for each channel, from which images are multiplied as they lie
+_ALIGNED = 16  # columns that products take at a time
+_LEAST = 64  # rows, and columns, from which units for half precision pay
+_PARTS = 4
+_FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
+
+
+def second_moment(
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    diagonal: bool,
+    append_one: bool = False,
+    lower: bool = False,
+) -> Tensor:
+    """Σ r rᵀ over ``rows`` ``[k, N, n]``, in ``dtype``: ``[k, n, n]``, or its diagonal ``[k, n]``.
+
+    ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
+    in half precision are multiplied by units for it, with sums in float32, where there are such.
+    ``lower``: what is not in its :func:`lower_parts` may be anything until it is :func:`mirrored`.
+    """
+    if not diagonal and dtype == torch.float32 and _takes_halves(rows):
+        return _moment(rows, append_one, lower)
+    rows = rows.to(dtype)
+    if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
+        rows = rounded(rows)
+    return _plain_moment(rows, diagonal, append_one, lower)
+
+
+def _takes_halves(rows: Tensor) -> bool:
+    _, count, n = rows.shape
+    if rows.dtype not in (torch.bfloat16, torch.float16) or min(count, n) < _LEAST:
+        return False
+    return count * n * n >= _MUCH and _multiplies_into_float32(rows.dtype, rows.device)
+
+
+def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool, lower: bool) -> Tensor:
+    """The same of rows as they are, in their own precision."""
+    if diagonal:
+        moment = torch.linalg.vecdot(rows, rows, dim=1)
+        if append_one:
+            moment = torch.nn.functional.pad(moment, (0, 1), value=rows.shape[1])
+        return moment
+    if append_one and rows.numel() <= _FEW:
+        rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
+    few = rows.shape[1] * rows.shape[2] ** 2 < min(_MUCH, _HALVED_MUCH)
+    if few and not append_one:  # no parts to choose from, and nothing to fill in
+        return torch.bmm(rows.mT, rows)
+    return _moment(rows, append_one, lower)
+
+
+def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
+    """In float32 if the rows are in half precision."""
+    k, count, n = rows.shape
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
+    halved = _gram(rows, moment[:, :n, :n], append_one)
+    if append_one:
+        fill_border(moment, rows.sum(1, dtype=dtype), count)
+    if halved and not (lower and _keeps_half(moment)):
+        moment = _filled_in(moment)
+    return moment
+
+
+def sums_images(images: Tensor) -> bool:
+    """Whether :func:`moment_of_images` takes less time than the moment of their rows.
+
+    ``images`` are ``[batch, k, n, *size]``. Where batch and k are not one in memory, they would be
+    copied; of few positions, products are mostly written and read; those of wide rows are halved.
+    """
+    if images.device.type != "cpu" or multiplies_slowly(images) or _in_brain_floats(images):
+        return False
+    k, n = images.shape[1:3]
+    if k > 1 and images.stride(0) != k * images.stride(1):
+        return False
+    return n < _HALVED and images.shape[3:].numel() >= _LONG * n
+
+
+def moment_of_images(images: Tensor) -> Tensor:
+    """Σ v vᵀ over the positions of images ``[batch, k, n, positions]``: ``[k, n, n]``.
+
+    Image by image, as they lie in memory: rows would be a copy.
+    """
+    return (images @ images.mT).sum(0)
+
+
+def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
+    """The moment ``[k, n, n]`` of ``count`` rows of sum ``total`` ``[k, n]``, with 1s appended."""
+    k, n = total.shape
+    result = moment.new_empty(k, n + 1, n + 1)
+    result[:, :n, :n] = moment
+    fill_border(result, total, count)
+    return result
+
+
+def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
+    """The last row and column, those of the 1s."""
+    moment[:, -1, :-1] = moment[:, :-1, -1] = total
+    moment[:, -1, -1] = count
+
+
+def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
+    """Rᵀ R into a view, beside a border or none. Of wide ones the :func:`lower_parts` alone:
+    then True."""
+    _, count, n = rows.shape
+    much = count * n * n
+    linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
+    if linear is not None:
+        return _gram_by_onednn(rows[0], out[0], border, linear)
+    # Of few rows parts would take longer than what they save, as they do of fast products.
+    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
+    if not pays:
+        _product_into(rows.mT, rows, out)
+        return False
+    # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
+    for start, stop in _spans(n, border):
+        right, part = rows.narrow(2, 0, stop), out.narrow(1, start, stop - start)
+        _product_into(right.narrow(2, start, stop - start).mT, right, part.narrow(2, 0, stop))
+    return True
+
+
+def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(_into_float32(left, right))
+
+
+def _gram_by_onednn(
+    rows: Tensor, out: Tensor, border: bool, linear: Callable[[Tensor, Tensor], Tensor]
+) -> bool:
+    count, n = rows.shape
+    # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
+    columns = rows.mT.contiguous()
+    pays = count >= n // 4 if n >= _WIDE else n >= _LEAST_HALVED and count >= _TALL * n
+    for start, stop in _spans(n, border) if pays else [(0, n)]:
+        out[start:, start:stop] = linear(columns[start:], columns[start:stop])
+    return pays
+
+
+def _in_brain_floats(rows: Tensor) -> bool:
+    """Whether a CPU takes these products in bfloat16, as it has been asked to."""
+    on_cpu = rows.device.type == "cpu"
+    return on_cpu and _asked.setting == "medium" and multiplies_in_half(torch.bfloat16, rows)
+
+
+def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
+    """The rows of each block of a wide symmetric matrix, of which half is saved by parts.
+
+    Beside a border they are what they are with it, as of one more row: the last block's.
+    """
+    most = n + border - 1
+    step = -(-most // (_PARTS * _ALIGNED)) * _ALIGNED
+    return [(start, n if start + step >= most else start + step) for start in range(0, most, step)]
+
+
+def lower_parts(matrices: Tensor) -> list[Tensor]:
+    """Views of symmetric ``[k, n, n]`` that hold all that is on and under the diagonal.
+
+    Of wide ones on CPUs, they leave out most of what is above it: there that need not be kept up.
+    """
+    if not _keeps_half(matrices):
+        return [matrices]
+    return [matrices[:, start:stop, :stop] for start, stop in _spans(matrices.shape[1])]
+
+
+def mirrored(matrices: Tensor) -> Tensor:
+    """Symmetric ``[k, n, n]``, of which the :func:`lower_parts` count, made whole in place.
+
+    One given as ``[k, n]`` is diagonal, and whole.
+    """
+    return _filled_in(matrices) if _keeps_half(matrices) else matrices
+
+
+def _keeps_half(matrices: Tensor) -> bool:
+    # On GPUs more and smaller calls would take longer than what they save.
+    wide = matrices.dim() == 3 and matrices.shape[1] >= _LEAST_HALVED
+    return wide and matrices.device.type == "cpu"
+
+
+def _filled_in(matrices: Tensor) -> Tensor:
+    for start, stop in _spans(matrices.shape[1])[1:]:
+        matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
+    return matrices
+
+
+def projected_moment(
+    rows_g: Tensor,
+    rows_a: Tensor,
+    vectors_g: Tensor | None,
+    vectors_a: Tensor | None,
+    *,
+    append_one: bool,
+    by_example: bool,
+) -> Tensor:
+    """Σ (Q_Gᵀ g aᵀ Q_A)² over rows ``[k, batch, positions, n]``, elementwise: ``[k, g, a]``.
+
+    ``by_example`` adds up g aᵀ over an example's positions before the square.
+    """
+    batch = rows_g.shape[1:3]
+    g, a = rows_g.flatten(1, 2), rows_a.flatten(1, 2)
+    if vectors_g is not None:
+        g = g @ vectors_g
+    if vectors_a is not None and append_one:
+        a = a @ vectors_a[:, :-1] + vectors_a[:, -1:]
+    elif vectors_a is not None:
+        a = a @ vectors_a
+    elif append_one:
+        a = torch.nn.functional.pad(a, (0, 1), value=1.0)
+    if not by_example or batch[1] == 1:
+        return g.square().mT @ a.square()
+    gradients = g.unflatten(1, batch).mT @ a.unflatten(1, batch)
+    return gradients.square_().sum(1)
+
+
+def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
+    """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal.
+
+    One moment may stand for all.
+    """
+    if moment.dim() == 2 or vectors is None:
+        return moment.clone()
+    moment = moment.expand(len(vectors), -1, -1)
+    return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
+
+
+def packed_size(n: int) -> int:
+    """How many numbers say all of a symmetric ``[n, n]`` matrix."""
+    return n * (n + 1) // 2
+
+
+def pack(matrices: Tensor) -> Tensor:
+    """Symmetric ``[k, n, n]`` as ``[k, n (n + 1) / 2]``, in a few block copies.
+
+    Read is what is on and under the diagonal. The left half of the columns is a rectangle; above
+    its diagonal, where it has nothing to say, goes the triangle of the lower right block
+    (rectangular full packed format, LAPACK).
+    """
+    k, n, _ = matrices.shape
+    packed = matrices.new_empty(k, packed_size(n))
+    left, top, m = _rectangle(packed, n)
+    left.copy_(matrices[:, :, :m])
+    top.copy_(top.tril(-1) + matrices[:, m:, m:].tril().mT)
+    return packed
+
+
+def unpack(packed: Tensor, n: int) -> Tensor:
+    """The matrices that :func:`pack` was given; exactly symmetric."""
+    left, top, m = _rectangle(packed, n)
+    matrices = packed.new_empty(packed.shape[0], n, n)
+    matrices[:, :m, :m] = left[:, :m].tril()
+    matrices[:, :m, :m] += left[:, :m].tril(-1).mT
+    matrices[:, m:, :m] = left[:, m:]
+    matrices[:, :m, m:] = left[:, m:].mT
+    matrices[:, m:, m:] = top.triu()
+    matrices[:, m:, m:] += top.triu(1).mT
+    return matrices
+
+
+def _rectangle(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
+    """Views of packed matrices: the left columns, what lies over their diagonal, how many."""
+    even, h = 1 - n % 2, n // 2
+    m = n - h
+    rectangle = packed.unflatten(1, (n + even, m))
+    return rectangle[:, even:], rectangle[:, :h, 1 - even :], m

@@ -1,0 +1,258 @@
+"""Damping that follows how well K-FAC's quadratic model foresees the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.sharding import is_sharded
+from ..core import gradients
+from ..core.options import check_damping, check_interval
+from ..linalg import precision
+from ..plan.assignment import is_real
+from .mixin import KFACMixin
+from .scheduler import check_optimizer, claim_damping
+
+_GOOD, _POOR = 0.75, 0.25
+
+
+class AdaptiveDamping:
+    """Lowers the damping where the quadratic model foresees the loss well, and raises it where not.
+
+    This is the Levenberg–Marquardt rule of Martens & Grosse (2015, section 6.5). In every
+    ``interval``-th step, δ being what the optimizer added to the parameters,
+
+        ρ = (loss after - loss before) / (∇ᵀδ + ½ δᵀFδ),
+
+    both losses of the step's own batch. For ρ > 3/4 the damping of every parameter group is
+    multiplied by ``decay ** interval`` (``decay`` is that of one step), for ρ < 1/4 or a loss that
+    is not finite it is divided by it, within ``minimum`` and ``maximum``. Where the model foresees
+    no decrease, as where momentum leads uphill, the damping stays. ::
+
+        adaptive = AdaptiveDamping(optimizer)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            adaptive.step(loss, lambda: criterion(model(x), y))
+
+    δ is measured, so momentum, weight decay, the clip, grafting and any base optimizer are in it:
+    nothing is assumed of them. F is G ⊗ A of each covered layer, as last decomposed, and nothing
+    for other parameters. Gradients clipped before the step make the model foresee too little.
+    Steps that decide copy the parameters, and run one more forward pass.
+
+    All ranks call :meth:`step` alike, each with its own loss: in steps that decide, ranks exchange
+    three numbers, and all write the same damping.
+    """
+
+    def __init__(
+        self,
+        optimizer: KFACMixin,
+        *,
+        decay: float = 0.95,
+        interval: int = 5,
+        minimum: float = 1e-4,
+        maximum: float = 10.0,
+    ) -> None:
+        check_optimizer(optimizer)
+        _check_options(optimizer)
+        if not (isinstance(decay, int | float) and 0 < decay < 1):
+            raise ValueError(f"Invalid decay: {decay!r}; it must be in (0, 1), such as 0.95")
+        self.minimum, self.maximum = _bound("minimum", minimum), _bound("maximum", maximum)
+        if self.minimum > self.maximum:
+            raise ValueError(
+                f"Invalid minimum: {minimum!r} is above maximum={maximum!r}; exchange them"
+            )
+        self.decay = decay
+        self.interval = check_interval("interval", interval)
+        self.optimizer = optimizer
+        self.ratio: float | None = None  # ρ of the last decision; NaN: no decrease was foreseen
+        self._before: tuple[int, dict[Tensor, Tensor]] | None = None
+        self._foreseen: Tensor | None = None  # this rank's share
+        self._stepped = False  # the optimizer has, since the last call of step
+        self._former_join = optimizer._join_config  # torch leaves it as the last Join made it
+        self._attach()
+
+    def _attach(self) -> None:
+        claim_damping(self.optimizer, self)
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._starts),
+            self.optimizer.register_step_post_hook(self._ends),
+        ]
+
+    def remove(self) -> None:
+        """Take it off the optimizer, whose damping stays as it is; :meth:`step` does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.optimizer._damping_owners.discard(self)
+        self._before = self._foreseen = None
+
+    def step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
+        """After each ``optimizer.step()``: adapt the damping, if this step decides.
+
+        ``loss`` is what the step's gradient was of, unscaled. ``closure`` gives the loss of the
+        same batch anew; it is called where it is needed, without gradients. Both should draw the
+        same dropout, or none; a batch norm in training counts that pass, too.
+        """
+        stepped, self._stepped = self._stepped, False
+        if self._foreseen is None:
+            # A GradScaler leaves steps out, and does not say which.
+            scaled = self.optimizer.preconditioner.grad_scaler is not None
+            if self._handles and not (stepped or scaled):
+                raise RuntimeError(
+                    "AdaptiveDamping.step() comes after optimizer.step(), once for each; there was "
+                    "none since the last call"
+                )
+            return
+        foreseen, self._foreseen = self._foreseen, None
+        ranks = self.optimizer.preconditioner.ranks
+        join = self.optimizer._join_config
+        if ranks.world > 1 and join.enable and join is not self._former_join:
+            raise RuntimeError(
+                "AdaptiveDamping can't be used inside Join: ranks that are out of data have no "
+                "loss to tell; leave it out, or give all ranks equally many batches. After a Join "
+                "that has ended, build it anew"
+            )
+        with torch.no_grad():
+            after = _loss("closure", closure(), "it must return")
+            own = [_loss("loss", loss, "it must be"), after, float(foreseen)]
+        numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
+        before, after, foreseen_by_all = ranks.add_up(numbers, "adapting the damping").tolist()
+        self._adapt((after - before) / ranks.world, foreseen_by_all)
+
+    def _adapt(self, change: float, foreseen: float) -> None:
+        if not foreseen < 0:
+            self.ratio = math.nan
+            return
+        self.ratio = change / foreseen
+        if self.ratio > _GOOD:
+            factor = self.decay**self.interval
+        elif not self.ratio >= _POOR:
+            factor = self.decay**-self.interval
+        else:
+            return
+        for group in self.optimizer.param_groups:
+            damping = group["damping"]
+            # Bounds stop what moves towards them; a damping beyond them is not moved back.
+            low, high = min(damping, self.minimum), max(damping, self.maximum)
+            group["damping"] = min(max(damping * factor, low), high)
+
+    # ---- what the model foresees ----
+
+    @torch.no_grad()
+    def _starts(self, optimizer: KFACMixin, args: Any, kwargs: Any) -> None:
+        self._before = self._foreseen = None
+        self._stepped = True
+        steps = optimizer.preconditioner.steps
+        if (steps + 1) % self.interval == 0:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            minus = torch._foreach_neg(parameters)
+            self._before = steps, dict(zip(parameters, minus, strict=True))
+
+    @torch.no_grad()
+    def _ends(self, optimizer: KFACMixin, args: Any, kwargs: Any) -> None:
+        if self._before is None:
+            return
+        (steps, change), self._before = self._before, None
+        if optimizer.preconditioner.steps > steps:  # else there was nothing in this step
+            torch._foreach_add_(list(change.values()), list(change))
+            self._foreseen = self._model(change)
+
+    def _model(self, change: Mapping[Tensor, Tensor]) -> Tensor:
+        """This rank's share of ∇ᵀδ + ½ δᵀFδ, on the device: slopes of all on the first rank, each
+        layer's curvature on the one that keeps its G."""
+        kfac = self.optimizer.preconditioner
+        rank, ready = kfac.ranks.rank, kfac.second_order.ready
+        terms = []
+        if rank == 0:
+            moved = [(p.grad, x) for p, x in change.items() if p.grad is not None]
+            terms += [(_wide(gradient) * _wide(x)).sum() for gradient, x in moved]
+        device = self.optimizer.join_device.type
+        with precision.full_precision(), precision.without_autocast(device):
+            for pair in kfac.layout.pairs:
+                members = [x for x in pair.layers if x in ready and kfac.owner(x, "g") == rank]
+                if members:
+                    stacked = gradients.stack(kfac.together(members), change.get)
+                    terms.append(kfac.second_order.curvature(pair, stacked, members) / 2)
+        return sum((x.to(terms[0].device) for x in terms), torch.zeros(()))
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dampings, one a group, and the last ratio."""
+        damping = [group["damping"] for group in self.optimizer.param_groups]
+        return {"damping": damping, "ratio": self.ratio}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue; the optimizer's groups take the saved dampings."""
+        if not self._handles:
+            raise RuntimeError(
+                "this AdaptiveDamping was taken off by remove(); build a new one to load into"
+            )
+        groups, saved = self.optimizer.param_groups, state_dict["damping"]
+        if len(saved) != len(groups):
+            raise ValueError(
+                f"Invalid state_dict: it has dampings of {len(saved)} parameter groups, the "
+                f"optimizer has {len(groups)}; build it with the same groups"
+            )
+        for group, damping in zip(groups, saved, strict=True):
+            group["damping"] = check_damping(damping)
+        self.ratio = state_dict["ratio"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied optimizer comes without its hooks; these are its own, if they are still there.
+        return {**self.__dict__, "_handles": len(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _handles=[])
+        if state["_handles"]:
+            self._attach()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _loss(name: str, value: Any, must: str) -> float:
+    if is_real(value) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise ValueError(
+        f"Invalid {name}: {value!r}; {must} the loss of the step's batch, a number or a tensor of "
+        "one element"
+    )
+
+
+def _bound(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"Invalid {name}: {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _check_options(optimizer: KFACMixin) -> None:
+    """Refuse where the damping has no say in the next step, or F is no curvature of the loss."""
+    options = optimizer.preconditioner.options
+    wrong, why = "", ""
+    if optimizer.has_schedule("damping"):
+        wrong, why = "a callable damping", "it would be overwritten: give the optimizer a number"
+    elif options.moments == "metric":
+        wrong, why = "KFACMuon", "its damping is a share of G's eigenvalues: leave it out"
+    elif options.moments == "eigenbasis":
+        wrong, why = 'moments="eigenbasis"', 'it uses no damping: take moments="parameters"'
+    elif options.compute_method != "eigen" or options.compute_eigenvalue_outer_product:
+        wrong = "stored inverses or eigenvalue products"
+        why = 'they keep the damping of their refresh: take compute_method="eigen" alone'
+    elif options.papers:
+        wrong, why = 'normalization="kaisa"', "its factors are not on the scale of the loss"
+    elif any(group.get("maximize") for group in optimizer.param_groups):
+        wrong, why = "maximize=True", "negate the loss instead"
+    elif any(is_sharded(p) for p in optimizer.preconditioner.parameters):
+        wrong = "parameters sharded by fully_shard"
+        why = "no rank has a whole change: use DistributedDataParallel, or a schedule"
+    if wrong:
+        raise ValueError(f"Invalid optimizer: AdaptiveDamping can't work with {wrong}; {why}")

@@ -1,0 +1,427 @@
+"""LAMB with the equations and defaults of NVIDIA apex's FusedLAMB, in PyTorch's foreach operations.
+
+The equations were read from apex (``apex/optimizers/fused_lamb.py``, ``csrc/multi_tensor_lamb.cu``)
+and from You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from ..comm.sharding import is_sharded, parts_here
+
+__all__ = ["LAMB"]
+
+# Apex's own choice; its kernels hand out work in chunks of so many elements.
+_APEX_CHUNK = 2048 * 32
+_APEX_DEVICE = "cuda"
+_DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_APEX_MISSING = (
+    'backend="apex" needs the extension module amp_C with multi_tensor_lamb, which cannot be '
+    "imported. Build NVIDIA apex from its source repository (github.com/NVIDIA/apex) with its CUDA "
+    "extensions: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . (the package "
+    'named "apex" on the public index is something else). backend="torch" runs without it.'
+)
+
+
+class LAMB(Optimizer):
+    r"""LAMB: Adam's direction, rescaled for each tensor by its trust ratio.
+
+    With g the gradient, |.| the L2 norm, :math:`\beta_3 = 1-\beta_1` (1 without
+    ``grad_averaging``) and t the number of steps that the group has taken::
+
+        g = g / max(1, |all gradients of all groups| / max_grad_norm)
+        g = g + weight_decay p                                  adam_w_mode=False only
+        m = beta1 m + beta3 g,   v = beta2 v + (1 - beta2) g^2
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        u = u + weight_decay p                                  adam_w_mode=True only
+        p = p - lr (|p| / |u|) u
+
+    The ratio of norms counts as 1 where either is 0 and, unless ``use_nvlamb``, in groups with
+    ``weight_decay=0``. ``bias_correction=False`` leaves both divisions by 1 - beta^t out.
+
+    LAMB knows no gradients but ``p.grad`` as it is when ``step`` runs, and leaves it unchanged. In
+    ``KFACLAMB(moments="parameters")``, as in the K-FAC papers, these are the preconditioned
+    gradients: the moments, the trust ratios and the clipping by ``max_grad_norm`` all see them, not
+    the raw ones. By default the moments live in K-FAC's eigenbasis, and the clipping sees raw ones.
+
+    Args:
+        params: parameters, or dicts of parameter groups; dense and real.
+        lr: a number, or a Tensor of one element.
+        bias_correction: divide the moments by 1 - beta^t.
+        betas: two floats in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decay; 0 also turns the group's trust ratio off, unless ``use_nvlamb``.
+        amsgrad: not supported, as in apex.
+        adam_w_mode: True decouples the decay from the moments, False adds it to the gradient (L2).
+        grad_averaging: weigh the gradient in m by 1 - beta1 rather than 1.
+        set_grad_none: False is refused; ``zero_grad(set_to_none=False)`` does it.
+        max_grad_norm: limit of the norm over all groups' gradients; None or <= 0 is "off". A group
+            that sets its own applies it to that same global norm.
+        use_nvlamb: use the trust ratio where ``weight_decay`` is 0, too.
+        backend: None takes apex's kernel for the tensors that suit it (CUDA, float32 or float16,
+            contiguous or channels_last with strides equal, 1 to 2^31 - 1 elements), if its
+            ``amp_C.multi_tensor_lamb`` can be imported, and PyTorch for the others; "torch" never
+            takes it; "apex" raises where it cannot be taken.
+        maximize: ascend rather than descend.
+
+    State, one layout for both backends and the same as apex's: ``exp_avg`` and ``exp_avg_sq`` in
+    the parameter's dtype and layout, ``step`` (an int) in the parameter group, counting the steps
+    that found a gradient in the group. Arithmetic is in float32 for float16 and bfloat16 and in the
+    parameter's own dtype otherwise. Moments stored in half precision are coarse (squares
+    of small gradients underflow in float16): prefer float32 parameters under autocast.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        backend: str | None = None,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise NotImplementedError("LAMB does not support amsgrad=True; leave it out")
+        if not set_grad_none:
+            raise NotImplementedError(
+                "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
+            )
+        if backend not in (None, "torch", "apex"):
+            raise ValueError(f'Invalid backend: {backend!r}; use None, "torch" or "apex"')
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb,
+            "maximize": maximize,
+        }
+        _check_options(defaults)
+        self.backend = backend
+        self._kernel = _find_kernel(backend)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
+        if len(sharded) > 1:
+            self.param_groups.pop()
+            raise ValueError(
+                "Invalid params: some are sharded and some are not, and LAMB takes one norm over "
+                "all; wrap the whole model with fully_shard, or none of it"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The backend belongs to the machine: it is pickled, but is no part of state_dict().
+        return {**super().__getstate__(), "backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kernel = _find_kernel(self.backend)
+        for group in self.param_groups:  # apex's checkpoints lack these
+            for key in ("adam_w_mode", "use_nvlamb", "maximize"):
+                group.setdefault(key, self.defaults[key])
+
+    # Fills lists and returns no tensors, as in torch.optim: torch.compile relies on both.
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+    ) -> None:
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        for p in with_grad:
+            if p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    "LAMB does not support sparse gradients, please consider SparseAdam instead"
+                )
+            if p.is_complex():
+                raise RuntimeError("LAMB does not support complex parameters")
+        for p in with_grad:
+            state = self.state[p]
+            if "exp_avg" not in state:  # a sub-class may keep entries of its own there
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            params.append(p)
+            grads.append(p.grad)
+            exp_avgs.append(state["exp_avg"])
+            exp_avg_sqs.append(state["exp_avg_sq"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; ``closure``, if given, re-evaluates the model and returns the loss."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("LAMB cannot be captured in a CUDA graph: it counts on the host")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        batches = []
+        for group in self.param_groups:
+            batch: tuple[list[Tensor], ...] = ([], [], [], [])
+            self._init_group(group, *batch)
+            batches.append(batch)
+        grads = [grad for batch in batches for grad in batch[1]]
+        if not grads:
+            return loss
+        clipping = any(_limit(group) < math.inf for group in self.param_groups)
+        grad_norm = global_norm(grads) if clipping else grads[0].new_zeros((), dtype=torch.float32)
+
+        for group, batch in zip(self.param_groups, batches, strict=True):
+            if batch[0]:
+                group["step"] = group.get("step", 0) + 1
+                self._step_group(group, batch, grad_norm)
+        return loss
+
+    def _step_group(
+        self, group: dict[str, Any], batch: tuple[list[Tensor], ...], grad_norm: Tensor
+    ) -> None:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type == "cpu":
+            lr = lr.item()
+        for p, g, m, v in _buckets(*batch):
+            options = (
+                lr,
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                int(group["bias_correction"]),
+                group["weight_decay"],
+                int(group["grad_averaging"]),
+                int(group["adam_w_mode"]),
+                grad_norm.to(p[0].device, math_dtype(p[0].dtype)).reshape(1),
+                _limit(group),
+                group["use_nvlamb"],
+            )
+            objection = "" if self._kernel is None else _apex_objection(p, g, m, v, lr)
+            if objection and self.backend == "apex":
+                raise RuntimeError(f'backend="apex" cannot step {objection}; use backend=None')
+            if self._kernel is None or objection:
+                lamb([torch._foreach_neg(g) if group["maximize"] else g, p, m, v], *options)
+                continue
+            # Apex overwrites its gradients with the update; p.grad stays as backward left it.
+            copies = list(torch._foreach_mul(g, -1 if group["maximize"] else 1))
+            no_skip = torch.zeros(1, dtype=torch.int, device=p[0].device)
+            # Verified only against a fake amp_C that follows apex's source, never on a GPU: that
+            # this call is accepted, that max_grad_norm=inf is "off" there, and that the results
+            # agree. (Apex rounds float16 updates to float16 before the trust ratio; we do not.)
+            self._kernel(_APEX_CHUNK, no_skip, [copies, p, m, v], *options)
+            for param in p:  # autograd did not see the write: stale saved tensors must still raise
+                torch.autograd.graph.increment_version(param)
+
+
+def lamb(
+    tensors: list[Any],
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    adam_w_mode: int,
+    grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool,
+) -> None:
+    """One step in place on [grads, params, exp_avgs, exp_avg_sqs] of one device and dtype.
+
+    The arguments are those of apex's kernel, in its order; but the gradients are only read.
+    ``grad_norm`` (one element, in the dtype to calculate in) is what ``max_grad_norm`` limits; inf
+    is "off".
+    """
+    dtype = grad_norm.dtype
+    # `to` gives back the tensor itself where the dtype is right already, a copy for half precision.
+    g, p, m, v = ([t.to(dtype) for t in ts] for ts in tensors)
+
+    if max_grad_norm < math.inf:
+        g = _clipped(g, grad_norm, max_grad_norm)
+    if weight_decay != 0 and not adam_w_mode:
+        g = list(torch._foreach_add(g, p, alpha=weight_decay))
+
+    torch._foreach_mul_(m, beta1)
+    torch._foreach_add_(m, g, alpha=1 - beta1 if grad_averaging else 1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, g, g, 1 - beta2)
+
+    denominator = torch._foreach_div(v, 1 - beta2**step if bias_correction else 1)
+    torch._foreach_sqrt_(denominator)
+    torch._foreach_add_(denominator, eps)
+    update = torch._foreach_div(m, 1 - beta1**step if bias_correction else 1)
+    torch._foreach_div_(update, denominator)
+    descend(p, list(update), lr, weight_decay, adam_w_mode, use_nvlamb)
+
+    if tensors[1][0].dtype != dtype:
+        for stored, values in zip(tensors[1:], (p, m, v), strict=True):
+            torch._foreach_copy_(parts_here(stored), parts_here(values))
+
+
+def rate_for(lr: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number if the host has it, else a scalar where ``like`` is."""
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.item() if lr.device.type == "cpu" else lr.to(like.device, like.dtype).reshape(())
+
+
+def descend(
+    p: list[Tensor],
+    update: list[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+    adam_w_mode: int,
+    use_nvlamb: bool,
+) -> None:
+    """Move parameters of one device and dtype against Adam's directions, which are overwritten."""
+    if weight_decay != 0 and adam_w_mode:
+        torch._foreach_add_(update, p, alpha=weight_decay)
+    rate = rate_for(lr, p[0])
+    if use_nvlamb or weight_decay != 0:
+        p_norm, u_norm = (torch.stack(torch._foreach_norm(ts)) for ts in (p, update))
+        trust = torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)
+        torch._foreach_mul_(update, (trust * rate).unbind())
+    else:
+        torch._foreach_mul_(update, rate)
+    torch._foreach_sub_(p, update)
+
+
+def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
+    """All gradients under each group's limit on their common norm."""
+    graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    gradients = [p.grad for params in graded for p in params]
+    result: dict[Tensor, Tensor] = {}
+    if not gradients or all(_limit(group) == math.inf for group in groups):
+        return result
+    norm = global_norm(gradients)
+    for group, params in zip(groups, graded, strict=True):
+        if params and _limit(group) < math.inf:
+            for same in _buckets(params):
+                (some,) = same
+                to = norm.to(some[0].device, math_dtype(some[0].dtype)).reshape(1)
+                new = _clipped([p.grad for p in some], to, _limit(group))
+                result.update(zip(some, new, strict=True))
+    return result
+
+
+def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
+    excess = torch.where(norm > limit, norm / limit, 1.0)
+    return list(torch._foreach_div(gradients, excess.reshape(())))
+
+
+def _apex_objection(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    lr: float | Tensor,
+) -> str | None:
+    """Why apex's kernel cannot take these tensors of one device and dtype; None if it can."""
+    device, dtype = params[0].device, params[0].dtype
+    if isinstance(lr, Tensor):
+        return f"with a Tensor lr on {lr.device}, which would have to be read back"
+    if device.type != _APEX_DEVICE:
+        return f"parameters on {device}"
+    if dtype not in (torch.float32, torch.float16):
+        return f"{dtype} parameters"
+    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        p, shape = tensors[0], tuple(tensors[0].shape)
+        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
+            return f"tensor subclasses (shape {shape})"
+        # An empty tensor at the end of a list makes apex drop its last launch.
+        if not 0 < p.numel() < 2**31:
+            return f"a parameter with {p.numel()} elements"
+        if not any(p.is_contiguous(memory_format=f) for f in _DENSE_FORMATS):
+            return f"a parameter that is not contiguous (shape {shape}, strides {p.stride()})"
+        if any(t.stride() != p.stride() for t in tensors):
+            return f"a parameter whose gradient or state has other strides (shape {shape})"
+    return None
+
+
+def _find_kernel(backend: str | None) -> Callable[..., None] | None:
+    if backend == "torch":
+        return None
+    kernel: Callable[..., None] | None = None
+    # A module that only an apex built from source has: looked for at run time, never needed.
+    with contextlib.suppress(ImportError):
+        kernel = getattr(importlib.import_module("amp_C"), "multi_tensor_lamb", None)
+    if kernel is None and backend == "apex":
+        raise RuntimeError(_APEX_MISSING)
+    return kernel
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    lr, betas, limit = options["lr"], options["betas"], options["max_grad_norm"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not options["eps"] >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {options['eps']}")
+    if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
+        raise ValueError(f"Invalid betas: {betas}; two floats are needed")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not options["weight_decay"] >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    if limit is not None and math.isnan(limit):
+        raise ValueError(f"Invalid max_grad_norm value: {limit}; None or a value <= 0 is off")
+
+
+def _limit(group: dict[str, Any]) -> float:
+    limit = group["max_grad_norm"]
+    return math.inf if limit is None or limit <= 0 else limit
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
+    """The lists again, split so that each part is of one device and one dtype."""
+    groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
+    return (bucket for bucket, _ in groups.values())
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """Norm of all gradients together: 0-d, on the first one's device, never read by the host."""
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    parts = []
+    for (bucket,) in _buckets(grads):
+        dtype = math_dtype(bucket[0].dtype)
+        if is_sharded(bucket[0]):  # of which torch 2.15 takes a dtype for a dimension
+            norms = torch._foreach_norm([grad.to(dtype) for grad in bucket])
+        else:
+            norms = torch._foreach_norm(bucket, 2, dtype=dtype)
+        part: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        parts.append(part.to(grads[0].device, torch.float64 if wide else torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return norm

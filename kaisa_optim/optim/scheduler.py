@@ -1,0 +1,201 @@
+"""Schedules of K-FAC's hyperparameters, in the manner of torch.optim.lr_scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..core.options import PER_GROUP, check_callable, unexpected
+from ..plan.assignment import is_real
+from .mixin import KFACMixin
+
+Factor = Callable[[int], float] | Mapping[int, float]
+
+_INTERVALS = ("factor_update_steps", "inv_update_steps")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, KFACMixin):
+        raise TypeError(
+            f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
+            "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
+        )
+
+
+def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
+    """Refuse two that would write an optimizer's damping; a scheduler may follow another one."""
+    for former in optimizer._damping_owners:
+        schedules = isinstance(former, KFACParamScheduler)
+        if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):
+            continue
+        raise ValueError(
+            f"Invalid optimizer: its damping is set by {'a' if schedules else 'an'} "
+            f"{type(former).__name__} already, and one would overwrite the other; "
+            + ("leave damping out there" if schedules else "call its remove() first")
+        )
+    optimizer._damping_owners.add(owner)
+
+
+def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
+    """The same factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
+    if not isinstance(milestones, Iterable) or isinstance(milestones, str):
+        raise ValueError(
+            f"Invalid milestones: {milestones!r}; they must be numbers of epochs, such as [40, 80]"
+        )
+    if not is_real(factor) or not 0 < factor < math.inf:
+        raise ValueError(f"Invalid factor: {factor!r}; it must be a number above 0, such as 0.5")
+    return dict.fromkeys(milestones, factor)
+
+
+class KFACParamScheduler:
+    """Multiplies K-FAC hyperparameters by a factor of the epoch.
+
+    Each schedule is a callable ``epoch -> factor`` or a mapping ``{milestone: factor}`` whose
+    factors multiply once their epoch has come. Factors apply to the initial value; with
+    ``compound=True`` a callable's multiplies the value of the epoch before. Intervals are rounded
+    and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
+
+    The papers halve the damping and stretch the refresh interval at milestones::
+
+        KFACParamScheduler(
+            optimizer,
+            damping=decay_at([40, 80], 0.5),
+            inv_update_steps=decay_at([40, 80], 10),
+        )
+    """
+
+    def __init__(
+        self,
+        optimizer: KFACMixin,
+        *,
+        damping: Factor | None = None,
+        factor_decay: Factor | None = None,
+        kl_clip: Factor | None = None,
+        factor_update_steps: Factor | None = None,
+        inv_update_steps: Factor | None = None,
+        compound: bool = False,
+        **unknown: Any,
+    ) -> None:
+        check_optimizer(optimizer)
+        given = {
+            "damping": damping,
+            "factor_decay": factor_decay,
+            "kl_clip": kl_clip,
+            "factor_update_steps": factor_update_steps,
+            "inv_update_steps": inv_update_steps,
+        }
+        for name in unknown:
+            raise unexpected(type(self).__name__, name, [*given, "compound"])
+        self.optimizer = optimizer
+        self.compound = compound
+        self.schedules: dict[str, Factor] = {}
+        for name, schedule in given.items():
+            if schedule is None:
+                continue
+            if not callable(schedule) and not isinstance(schedule, Mapping):
+                raise ValueError(
+                    f"Invalid {name}: {schedule!r}; it must be a callable epoch -> factor or a "
+                    "mapping {milestone: factor}"
+                )
+            if callable(schedule):
+                check_callable(name, schedule, "epoch")
+            if optimizer.has_schedule(name):
+                raise ValueError(
+                    f"Invalid {name}: the optimizer was given a callable for it already; give it a "
+                    "number, or leave it out here"
+                )
+            moments = optimizer.preconditioner.options.moments
+            if moments == "metric" and name == "kl_clip":
+                raise ValueError("Invalid kl_clip: KFACMuon has no use for it; leave it out here")
+            if moments == "eigenbasis" and name in ("damping", "kl_clip"):
+                raise ValueError(
+                    f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
+                    'leave it out here, or build the optimizer with moments="parameters"'
+                )
+            if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
+                raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
+            self.schedules[name] = schedule
+        if "damping" in self.schedules:
+            claim_damping(optimizer, self)
+        self.last_epoch = 0
+        self.initial = self._read()
+        self._exact = {name: list(values) for name, values in self.initial.items()}
+        self._write()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "damping" in self.schedules:
+            claim_damping(self.optimizer, self)
+
+    def step(self) -> None:
+        """Go to the next epoch."""
+        self.last_epoch += 1
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and values; schedules themselves are not saved, as in torch's LambdaLR."""
+        return {
+            "last_epoch": self.last_epoch,
+            "initial": {name: list(values) for name, values in self.initial.items()},
+            "exact": {name: list(values) for name, values in self._exact.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved epoch; the optimizer takes that epoch's values."""
+        if set(state_dict["initial"]) != set(self.schedules):
+            raise ValueError(
+                f"Invalid state_dict: it schedules {sorted(state_dict['initial'])}, this scheduler "
+                f"{sorted(self.schedules)}; build it with the same hyperparameters"
+            )
+        self.last_epoch = state_dict["last_epoch"]
+        self.initial = {name: list(values) for name, values in state_dict["initial"].items()}
+        self._exact = {name: list(values) for name, values in state_dict["exact"].items()}
+        for name in self.schedules:
+            self._set(name, self._exact[name])
+
+    def _read(self) -> dict[str, list[float]]:
+        groups, kfac = self.optimizer.param_groups, self.optimizer.preconditioner
+        return {
+            name: [g[name] for g in groups] if name in PER_GROUP else [getattr(kfac, name)]
+            for name in self.schedules
+        }
+
+    def _write(self) -> None:
+        now = self._read()
+        for name, schedule in self.schedules.items():
+            initial, exact = self.initial[name], self._exact[name]
+            # Groups that were added since start from the value that they came with.
+            initial += now[name][len(initial) :]
+            exact += now[name][len(exact) :]
+            if self.compound and callable(schedule):
+                factor = _factor(name, schedule, self.last_epoch) if self.last_epoch else 1
+                exact[:] = [value * factor for value in exact]
+            else:
+                factor = _factor(name, schedule, self.last_epoch)
+                exact[:] = [value * factor for value in initial]
+            self._set(name, exact)
+
+    def _set(self, name: str, values: list[float]) -> None:
+        if name in PER_GROUP:
+            check = PER_GROUP[name]
+            for group, value in zip(self.optimizer.param_groups, values, strict=False):
+                group[name] = check(value)
+        elif name in _INTERVALS:
+            setattr(self.optimizer.preconditioner, name, max(1, round(values[0])))
+        else:
+            setattr(self.optimizer.preconditioner, name, values[0])
+
+
+def _factor(name: str, schedule: Factor, epoch: int) -> float:
+    if callable(schedule):
+        factors = [schedule(epoch)]
+    else:
+        factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
+    for factor in factors:
+        if not is_real(factor):
+            raise ValueError(
+                f"Invalid {name}: its schedule gives {factor!r} for epoch {epoch}; a factor must "
+                "be a number"
+            )
+    return math.prod(factors)

@@ -1,0 +1,466 @@
+"""The search behind the convergence benchmark: fair, resumable, and honest about targets."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.convergence import contest, search
+from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
+from benchmarks.convergence.tasks import TASKS, Task
+from kaisa_optim import Muon
+from kaisa_optim.linalg import products
+
+
+def line(steps: int = 40) -> Task:
+    """Fits y = 3 x; the loss is known at every slope."""
+
+    def network() -> nn.Module:
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
+
+    def whole(data):
+        yield data, 3 * data
+
+    return Task(
+        "line", "a line", network, lambda folder: (torch.ones(4, 1),) * 2,
+        lambda data, generator: itertools.repeat([(data, 3 * data)]),
+        lambda out, target: (out - target).square().mean(), whole, steps, 10, {},
+    )  # fmt: skip
+
+
+def plain(*rates: float, name: str = "plain") -> Contestant:
+    def build(model, config, kfac):
+        return [torch.optim.SGD(model.parameters(), **config)]
+
+    return Contestant(name, build, {"lr": one_of(*rates)})
+
+
+DATA = (torch.ones(4, 1),) * 2
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Rungs of few steps are as good as others on a line."""
+    monkeypatch.setattr(search, "FEWEST", 1)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
+    store = search.Store(tmp_path / "runs.json")
+    one, task = plain(1e-4, 1e-3, 1e-2, 1e-1), line()
+    best = search.search(task, DATA, one, store, trials=12)
+    assert best == {"lr": 0.1}
+    lengths = sorted(run["steps"] for run in store.runs.values())
+    # Equal draws share a run, so four settings: all are tried, two of these go on to the end, where
+    # two seeds judge them.
+    assert lengths.count(10) == 4 and lengths.count(40) <= 4
+
+
+@pytest.mark.parametrize("bold", [3.0, math.inf])
+def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
+    """Of eight rates the first three look best on the first seed, and are bad on the second."""
+    rates = [i / 100 for i in range(1, 9)]
+
+    def trained(task, data, one, config, seed, steps, device):
+        loss = config["lr"] if seed == search.JUDGES[0] else 0.5
+        if config["lr"] < 0.035 and seed == search.JUDGES[1]:
+            loss = bold
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(rates)
+    one = dataclasses.replace(plain(), space={"lr": lambda place: next(drawn)})
+    store, task = search.Store(tmp_path / "runs.json"), line(100)
+    with mock.patch.object(search, "train", side_effect=trained):
+        best = search.search(task, DATA, one, store, trials=8)
+    # Diverged ones make room for the next; others are but the worse of those that are left.
+    assert best == {"lr": 0.04 if bold == math.inf else 0.01}
+    judged = [run for run in store.runs.values() if run["seed"] == search.JUDGES[1]]
+    assert {run["steps"] for run in judged} == {50, 100}
+    if bold == math.inf:
+        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
+
+
+def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
+    """Of twelve only the first three do not, of which one does when it runs longer."""
+
+    def trained(task, data, one, config, seed, steps, device):
+        limit = 3 if steps == 25 else 2
+        loss = float(config["lr"]) if config["lr"] <= limit else math.inf
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(range(1, 13))
+    one = dataclasses.replace(plain(), space={"lr": lambda place: next(drawn)})
+    store = search.Store(tmp_path / "runs.json")
+    with mock.patch.object(search, "train", side_effect=trained):
+        assert search.search(line(100), DATA, one, store, trials=12) == {"lr": 1}
+    later = [run["config"]["lr"] for run in store.runs.values() if run["steps"] > 25]
+    assert sorted(set(later)) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("first", "second", "best"), [((1.0, 4.0), (2.0, 3.0), 2), ((1.0, 3.0), (4.0, 2.0), 1)]
+)
+def test_the_worse_of_two_seeds_decides(tmp_path, first, second, best):
+    """Between the two that are left after the first rung."""
+    losses = {1: first, 2: second, **dict.fromkeys((3, 4, 5, 6), (9.0, 0.0))}
+
+    def trained(task, data, one, config, seed, steps, device):
+        loss = losses[config["lr"]][search.JUDGES.index(seed)]
+        return search.Run(config, seed, steps, loss, 0.0, [])
+
+    drawn = iter(losses)
+    one = dataclasses.replace(plain(), space={"lr": lambda place: next(drawn)})
+    with mock.patch.object(search, "train", side_effect=trained):
+        store = search.Store(tmp_path / "runs.json")
+        assert search.search(line(), DATA, one, store, trials=6) == {"lr": best}
+
+
+@pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])
+def test_nothing_is_judged_by_a_schedule_of_a_few_steps(tmp_path, horizon, rungs):
+    store = search.Store(tmp_path / "runs.json")
+    task = dataclasses.replace(line(), steps=horizon)
+    search.search(task, DATA, plain(1e-4, 1e-3, 1e-2, 1e-1), store, trials=12)
+    assert {run["steps"] for run in store.runs.values()} == rungs
+
+
+def test_a_search_that_was_broken_off_goes_on(tmp_path):
+    one, task = plain(1e-3, 1e-1), line()
+    first = search.Store(tmp_path / "runs.json")
+    search.search(task, DATA, one, first)
+    again = search.Store(tmp_path / "runs.json")
+    assert json.dumps(again.runs) == json.dumps(first.runs)
+    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
+        assert search.search(task, DATA, one, again) == {"lr": 0.1}
+
+
+def test_a_run_that_is_broken_off_while_it_is_kept_loses_no_other(tmp_path):
+    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
+    kept = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    with mock.patch.object(search.Path, "write_text", half_written), pytest.raises(OSError):
+        search.Store(path).get(task, DATA, one, {"lr": 0.1}, 1, 10)
+    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
+        again = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    assert again.loss == kept.loss
+
+
+def half_written(path, text):
+    path.write_bytes(text[: len(text) // 2].encode())
+    raise OSError("disk full")
+
+
+def test_runs_of_another_task_or_with_other_threads_are_not_taken(tmp_path):
+    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
+    store = search.Store(path)
+    for kind in (task, task, dataclasses.replace(task, about="a longer line")):
+        store.get(kind, DATA, one, {"lr": 0.1}, 0, 10)
+    assert len(store.runs) == 2
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        store.get(task, DATA, one, {"lr": 0.1}, 0, 10)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(store.runs) == 3
+
+
+def test_settings_that_two_have_in_common_fall_on_the_same_places():
+    low = Contestant("low", None, {"lr": between(1e-3, 1e-1), "beta1": one_of(0.9, 0.95)})
+    high = Contestant(
+        "high", None, {"every": one_of(1, 2), "beta1": one_of(0.8, 0.85), "lr": between(1e-1, 10)}
+    )
+    draws = list(zip(low.draw("a", 30), high.draw("a", 30), strict=True))
+    for ours, theirs in draws:
+        assert theirs["lr"] == pytest.approx(100 * ours["lr"])
+        assert (ours["beta1"] == 0.9) == (theirs["beta1"] == 0.8)
+    assert len({ours["lr"] for ours, _ in draws}) > 25
+    assert {(o["beta1"], t["every"]) for o, t in draws} == {
+        (beta, every) for beta in (0.9, 0.95) for every in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("trials", [1, 6, 8])
+def test_trials_are_spread_over_each_range(trials):
+    """One in each part; few drawn at random can all miss a third of it."""
+    one = Contestant("one", None, {"lr": between(1e-3, 1), "beta1": one_of(0.9, 0.95)})
+    for task in ("a", "b", "c"):
+        draws = one.draw(task, trials)
+        parts = sorted(trials * math.log(config["lr"] * 1e3) / math.log(1e3) for config in draws)
+        # Rates are rounded to two digits, by at most a twentieth.
+        assert all(i - 0.1 < part < i + 1.1 for i, part in enumerate(parts))
+        if trials > 1:
+            assert [c["beta1"] for c in draws].count(0.9) == trials / 2
+            assert [c["lr"] for c in draws] != sorted(c["lr"] for c in draws)
+    assert one.draw("a", trials) == one.draw("a", trials) != one.draw("b", trials)
+
+
+@pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if not one.absent])
+def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
+    one, task = CONTESTANTS[name], TASKS["characters"]
+    (plain,), (config,) = one.draw("a", 1), one.draw("a", 1, ends=True)
+    assert config == plain | {"lr_rest": config["lr_rest"]} and 3e-3 <= config["lr_rest"] <= 5e-2
+    assert config["lr_rest"] == CONTESTANTS["Muon"].draw("a", 1, ends=True)[0]["lr_rest"]
+    model = task.network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizers = one.build(model, config, task.kfac)
+    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    for key, p in model.named_parameters():
+        at_the_end = p.dim() < 2 or key.split(".")[0] in ("words", "places", "head")
+        assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
+
+
+@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB", "KFACLAMB, eigenbasis"])
+@pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
+def test_steps_of_lambs_kind_are_as_long_as_the_weights_tell(name, task):
+    torch.manual_seed(0)
+    model, config = task.network(), {"lr": 0.02, "beta1": 0.9, "beta2": 0.99}
+    if task.ends:
+        config["lr_rest"] = 0.01
+    optimizers = CONTESTANTS[name].build(model, config, task.kfac)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)  # no vector's length is 0
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if task.ends:
+        tokens = torch.randint(65, (4, 64))
+        pairs = [(tokens, tokens)]
+    else:
+        pairs = [(torch.rand(32, 64),) * 2]
+    search.backward(task, model, optimizers, pairs)
+    for optimizer in optimizers:
+        optimizer.step()
+    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
+    lengths = {
+        (key, p.dim() > 1): ((p - before[key]).norm() / before[key].norm() / rates[p]).item()
+        for key, p in model.named_parameters()
+    }
+    assert all(abs(length - 1) < 0.01 for (_, wide), length in lengths.items() if wide)
+    assert any(abs(length - 1) > 0.1 for (_, wide), length in lengths.items() if not wide)
+
+
+def test_a_task_may_speed_up_those_of_adams_kind():
+    for one in CONTESTANTS.values():
+        (plain,), (fast,) = one.draw("a", 1), one.draw("a", 1, pace=4)
+        times = 1 if "SGD" in one.name else 4
+        for rate in plain.keys() & {"lr", "lr_rest"}:
+            assert fast.pop(rate) == pytest.approx(times * plain.pop(rate), rel=0.05)
+        assert fast == plain
+
+
+@pytest.mark.usefixtures("short")
+def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
+    task, store = line(), search.Store(tmp_path / "runs.json")
+    rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}
+    entries = [
+        contest.Entry(
+            dataclasses.replace(
+                plain(name=name),
+                space={"lr": lambda place, r=rate: r * (1 + place)},
+            ),
+            task,
+        )
+        for name, rate in rates.items()
+    ]
+    found = contest.contest(entries, DATA, store, 6, (1, 2, 3))
+    tried = [json.loads(key) for key in store.runs]
+    for name in rates:
+        assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
+        # One was left after half of the horizon: it has nobody to run against.
+        assert {key[4] for key in tried if key[2] == name and key[5] == 40} == {1, 2, 3}
+    fast, slow = (
+        next(r for r in found.reached if r.optimizer == n) for n in ("KFAC fast", "KFAC slow")
+    )
+    assert slow.steps is slow.seconds is None
+    assert fast.steps < 40 and fast.of_its_steps == fast.steps / 40
+    contest.report(found, None)
+    printed = capsys.readouterr().out
+    assert "KFAC slow                not within the horizon" in printed
+    contest.save(tmp_path / "result", "a line", found, store, ["Shampoo: absent"])
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert kept["left out"] == ["Shampoo: absent"] and len(kept["final"]) == 3
+    assert (tmp_path / "result.png").stat().st_size > 1000
+
+
+def test_default_settings_run_against_the_tuned_ones(tmp_path):
+    names = {"base": None, "KFAC x": None, "KFAC x, defaults": "KFAC x", "KFAC y": None}
+    entries = [
+        contest.Entry(dataclasses.replace(plain(0.1, name=name), tuned=tuned), line())
+        for name, tuned in names.items()
+    ]
+    found = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,))
+    assert [(r.baseline, r.optimizer) for r in found.reached] == [
+        ("base", "KFAC x"),
+        ("base", "KFAC x, defaults"),
+        ("base", "KFAC y"),
+        ("KFAC x", "KFAC x, defaults"),
+    ]
+    few = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["KFAC x"])
+    assert few.reached == found.reached[3:] and few.final.keys() == found.final.keys()
+    with pytest.raises(SystemExit, match="--targets SGD: not among those who train, base, KFAC x"):
+        contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["SGD"])
+    for one in CONTESTANTS.values():
+        if one.tuned is not None:
+            assert set(one.space) <= {"lr", "lr_rest"}
+            assert one.name == f"{one.tuned}, defaults"
+            tuned = CONTESTANTS[one.tuned]
+            assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
+
+
+def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
+    """Settings, and who came to whose loss, are as they were kept; newcomers meet them."""
+    base, rival, new = (plain(r, name=n) for r, n in ((0.05, "base"), (0.3, "rival"), (0.2, "new")))
+    store, first = (
+        search.Store(tmp_path / "runs.json"),
+        [contest.Entry(x, line()) for x in (base, rival)],
+    )
+    before = contest.contest(first, DATA, store, 2, (1, 2, 3))
+    contest.save(tmp_path / "result", "a line", before, store, [])
+    path = tmp_path / "result.json"
+    kept = contest.Kept.read(path, ["base", "rival"])
+    runs = len(store.runs)
+    with mock.patch.object(contest, "search", side_effect=AssertionError):
+        again = contest.contest(first, DATA, store, 2, (1, 2, 3), kept=kept)
+    assert again == before and len(store.runs) == runs
+    # A baseline with other settings would end elsewhere.
+    bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
+    entries = [contest.Entry(x, line()) for x in (bolder, rival, new)]
+    with mock.patch.object(contest, "search", wraps=search.search) as searched:
+        found = contest.contest(entries, DATA, store, 2, (1, 2, 3), kept=kept)
+    assert [call.args[2].name for call in searched.call_args_list] == ["new"]
+    assert found.best == {**before.best, "new": {"lr": 0.2}}
+    pairs = {(one.baseline, one.optimizer): one for one in found.reached}
+    assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
+    with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
+        contest.contest(first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
+    with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
+        contest.Kept.read(path, ["base", "stranger"])
+
+
+def test_who_takes_part_and_why_not():
+    gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
+    with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):
+        present, lines = contest.picked(["SGD", "SOAP"], TASKS["resnet8-256"])
+    assert [one.name for one in present] == ["SGD"]
+    assert lines == ["SOAP: absent, as a_package_that_nobody_has is not installed"]
+    present, lines = contest.picked(["LAMB", "SGD"], TASKS["masked"])
+    assert [one.name for one in present] == ["LAMB"] and lines == ["SGD: not for this task"]
+    with pytest.raises(SystemExit, match="nobody is left to train masked"):
+        contest.picked(["SGD"], TASKS["masked"])
+
+
+def test_a_run_that_diverges_ends(tmp_path):
+    run = search.train(line(), DATA, plain(5.0), {"lr": 5.0}, 0, 40)
+    assert run.loss == math.inf and run.curve[-1][0] < 40
+
+
+def test_a_run_may_come_back_from_a_bad_moment():
+    """Early running statistics of batch normalization made a U-Net's loss four times the first."""
+    losses = [(1.0, None), (50.0, None), (2.0, None), (1.0, None), (0.5, None)]
+    with mock.patch.object(Task, "measure", side_effect=losses):
+        run = search.train(line(), DATA, plain(0.1), {"lr": 0.1}, 0, 40)
+    assert run.loss == 0.5 and [point[2] for point in run.curve] == [loss for loss, _ in losses]
+
+
+def test_the_shortest_horizon_has_a_schedule_of_its_own(tmp_path):
+    store = search.Store(tmp_path / "runs.json")
+    task, one = line(), plain(0.1)
+    target = search.train(task, DATA, one, {"lr": 0.1}, 0, 20).loss
+    part, runs = search.shortest(
+        task, DATA, one, {"lr": 0.1}, (1, 2, 3), target, store, (1.0, 0.75, 0.5, 0.25)
+    )
+    assert part == 0.5 and [run.steps for run in runs] == [20] * 3
+    out_of_reach, whole = search.shortest(
+        task, DATA, one, {"lr": 0.1}, (1, 2, 3), -1.0, store, (1.0, 0.5)
+    )
+    assert out_of_reach == math.inf and [run.steps for run in whole] == [40] * 3
+
+
+@pytest.mark.parametrize("needed", range(1, 41))
+def test_the_shortest_horizon_is_found_by_halving_and_without_idle_runs(tmp_path, needed):
+    """Seed 1 needs one step less than the median seed, seed 3 one more."""
+    made = []
+
+    def trained(task, data, one, config, seed, steps, device):
+        made.append((steps, seed))
+        return search.Run(config, seed, steps, float(steps < needed + seed - 2), 0.0, [])
+
+    parts = tuple(steps / 40 for steps in range(40, 0, -1))
+    with mock.patch.object(search, "train", side_effect=trained):
+        store = search.Store(tmp_path / "runs.json")
+        part, runs = search.shortest(
+            line(), DATA, plain(0.1), {"lr": 0.1}, (1, 2, 3), 0.5, store, parts
+        )
+    assert part == needed / 40 and [run.seed for run in runs] == [1, 2, 3]
+    assert len({steps for steps, _ in made}) <= 7  # of 40
+    decided = [steps for steps, seed in made if seed == 3 and steps != needed]
+    assert all(abs(steps - needed) <= 1 for steps in decided)
+
+
+@pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if one.needs is None])
+def test_every_contestant_learns(name):
+    task = dataclasses.replace(TASKS["digits-256"], steps=30)
+    one = CONTESTANTS[name]
+    data = task.load(None)
+
+    def learns(config: dict[str, Any]) -> bool:
+        run = search.train(task, data, one, config, 0, 30)
+        return run.loss < 0.9 * run.curve[0][2]
+
+    assert any(map(learns, one.draw("a", 4)))  # some draw is bad, not all
+
+
+with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
+
+
+@with_muon
+def test_muon_takes_kernels_as_matrices_and_leaves_the_ends_to_adamw():
+    torch.manual_seed(0)
+    model = TASKS["resnet8-256"].network()
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    config = {"lr": 0.1, "momentum": 0.9, "lr_rest": 0.01}
+    muon, adamw = CONTESTANTS["Muon"].build(model, config, {})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    apart = copy.deepcopy(model)
+    for trained in (model, apart):
+        torch.nn.functional.cross_entropy(trained(x), y).backward()
+    for optimizer in (muon, adamw):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())  # nothing adds up from step to step
+    kernels = 0
+    for name, p in apart.named_parameters():
+        # A first step of AdamW is of length lr wherever there is a gradient.
+        moved, like = before[name] - model.get_parameter(name), 0.01 * p.grad.sign()
+        if p.dim() == 4:
+            matrix = nn.Linear(p[0].numel(), len(p), bias=False)
+            matrix.weight.data.copy_(p.flatten(1))
+            matrix.weight.grad = p.grad.flatten(1)
+            Muon([matrix.weight], lr=0.1, momentum=0.9, weight_decay=0.0).step()
+            like = before[name] - matrix.weight.detach().view_as(p)
+            kernels += 1
+        large = p.grad.abs() > 1e-5
+        torch.testing.assert_close(moved[large], like[large], rtol=1e-3, atol=1e-5)
+    assert kernels == 7
+
+
+@with_muon
+@pytest.mark.parametrize(("width", "units"), [(512, True), (512, False), (511, True)])
+def test_muon_is_the_faster_of_torchs_and_ours(width, units, monkeypatch):
+    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: units)
+    (muon,) = CONTESTANTS["Muon"].build(
+        nn.Sequential(nn.Linear(width, 512, bias=False)), {"lr": 0.1, "momentum": 0.9}, {}
+    )
+    assert type(muon) is (torch.optim.Muon if units and width == 512 else Muon)

@@ -1,0 +1,432 @@
+"""What the convergence benchmark trains: its loaders, its batches, its losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import struct
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import data as sets
+from benchmarks import fixed_memory
+from benchmarks.convergence import paper, search, tasks
+from benchmarks.convergence.contestants import CONTESTANTS
+from benchmarks.networks import CifarResNet, Transformer, UNet
+from kaisa_optim import KFACLAMB, KFACSGD
+from tests.support.ranks import run
+
+# ---- loaders ----
+
+
+def write_idx(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sizes = struct.pack(f">{array.ndim}i", *array.shape)
+    path.write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+
+
+def test_idx_files(tmp_path):
+    train = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    write_idx(raw / "train-images-idx3-ubyte", train)
+    write_idx(raw / "t10k-images-idx3-ubyte", train[:1] + 100)
+    for folder in (tmp_path, tmp_path / "FashionMNIST", raw):
+        found, test = sets.fashion_mnist(folder)
+        assert found.tolist() == train.tolist() and test.tolist() == (train[:1] + 100).tolist()
+    (raw / "train-images-idx3-ubyte").write_bytes(b"\0\0\x0d\x01" + bytes(8))
+    with pytest.raises(ValueError, match="no IDX file of bytes"):
+        sets.fashion_mnist(tmp_path)
+
+
+def test_cifar_is_the_same_in_both_of_its_formats(tmp_path):
+    generator = np.random.default_rng(0)
+    binary, python = tmp_path / "a" / "cifar-10-batches-bin", tmp_path / "b" / "cifar-10-batches-py"
+    binary.mkdir(parents=True), python.mkdir(parents=True)
+    written = {}
+    for name in ("data_batch_1", "data_batch_2", "test_batch"):
+        pixels = generator.integers(0, 256, (3, 3072), dtype=np.uint8)
+        labels = generator.integers(0, 10, 3).tolist()
+        written[name] = pixels, labels
+        records = np.concatenate([np.array(labels, np.uint8)[:, None], pixels], 1)
+        records.tofile(binary / f"{name}.bin")
+        (python / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": labels}))
+    for folder in (tmp_path / "a", python.parent):
+        (images, labels), (held, answers) = sets.cifar10(folder, batches=2)
+        one, two = written["data_batch_1"], written["data_batch_2"]
+        assert labels.tolist() == one[1] + two[1] and answers.tolist() == written["test_batch"][1]
+        assert images.shape == (6, 3, 32, 32) and held.shape == (3, 3, 32, 32)
+        # Planes of a colour, row by row.
+        assert images[4, 2, 5, 7] == two[0][1, 2 * 1024 + 5 * 32 + 7]
+
+
+def test_nuclei_are_joined_and_kept_beside_their_images(tmp_path):
+    for part in ("images", "labels"):
+        (tmp_path / "nuclei" / part).mkdir(parents=True)
+    for i in range(2):
+        pixels = np.full((4, 6, 3), 10 * i, np.uint8)
+        pixels[0, 1] = 1, 2, 3
+        Image.fromarray(pixels).save(tmp_path / "nuclei" / "images" / f"{i}.png")
+        label = np.zeros((4, 6), np.uint16)
+        label[i, :2] = 1, 300
+        Image.fromarray(label).save(tmp_path / "nuclei" / "labels" / f"{i}.png")
+    images, masks = sets.nuclei(tmp_path)
+    assert images.shape == (2, 3, 4, 6) and images[1, :, 0, 1].tolist() == [1, 2, 3]
+    assert images[1, :, 2, 2].tolist() == [10] * 3
+    assert masks.shape == (2, 1, 4, 6)
+    assert [m.nonzero()[:, 1:].tolist() for m in masks] == [[[0, 0], [0, 1]], [[1, 0], [1, 1]]]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--data, a folder with shakespeare\.txt"):
+        sets.characters(None)
+    with pytest.raises(FileNotFoundError, match="cifar-10-batches-bin or cifar-10-batches-py"):
+        sets.cifar10(tmp_path)
+    (tmp_path / "shakespeare.txt").write_text("cab")
+    assert [sets.characters(tmp_path)[0].tolist(), sets.characters(tmp_path)[1]] == [[2, 0, 1], 3]
+
+
+# ---- batches ----
+
+
+def test_an_epoch_has_every_example_once():
+    places = tasks.epochs(10, 4, torch.Generator().manual_seed(0))
+    first, second = ([next(places), next(places)] for _ in range(2))
+    for epoch in (first, second):
+        assert all(len(batch) == 4 for batch in epoch)
+        assert len(torch.cat(epoch).unique()) == 8  # two are left over
+    assert torch.cat(first).tolist() != torch.cat(second).tolist()
+    with pytest.raises(ValueError, match="11 of 10 examples"):
+        next(tasks.epochs(10, 11, torch.Generator()))
+
+
+def test_augmented_images_are_moved_and_mirrored_ones():
+    images = torch.arange(1, 1 + 40 * 3 * 5 * 4, dtype=torch.int32).view(40, 3, 5, 4)
+    found = tasks.augmented(images, torch.Generator().manual_seed(0), shift=1)
+    seen = set()
+    for image, new in zip(images, found, strict=True):
+        padded = F.pad(image, (1, 1, 1, 1))
+        ways = {
+            (top, left, flip): crop.flip(2) if flip else crop
+            for top in range(3)
+            for left in range(3)
+            for flip in (False, True)
+            for crop in [padded[:, top : top + 5, left : left + 4]]
+        }
+        (way,) = [way for way, made in ways.items() if torch.equal(made, new)]
+        seen.add(way)
+    assert {flip for *_, flip in seen} == {False, True} and len(seen) > 9
+
+
+def pictures():
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (64, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(10, (64,), generator=generator)
+
+
+def nuclei():
+    generator = torch.Generator().manual_seed(5)
+    masks = torch.randint(2, (9, 1, 140, 150), generator=generator, dtype=torch.uint8)
+    return 255 * masks.repeat(1, 3, 1, 1), masks
+
+
+def text():
+    return torch.randint(65, (4000,), generator=torch.Generator().manual_seed(5))
+
+
+def flat():
+    return torch.randint(256, (64, 20), generator=torch.Generator().manual_seed(5)).byte()
+
+
+SMALL = {
+    "fashion": (tasks.fashion(16, 3), flat, lambda: nn.Linear(20, 20)),
+    "resnet8": (tasks.resnet8(16, 3), pictures, lambda: CifarResNet(8)),
+    "unet": (tasks.unet(2, 3), nuclei, lambda: UNet(3, (2, 4))),
+    "masked": (tasks.TASKS["masked"], text, lambda: Transformer(66, 64, 8, 1, 2, 16)),
+}
+
+
+class Watched(nn.Module):
+    """Keeps what it is trained on; draws some of torch's own random numbers in each pass."""
+
+    def __init__(self, inner, seen, draws):
+        super().__init__()
+        self.inner, self.seen, self.draws = inner, seen, draws
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x.clone())
+            torch.rand(self.draws)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_contestants_see_the_same_batches(name):
+    task, make, network = SMALL[name]
+    data = (make(),) * 2
+    x, y = next(task.batches(data[0], torch.Generator()))[0]
+    seen = []
+    for draws, one in enumerate(("LAMB", "KFACSGD", "KFACLAMB, eigenbasis")):
+        kept = []
+        watched = dataclasses.replace(
+            task,
+            network=lambda kept=kept, draws=draws: Watched(network(), kept, draws),
+            measured=lambda part: iter([(x[:1], y[:1])]),
+            every=99,
+        )
+        settings = CONTESTANTS[one].draw("0", 1)[0]
+        search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
+        seen.append(torch.stack(kept))
+    assert len(seen[0]) == (12 if name == "masked" else 3)
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0][0], seen[0][-1])
+
+
+def test_crops_and_masks_belong_together():
+    batches = tasks.unet(4, 3).batches(nuclei(), torch.Generator().manual_seed(0))
+    for _ in range(3):
+        ((images, masks),) = next(batches)
+        assert images.shape == (4, 3, 128, 128) and masks.shape == (4, 1, 128, 128)
+        assert torch.equal(images, masks.expand_as(images))
+
+
+def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
+    data = torch.arange(4000) % 65
+    ((shown, target), *rest) = next(tasks.TASKS["masked"].batches(data, torch.Generator()))
+    assert len(rest) == 3
+    chosen = target != -100
+    assert 0.13 < chosen.float().mean() < 0.17
+    rows = torch.where(chosen, target, shown)
+    assert ((rows[:, 1:] - rows[:, :-1]) % 65 == 1).all()  # the passages as they were
+    hidden = (shown == 65)[chosen].float().mean()
+    same = (shown == target)[chosen].float().mean()
+    assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
+
+
+# ---- losses ----
+
+
+def language_model():
+    torch.manual_seed(0)
+    return Transformer(66, 64, 8, 1, 2, 16, causal=False).double()
+
+
+def ragged():
+    """Three micro-batches with unlike numbers of passages and of masked tokens."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for passages, share in ((2, 0.1), (3, 0.5), (1, 0.02)):
+        x = torch.randint(66, (passages, 64), generator=generator)
+        chosen = torch.rand(x.shape, generator=generator) < share
+        chosen[0, 0] = True
+        found.append((x, torch.where(chosen, x, -100)))
+    return found
+
+
+def joined(step):
+    return [tuple(torch.cat(parts) for parts in zip(*step, strict=True))]
+
+
+def test_a_masked_loss_is_the_mean_over_all_masked_tokens_of_a_step():
+    task, model, step = tasks.TASKS["masked"], language_model(), ragged()
+    search.backward(task, model, [torch.optim.SGD(model.parameters(), 1.0)], step)
+    plain = language_model()
+    total, count = 0.0, 0
+    for x, y in step:
+        chances = plain(x).log_softmax(-1)
+        for i, j in (y != -100).nonzero().tolist():
+            total, count = total - chances[i, j, y[i, j]], count + 1
+    (total / count).backward()
+    assert count > 90
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACLAMB])
+def test_accumulated_micro_batches_are_one_batch(cls):
+    task, ends, terms = tasks.TASKS["masked"], [], []
+    for shape in (lambda step: step, joined):
+        model = language_model()
+        optimizer = cls(model, lr=0.1, kl_clip=None, inv_update_steps=1, factor_update_steps=1)
+        for _ in range(2):
+            search.backward(task, model, [optimizer], shape(ragged()))
+            optimizer.step()
+        terms.append(optimizer.preconditioner.loss_terms)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert terms == [sum(int((y != -100).sum()) for _, y in ragged())] * 2
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_images_weigh_alike_in_uneven_micro_batches():
+    task = dataclasses.replace(tasks.fashion(16, 3), network=lambda: nn.Linear(20, 20))
+    images = flat()[:5].float() / 255
+    torch.manual_seed(0)
+    model = task.network()
+    step = [(part, part) for part in (images[:1], images[1:])]
+    search.backward(task, model, [torch.optim.SGD(model.parameters(), 1.0)], step)
+    expected = torch.autograd.grad(task.loss(model(images), images), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+def test_measuring_averages_over_terms_and_scores_on_the_last_part():
+    task = tasks.TASKS["masked"]
+    task = dataclasses.replace(task, measured=lambda step: iter(step))
+    model, step = language_model(), ragged()
+    loss, score = task.measure(model, (None, step))
+    ((x, y),) = joined(step)
+    out = model(x)
+    assert loss == pytest.approx(tasks._characters(out, y).item())
+    chosen = y != -100
+    assert score == pytest.approx((out.argmax(-1) == y)[chosen].double().mean().item())
+    assert model.training
+    loss_again, other = task.measure(model, (None, step, step[:1]))
+    assert loss_again == loss
+    x, y = step[0]
+    assert other == pytest.approx((model(x).argmax(-1) == y)[y != -100].double().mean().item())
+
+
+def test_dice():
+    target = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).view(3, 1, 2, 2)
+    found = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).view(3, 1, 2, 2)
+    assert tasks._dice(2 * found - 1, target).item() == pytest.approx((2 / 5 + 1 + 0) / 3)
+
+
+# ---- networks ----
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_only_a_causal_transformer_hides_what_follows(causal):
+    torch.manual_seed(0)
+    model = Transformer(9, 6, 8, 1, 2, 16, causal=causal)
+    x = torch.arange(6)[None]
+    other = torch.where(torch.arange(6) == 4, 8, x)
+    assert torch.equal(model(x)[:, :4], model(other)[:, :4]) == causal
+
+
+def test_unet_has_a_logit_for_every_pixel_and_passes_details_on():
+    torch.manual_seed(0)
+    model = UNet(3, (4, 8, 16)).eval()
+    x = torch.rand(1, 3, 16, 24, requires_grad=True)
+    out = model(x)
+    assert out.shape == (1, 1, 16, 24)
+    out[0, 0, 8, 8].backward()
+    assert (x.grad[0, :, 6:11, 6:11] != 0).any(0).all()
+    # Two poolings: what is seen ends somewhere.
+    assert (x.grad[0].abs().sum(0) > 0).sum() > 100
+
+
+# ---- fixed memory ----
+
+
+@pytest.mark.parametrize("limit", [0, 5, 100, 1000, 4321])
+def test_the_largest_batch_is_found(limit):
+    asked = []
+
+    def peak(batch):
+        asked.append(batch)
+        return 3 * batch
+
+    found = fixed_memory.largest(peak, limit, 1000)
+    best = min(1000, limit // 3)
+    assert found <= best < found + max(1, found // 16) + 1 and (found == 1000) == (best == 1000)
+    assert len(asked) < 18 and max(asked) <= 1000
+
+
+def test_batches_of_any_size_see_as_many_examples():
+    for batch in (3, 24, 160):
+        task = fixed_memory.sized("unet", batch, 1200)
+        assert task.steps == round(1200 / batch)
+        ((images, _),) = next(task.batches(nuclei_many(batch), torch.Generator()))
+        assert len(images) == batch
+
+
+def test_settings_of_a_kept_result_train_at_todays_batches(tmp_path, monkeypatch):
+    """And are not searched for; what they reached at other batches is found anew."""
+
+    def task(size, steps):
+        return dataclasses.replace(tasks.TASKS["digits-256"], steps=steps, about=f"digits, {size}")
+
+    monkeypatch.setitem(fixed_memory.SIZED, "fashion", (task, 256, 4))
+    monkeypatch.setattr(fixed_memory, "measured_peak", lambda name, where, batch: batch / 2)
+    stem = tmp_path / "fixed_memory_fashion_64"
+    odd = {"lr": 0.0123, "momentum": 0.9}
+    reached = {"baseline": "SGD", "optimizer": "AdamW", "steps": 9, "seconds": 9.0}
+    reached |= {"of_its_steps": 9.0, "of_its_seconds": 9.0}
+    old = {"final": [{"optimizer": "SGD", "settings": odd}], "to the baseline's loss": [reached]}
+    stem.with_suffix(".json").write_text(json.dumps(old))
+    asked = ["fashion", "--mb", "64", "--only", "SGD", "AdamW", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="--kept AdamW: not in"):
+        fixed_memory.main([*asked, "--kept", "AdamW"])
+    fixed_memory.main([*asked, "--kept", "SGD", "--trials", "2", "--seeds", "1"])
+    new = json.loads(stem.with_suffix(".json").read_text())
+    settings = {row["optimizer"]: row["settings"] for row in new["final"]}
+    assert settings["SGD"] == odd and settings["AdamW"].keys() == {"lr", "beta1", "beta2"}
+    assert [one["batch"] for one in new["batches"]] == [128, 128]
+    runs = json.loads((tmp_path / "fixed_memory_fashion_64_runs.json").read_text())
+    searched = {json.loads(key)[2] for key in runs if json.loads(key)[4] in search.JUDGES}
+    assert searched == {"AdamW"}
+    assert all(one["steps"] != 9 for one in new["to the baseline's loss"])
+
+
+def nuclei_many(count):
+    return torch.zeros(count, 3, 130, 130).byte(), torch.zeros(count, 1, 130, 130).byte()
+
+
+# ---- the papers' protocol ----
+
+
+def test_the_papers_learning_rates():
+    sgd, kfac = paper.ROWS["SGD"], paper.ROWS["KFACSGD, papers', 1/10"]
+    # Over 0.1 × 4: from 0.1 up within five epochs.
+    rates = [sgd.rate(epoch, 4, 1) for epoch in (0, 2.5, 5, 99.9, 100, 150)]
+    assert rates == pytest.approx([0.25, 0.625, 1, 1, 0.1, 0.01])
+    rates = [kfac.rate(epoch, 1, 1) for epoch in (0, 34.9, 35, 75, 90)]
+    assert rates == pytest.approx([1, 1, 0.1, 0.01, 0.001])
+    assert kfac.rate(0.7, 1, 50) == pytest.approx(0.1)  # as after 35 of all epochs
+    assert (sgd.epochs, kfac.epochs) == (200, 100)
+
+
+def test_a_target_is_reached_where_an_epoch_ends_at_it():
+    curve = [(1, 2.0, 1.0, 0.5), (2, 4.0, 0.9, 0.7), (3, 6.0, 0.8, 0.6)]
+    assert paper.reaches(curve, 0.55) == (2, 4.0) and paper.reaches(curve, 0.71) is None
+    lines = paper.table({"a": curve}, 0.71)
+    assert "- " in lines[1] and "70.00%" in lines[1] and "60.00%" in lines[1]
+
+
+@pytest.mark.parametrize("name", ["SGD", "KFACSGD, papers', 1/10", "KFACSGD, 10/100"])
+def test_a_protocol_that_was_broken_off_goes_on(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "BATCH", 16)
+    data, place = (pictures(), pictures()), paper.Place(0, 1, "cpu")
+    row = dataclasses.replace(paper.ROWS[name], epochs=100)
+    half = dataclasses.replace(row, epochs=50)
+    whole = paper.train(row, data, place, 0, 50, tmp_path / "whole.pt")
+    first = paper.train(half, data, place, 0, 50, tmp_path / "parts.pt")
+    both = paper.train(row, data, place, 0, 50, tmp_path / "parts.pt")
+    assert len(first) == 1 and [p[0] for p in both] == [1, 2] and both[0] == first[0]
+    assert [p[2:] for p in both] == [p[2:] for p in whole]
+
+
+def shared_protocol(name, folder):
+    images, labels = pictures()
+    place = paper.Place(dist.get_rank(), 2, "cpu")
+    data = (images, labels), (images[:50], labels[:50])
+    row, kept = dataclasses.replace(paper.ROWS[name], epochs=100), folder / "run.pt"
+    with mock.patch.object(paper, "BATCH", 16):
+        first = paper.train(dataclasses.replace(row, epochs=50), data, place, 0, 50, kept)
+        both = paper.train(row, data, place, 0, 50, kept)
+    return first[0][3], [p[3] for p in both]
+
+
+@pytest.mark.parametrize("name", ["SGD", "KFACSGD, 1/10"])
+def test_two_ranks_share_the_protocol_and_its_checkpoint(name, tmp_path):
+    (one, both), (other, both_there) = run(2, shared_protocol, name, tmp_path)
+    # Of 50 images: what one rank alone counts of its half is another number.
+    assert one == other and both == both_there and both[0] == one and len(both) == 2

@@ -1,0 +1,179 @@
+"""Memory goes when its use ends: nothing waits for the search for circles of references.
+
+That search comes late where a step makes few objects of Python's, however large their tensors are.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from tests.support.ranks import run
+
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
+CASES = {
+    "SGD": (KFACSGD, {}),
+    "SGD, all at once": (KFACSGD, {"staggered": False, "kl_clip": None}),
+    "inverse": (KFACSGD, {"compute_method": "inverse"}),
+    "followed": (KFACSGD, {"basis_tolerance": 0.3}),
+    "truncated": (KFACSGD, {"truncation": 0.3}),
+    "lagging": (KFACSGD, {"refresh_lag": 1}),
+    "examples": (KFACSGD, {"eigenvalue_correction": "examples"}),
+    "gradients": (KFACSGD, {"eigenvalue_correction": "gradients"}),
+    "scheduled": (KFACSGD, {"damping": lambda step: 0.1, "kl_clip": lambda step: 0.1}),
+    "the papers'": (KFACSGD, {"normalization": "kaisa"}),
+    "RAdam": (with_kfac(torch.optim.RAdam), {}),
+    "Adam": (KFACAdam, {}),
+    "Adam, parameters": (KFACAdam, {"moments": "parameters"}),
+    "LAMB": (KFACLAMB, {}),
+    "Muon": (KFACMuon, {}),
+}
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU())
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x).transpose(1, 2)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.twice(self.twice(x).tanh())
+
+
+@pytest.fixture(autouse=True)
+def no_others():
+    """What is there before is none of a test's: to look through it takes most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def build(cls, options):
+    model = Mixed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, cls(model, lr=0.01, **{**OFTEN, **options})
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, 6)).square().mean().backward()
+    optimizer.step()
+
+
+def in_circles(model, optimizer, between=lambda: None):
+    """Tensors that only the search for circles finds, of some steps once all is there."""
+    for _ in range(4):
+        step(model, optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            between()
+            for _ in range(2):  # of which one refreshes
+                step(model, optimizer)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_leave_no_circles_behind(case):
+    assert in_circles(*build(*CASES[case])) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_load_and_layers_that_are_frozen_leave_none_behind(case):
+    model, optimizer = build(*CASES[case])
+
+    def between():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for requires_grad in (False, True):
+            model.twice.requires_grad_(requires_grad)
+            step(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert in_circles(model, optimizer, between) == []
+
+
+def test_a_circle_shows():
+    model, optimizer = build(*CASES["SGD"])
+
+    def between():
+        circle = [torch.zeros(3)]
+        circle.append(circle)
+
+    assert in_circles(model, optimizer, between) == [(3,)] * 3
+
+
+def numbers():
+    """How many there are in all tensors that Python knows."""
+    return sum(x.numel() for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"lagging"}))  # which has some on their way
+def test_what_lives_does_not_grow_from_step_to_step(case):
+    model, optimizer = build(*CASES[case])
+    found = []
+    for _ in range(6):
+        for _ in range(2):
+            step(model, optimizer)
+        gc.collect()  # what others have left
+        found.append(numbers())
+    assert found[-1] == found[-2] == found[-3]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_ends_with_its_last_name(case):
+    model, optimizer = build(*CASES[case])
+    for _ in range(4):
+        step(model, optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        modules = list(model.modules())
+        step(model, optimizer)
+        ours = weakref.ref(optimizer.preconditioner)
+        tensors = [weakref.ref(x) for _, x in optimizer.preconditioner.layout.tensors()]
+        del optimizer
+        assert ours() is None and tensors and not any(x() is not None for x in tensors)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        whole = weakref.ref(model)
+        del model, modules
+        assert whole() is None
+    finally:
+        gc.enable()
+
+
+def in_circles_on_a_rank(case, fraction):
+    torch.manual_seed(0)
+    cls, options = CASES[case]
+    model = DistributedDataParallel(Mixed())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = cls(model, lr=0.01, grad_worker_fraction=fraction, **{**OFTEN, **options})
+    return in_circles(model, optimizer)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1])
+@pytest.mark.parametrize("case", ["SGD", "inverse", "lagging", "Adam", "Muon"])
+def test_steps_of_two_ranks_leave_no_circles_behind(case, fraction):
+    assert run(2, in_circles_on_a_rank, case, fraction) == [[], []]

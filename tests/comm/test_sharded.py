@@ -1,0 +1,568 @@
+"""Parameters that ``fully_shard`` spreads over the ranks: FSDP2, HSDP, and models in parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from kaisa_optim import KFACSGD, LAMB
+from kaisa_optim.optim.lamb import global_norm
+from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, taken_by
+from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import assert_same
+
+pytestmark = pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+
+WORDS = 11
+ROWS = 8  # of a batch, over all ranks
+STEPS = 7
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-3}
+
+
+class Net(nn.Module):
+    """One layer of each kind that can be sharded; over four ranks, some shards are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.image = nn.Conv2d(4, 5, 2)
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens).mT.unflatten(2, (3, 3))
+        x = self.image(x).tanh().mean((2, 3))
+        return self.head(self.norm(self.body(x)))
+
+
+# ---- parts of a model that are sharded ----
+
+
+def whole(model: nn.Module) -> list[nn.Module]:
+    return [model]
+
+
+def each(model: nn.Module) -> list[nn.Module]:
+    return [model.words, model.image, *model.body[::2], model.head, model]
+
+
+def some(model: nn.Module) -> list[nn.Module]:
+    """The rest stays whole on every rank."""
+    return [model.image, model.body]
+
+
+@functools.lru_cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("copies", "shards")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Plan:
+    mesh: tuple[int, ...] = (2,)
+    parts: Any = each
+    optimizer: str = "sgd"
+    options: dict[str, Any] = field(default_factory=dict)
+    shard: dict[str, Any] = field(default_factory=dict)  # fully_shard's arguments
+    micro: int = 1  # batches before a step
+    sync: bool = True  # whether gradients are reduced in each of them
+
+    @property
+    def world(self) -> int:
+        return torch.Size(self.mesh).numel()
+
+
+class Trained(NamedTuple):
+    parameters: dict[str, Tensor]
+    factors: dict[tuple[str, str], Tensor]
+    owners: dict[tuple[str, str], int]
+    memory: dict[str, int]
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def sharded(plan: Plan, dtype: torch.dtype = torch.float64) -> Net:
+    model = net(dtype)
+    for part in plan.parts(model):
+        fully_shard(part, mesh=mesh_of(plan.mesh), **plan.shard)
+    return model
+
+
+def batch(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    tokens = torch.randint(WORDS, (ROWS, 9), generator=generator)
+    return tokens, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+
+
+def share(i: int) -> tuple[Tensor, Tensor]:
+    x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(i))
+    return x, y
+
+
+def optimizer(plan: Plan, model: nn.Module, **options: Any) -> Any:
+    cls, base = OPTIMIZERS[plan.optimizer]
+    return cls(model, **taken_by(cls, {**base, **INTERVALS, **plan.options, **options}))
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def full_values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def micro_batches(plan: Plan, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(x.chunk(plan.micro), y.chunk(plan.micro), strict=True)
+
+
+def backward(plan: Plan, model: nn.Module, i: int) -> None:
+    """The gradient of the joined batch, in whatever way this rank has its part of it."""
+    spread = dist.is_initialized()
+    parts = list(micro_batches(plan, *(share(i) if spread else batch(i))))
+    for k, (x, y) in enumerate(parts):
+        if spread and not plan.sync:
+            for part in plan.parts(model):
+                part.set_requires_gradient_sync(k == len(parts) - 1)
+        (F.mse_loss(model(x).to(y), y) / plan.micro).backward()
+    if spread:
+        average(p for p in model.parameters() if not isinstance(p, DTensor))
+
+
+def train_alone(plan: Plan) -> Trained:
+    model = net()
+    opt = optimizer(plan, model, staggered=plan.options.get("staggered", plan.world))
+    learn(plan, model, opt, range(STEPS))
+    return Trained(full_values(model), kept(opt), {}, opt.preconditioner.memory_usage())
+
+
+def learn(plan: Plan, model: nn.Module, opt: Any, steps: range) -> None:
+    for i in steps:
+        opt.zero_grad()
+        backward(plan, model, i)
+        opt.step()
+
+
+def train(plan: Plan) -> Trained:
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    for i in range(STEPS):
+        opt.zero_grad()
+        backward(plan, model, i)
+        gradients = {p: (p.grad, full(p.grad)) for p in model.parameters()}
+        opt.step()
+        for p, (own, before) in gradients.items():
+            assert p.grad is own and torch.equal(full(own), before)
+    check_placements(model, opt)
+    kfac = opt.preconditioner
+    owners = {(x.name, s): kfac.owner(x, s) for x in kfac.layers.values() for s in "ag"}
+    return Trained(full_values(model), kept(opt), owners, kfac.memory_usage())
+
+
+def check_placements(model: nn.Module, opt: Any) -> None:
+    """What the base keeps lies as its parameter does."""
+    for name, p in model.named_parameters():
+        for key in opt.state[p].keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq"}:
+            value = opt.state[p][key]
+            assert isinstance(value, DTensor) == isinstance(p, DTensor), (name, key)
+            if isinstance(p, DTensor):
+                assert value.placements == p.placements and value.device_mesh == p.device_mesh
+                assert value.to_local().shape == p.to_local().shape
+                assert value.to_local().numel() < p.numel()
+
+
+def check(plan: Plan, tolerance: float = 1e-9) -> list[Trained]:
+    ranks = run(plan.world, train, plan)
+    alone = train_alone(plan)
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, alone.parameters) < tolerance
+    check_owners(ranks, alone, tolerance)
+    return ranks
+
+
+def check_owners(ranks: list[Trained], alone: Trained, tolerance: float) -> None:
+    """Every factor is on one rank, and so is all that follows from it."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for rank, one in enumerate(ranks):
+        assert one.factors.keys() == {key for key, owner in one.owners.items() if owner == rank}
+        found |= one.factors
+    assert error(found, alone.factors) < tolerance
+    kinds = alone.memory.keys() - {"counters", "total", "pending"}
+    for kind in kinds:
+        assert sum(one.memory.get(kind, 0) for one in ranks) == alone.memory[kind]
+    assert max(one.memory["total"] for one in ranks) < 0.8 * alone.memory["total"]
+
+
+# ---- the steps of one process ----
+
+
+@pytest.mark.parametrize(
+    ("parts", "optimizer"),
+    [(p, o) for p in (whole, each, some) for o in OPTIMIZERS if (p, o) != (some, "lamb")],
+)
+def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer):
+    check(Plan((2,), parts, optimizer))
+
+
+@pytest.mark.parametrize("parts", [each, some])
+def test_grafting_warm_up_and_early_refreshes(parts):
+    helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3, "early_refreshes": (5,)}
+    check(Plan((2,), parts, options=helped))
+
+
+def norms_in_half() -> tuple[float, float]:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, 8, generator=generator).bfloat16() for n in (50, 7, 1)]
+    spread = [distribute_tensor(gradient, mesh_of((2,)), [Shard(0)]) for gradient in gradients]
+    exact = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
+    return full(global_norm(spread)).item(), exact.item()
+
+
+def test_lamb_takes_norms_of_sharded_halves_in_single_precision():
+    for found, exact in run(2, norms_in_half):
+        assert found == pytest.approx(exact, rel=1e-6)
+
+
+def lamb_in_part() -> str:
+    model = sharded(Plan((2,), some), torch.float32)
+    with pytest.raises(ValueError) as error:
+        LAMB(model.parameters())
+    return str(error.value)
+
+
+def test_lamb_says_that_it_takes_no_model_that_is_sharded_in_part():
+    for text in run(2, lamb_in_part):
+        assert text.startswith("Invalid params: some are sharded") and "fully_shard" in text
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("parts", [each, some])
+def test_four_ranks(mesh, parts):
+    check(Plan(mesh, parts, "sgd"))
+    check(Plan(mesh, parts, "adam", {"compute_method": "inverse", "bucket_cap_mb": 1e-4}))
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+def test_micro_batches(sync, reshard):
+    """Without ``sync``, torch holds gradients back whole until the last one."""
+    check(Plan((2,), each, micro=2, sync=sync, shard={"reshard_after_forward": reshard}))
+
+
+def test_a_reduction_in_another_dtype():
+    """Gradients wait elsewhere than in ``.grad`` then; statistics of the first batch wait, too."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    check(Plan((2,), each, micro=2, sync=False, shard={"mp_policy": policy}), 1e-5)
+
+
+def test_the_clip_is_active():
+    free = Plan((2,), options={"kl_clip": None})
+    ranks = [run(2, train, plan)[0].parameters for plan in (free, Plan((2,)))]
+    assert error(*ranks) > 1e-3
+
+
+def in_half(plan: Plan) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
+    model = sharded(plan, torch.float32)
+    opt = optimizer(plan, model)
+    learn(plan, model, opt, range(STEPS))
+    return full_values(model), kept(opt)
+
+
+@pytest.mark.parametrize("parts", [whole, each])
+def test_parameters_in_half_precision(parts):
+    """Activations and their gradients have eight bits then, sums and what is kept have more."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = Plan((2,), parts, options={"damping": 0.1}, shard={"mp_policy": policy})
+    ranks = run(2, in_half, plan)
+    alone = train_alone(plan)
+    assert_alike([parameters for parameters, _ in ranks])
+    found = ranks[0][1] | ranks[1][1]
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    before = full_values(net())
+    moves = [{n: p - before[n] for n, p in x.items()} for x in (ranks[0][0], alone.parameters)]
+    assert 1e-6 < error(*moves) < 0.1
+    assert error(found, alone.factors) < 0.05
+
+
+def moved_halves(plan: Plan) -> dict[str, Tensor]:
+    spread = dist.is_initialized()
+    model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
+    before = full_values(model)
+    learn(plan, model, optimizer(plan, model, staggered=plan.world), range(1))
+    return {name: p - before[name] for name, p in full_values(model).items()}
+
+
+@pytest.mark.parametrize("moments", ["eigenbasis", "parameters"])
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_parameters_that_are_kept_in_half_precision(optimizer, moments):
+    plan = Plan((2,), each, optimizer, {"lr": 0.2, "damping": 0.1, "moments": moments})
+    ranks = run(2, moved_halves, plan)
+    assert_alike(ranks)
+    assert error(ranks[0], moved_halves(plan)) < 0.2
+
+
+# ---- what fits no sharding ----
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+def refused(change: str) -> str:
+    model = net()
+    options: dict[str, Any] = {}
+    if change == "alone":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
+        fully_shard(model, mesh=mesh)
+    elif change == "columns":
+        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
+        spread = distribute_tensor(model.body[0].weight, both, [Shard(1), Shard(0)])
+        model.body[0].weight = nn.Parameter(spread)
+    else:
+        fully_shard(model, mesh=mesh_of((2,)))
+    if change in ("opt", "hybrid"):
+        options["assignment"] = change
+    if change == "fraction":
+        options["grad_worker_fraction"] = 1.0
+    with pytest.raises(ValueError) as caught:
+        KFACSGD(model, lr=0.1, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("opt", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
+        ("fraction", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
+        ("alone", r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
+        ("columns", r"a parameter of 'body.0' is sharded as .*Shard\(dim=1\).* without tensor"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(change, text):
+    for problem in run(2, refused, change):
+        assert re.search(text, problem)
+
+
+def attends(shards: bool) -> tuple[dict[str, Tensor], str]:
+    """With ``shards`` on a rank, else alone and with the attention skipped."""
+    torch.manual_seed(0)
+    model = Attentive().double()
+    options: dict[str, Any] = {**INTERVALS, "staggered": False}
+    if shards:
+        fully_shard(model, mesh=mesh_of((2,)))
+    else:
+        options["skip_layers"] = "attention"
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        opt = KFACSGD(model, lr=0.1, **options)
+        for i in range(STEPS):
+            generator = torch.Generator().manual_seed(i)
+            both = (torch.randn(4, 3, k, generator=generator, dtype=torch.float64) for k in (4, 3))
+            x, y = (t.chunk(2)[dist.get_rank()] if shards else t for t in both)
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+    return full_values(model), "\n".join(str(w.message) for w in record)
+
+
+def test_sharded_attention_is_left_to_the_base():
+    expected, _ = attends(False)
+    results = run(2, attends, True)
+    for parameters, _ in results:
+        assert error(parameters, expected) < 1e-9
+    for name in ("in_proj_weight", "in_proj_bias"):
+        said = f"attention.{name}: MultiheadAttention: its weights are sharded"
+        assert [said in text for _, text in results] == [True, False]  # one says it
+    # It is not called as a module, so its gradient is raw, too.
+    assert any("attention.out_proj" in text for _, text in results)
+
+
+# ---- a gradient scaler ----
+
+
+def scales(plan: Plan, spoils: bool) -> tuple[dict[str, Tensor], list[Any], int]:
+    """In step 2 one shard of a gradient is not finite: on one rank of those that make a copy."""
+    model = sharded(plan)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    opt = optimizer(plan, model, grad_scaler=scaler)
+    for i in range(5):
+        if i == 2 and not spoils:
+            scaler.update(2.0**11)
+            continue
+        x, y = share(i)
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        if i == 2 and mesh_of(plan.mesh).get_local_rank("shards") == 1:
+            model.body[0].weight.grad.to_local()[0, 0] = torch.inf
+        scaler.step(opt)
+        scaler.update()
+    return full_values(model), [kept(opt), scaler.get_scale()], opt.preconditioner.steps
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_a_grad_scaler_that_skips_for_one_shard(mesh):
+    """All ranks skip, and nothing of the step is left."""
+    plan = Plan(mesh)
+    results, expected = (run(plan.world, scales, plan, spoils) for spoils in (True, False))
+    assert [steps for *_, steps in results] == [4] * plan.world
+    assert_same(results, expected)
+
+
+# ---- checkpoints ----
+
+
+def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Each rank from its own share; with what would have come without."""
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    learn(plan, model, opt, range(4))
+    saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
+    other = sharded(plan)
+    fresh = optimizer(plan, other)
+    other.load_state_dict(saved[0])
+    fresh.load_state_dict(saved[1])
+    for own, steps in ((model, opt), (other, fresh)):
+        learn(plan, own, steps, range(4, STEPS))
+    check_placements(other, fresh)
+    return full_values(other), full_values(model)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_ranks_go_on_from_their_shares(mesh, optimizer):
+    for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
+        assert_same(resumed, straight)
+
+
+def saves(plan: Plan, how: dict[str, Any], path: str) -> None:
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    learn(plan, model, opt, range(4))
+    state = get_optimizer_state_dict(model, opt, options=StateDictOptions(**how))
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
+
+
+def loads(plan: Plan, how: dict[str, Any], path: str) -> tuple[dict[str, Tensor], list[str]]:
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    options = StateDictOptions(**how)
+    loaded = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, opt, options=options),
+    }
+    dcp.load(loaded, checkpoint_id=path)
+    model.load_state_dict(loaded["model"])
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        set_optimizer_state_dict(model, opt, loaded["optimizer"], options=options)
+    learn(plan, model, opt, range(4, STEPS))
+    check_placements(model, opt)
+    return full_values(model), [str(w.message) for w in record if "factors" in str(w.message)]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "optimizer"),
+    [
+        ((4,), (2,), "adam"),
+        ((2,), (2, 2), "adam"),
+        ((2, 2), (4,), "adam"),
+        ((4,), (2,), "muon"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatten, tmp_path):
+    how = {"flatten_optimizer_state_dict": flatten}
+    turns = {"staggered": 1}  # alike on any number of ranks
+    plans = Plan(before, each, optimizer, turns), Plan(after, some, optimizer, turns)
+    run(plans[0].world, saves, plans[0], how, str(tmp_path / "state"))
+    results = run(plans[1].world, loads, plans[1], how, str(tmp_path / "state"))
+    alone = train_alone(plans[1])
+    for parameters, texts in results:
+        assert not texts
+        assert error(parameters, alone.parameters) < 1e-9
+
+
+def consolidates(plan: Plan) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
+    """A full state of torch.distributed.checkpoint after K-FAC's own was gathered."""
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    learn(plan, model, opt, range(4))
+    opt.consolidate_state_dict(to=0)
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = [get_model_state_dict(model, options=how)]
+    state.append(get_optimizer_state_dict(model, opt, options=how))
+    things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(things, src=0)
+    other = sharded(plan)
+    fresh = optimizer(plan, other)
+    how = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(other, things[0][0], options=how)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        set_optimizer_state_dict(other, fresh, things[0][1], options=how)
+    for own, steps in ((model, opt), (other, fresh)):
+        learn(plan, own, steps, range(4, STEPS))
+    texts = [str(w.message) for w in record if "factors" in str(w.message)]
+    return full_values(other), texts, full_values(model)
+
+
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_a_full_state_of_a_consolidated_optimizer():
+    for resumed, texts, straight in run(2, consolidates, Plan((2,), each)):
+        assert not texts
+        assert_same(resumed, straight)
+
+
+# ---- its predecessor ----
+
+
+def flattened(original: bool) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+    with pytest.raises(ValueError) as refused:
+        KFACSGD(model, lr=0.1)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_fully_sharded_data_parallel_is_refused_by_name(original):
+    for text in run(2, flattened, original):
+        assert re.match("Invalid model: FullyShardedDataParallel flattens .*fully_shard", text)

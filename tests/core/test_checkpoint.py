@@ -1,0 +1,822 @@
+"""K-FAC state in checkpoints: where it lives, and that training goes on bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, KFACParamScheduler, with_kfac
+from kaisa_optim.linalg import eigen
+from tests.optim.test_optimizers import LARS
+from tests.support.training import (
+    EVERY_STEP,
+    Probe,
+    assert_near,
+    assert_same,
+    backward,
+    batch,
+    difference,
+    factors,
+    network,
+    train,
+    values,
+)
+
+BASES = {
+    "SGD": (KFACSGD, {"lr": 0.05}),
+    "momentum": (KFACSGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (KFACAdam, {"lr": 0.01}),
+    "LAMB": (KFACLAMB, {"lr": 0.01}),
+    "LARS": (with_kfac(LARS), {"lr": 0.5}),
+}
+METHODS = {
+    "eigen": {},
+    "outer product": {"compute_eigenvalue_outer_product": True},
+    "truncated": {"truncation": 0.5},
+    "inverse": {"compute_method": "inverse"},
+    "kaisa": {"normalization": "kaisa", "compute_method": "inverse"},
+}
+
+
+def disk(state: Any, path: Any) -> Any:
+    torch.save(state, path)
+    return torch.load(path, weights_only=True)
+
+
+def pair(cls: Any, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Any:
+    model = network(seed, dtype)
+    return model, cls(model, **options)
+
+
+def quietly_load(opt: Any, state: dict[str, Any]) -> None:
+    """A load that has nothing to report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_state_dict(state)
+
+
+# ---- continuation ----
+
+
+@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("base", BASES)
+def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, staggered, tmp_path):
+    cls, settings = BASES[base]
+    options = {**settings, **METHODS[method], "staggered": staggered}
+    options |= {"factor_update_steps": 2, "inv_update_steps": 4}
+    model, opt = pair(cls, **options)
+    saved = [disk((model.state_dict(), opt.state_dict()), tmp_path / "0")]
+
+    def save(i: int) -> None:
+        saved.append(disk((model.state_dict(), opt.state_dict()), tmp_path / "next"))
+
+    train(model, opt, range(9), save)
+    for taken in range(6):
+        other, fresh = pair(cls, seed=5, **options)
+        other.load_state_dict(saved[taken][0])
+        quietly_load(fresh, saved[taken][1])
+        assert fresh.preconditioner.steps == taken
+        train(other, fresh, range(taken, 9))
+        assert_same(other, model)
+        assert_same(fresh.state_dict(), opt.state_dict())
+
+
+def test_the_saved_points_differ(tmp_path):
+    """Else the test above would pass with K-FAC state that is ignored."""
+    options = {"lr": 0.05, "factor_update_steps": 2, "inv_update_steps": 5}
+    model, opt = pair(KFACSGD, **options)
+    train(model, opt, range(3))
+    state = disk(opt.state_dict(), tmp_path / "state")
+    state["state"][0]["kfac_a_values"] *= 1.01
+    other, fresh = pair(KFACSGD, **options)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, state)
+    train(model, opt, [3])
+    train(other, fresh, [3])
+    with pytest.raises(AssertionError):
+        assert_same(other, model)
+
+
+def schedules(opt: Any) -> list[Any]:
+    s = torch.optim.lr_scheduler
+    return [
+        s.OneCycleLR(opt, 0.1, total_steps=14),
+        KFACParamScheduler(
+            opt,
+            damping=lambda e: 0.9**e,
+            kl_clip={2: 0.5, 6: 0.1},
+            factor_update_steps={3: 2},
+            inv_update_steps={1: 2, 7: 0.1},
+        ),
+    ]
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_continuation_with_schedulers(taken, tmp_path):
+    options = {"lr": 0.05, "momentum": 0.9, "factor_update_steps": 1, "inv_update_steps": 2}
+    model, opt = pair(KFACSGD, **options)
+    both = schedules(opt)
+
+    def advance(i: int) -> None:
+        for scheduler in both:
+            scheduler.step()
+
+    train(model, opt, range(taken), advance)
+    states = [x.state_dict() for x in (model, opt, *both)]
+    saved = disk(states, tmp_path / "state")
+    train(model, opt, range(taken, 12), advance)
+    other, fresh = pair(KFACSGD, seed=5, **options)
+    new = schedules(fresh)
+    for x, state in zip((other, fresh, *new), saved, strict=True):
+        x.load_state_dict(state)
+
+    def advance_new(i: int) -> None:
+        for scheduler in new:
+            scheduler.step()
+
+    train(other, fresh, range(taken, 12), advance_new)
+    assert_same(other, model)
+    assert_same(fresh.state_dict(), opt.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("factor_dtype", "kept"), [(None, torch.float32), (torch.float64,) * 2])
+def test_factors_keep_their_dtype_under_half_precision_parameters(
+    dtype, factor_dtype, kept, tmp_path
+):
+    """Optimizer.load_state_dict would cast them to the parameters'."""
+    options = {"lr": 0.01, "momentum": 0.9, "factor_dtype": factor_dtype, "inv_update_steps": 3}
+    model, opt = pair(KFACSGD, dtype, **options)
+    train(model, opt, range(4))
+    other, fresh = pair(KFACSGD, dtype, seed=5, **options)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, disk(opt.state_dict(), tmp_path / "state"))
+    assert_same(factors(fresh), factors(opt))
+    assert all(f.dtype == kept for pair_of in factors(fresh).values() for f in pair_of)
+    assert_same(fresh.state_dict(), opt.state_dict())
+    train(model, opt, range(4, 8))
+    train(other, fresh, range(4, 8))
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_state_dict_right_after_a_load_is_complete(base, tmp_path):
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    train(model, opt, range(3))
+    first = disk(opt.state_dict(), tmp_path / "first")
+    _, between = pair(cls, **settings)
+    between.load_state_dict(first)
+    second = disk(between.state_dict(), tmp_path / "second")
+    assert_same(second, first)
+    other, fresh = pair(cls, **settings)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, second)
+    train(model, opt, range(3, 6))
+    train(other, fresh, range(3, 6))
+    assert_same(other, model)
+
+
+def test_loading_its_own_state_changes_nothing():
+    model, opt = pair(KFACAdam, lr=0.01)
+    other, reference = pair(KFACAdam, lr=0.01)
+    for i in range(4):
+        train(model, opt, [i])
+        opt.load_state_dict(opt.state_dict())
+        train(other, reference, [i])
+    assert_same(model, other)
+
+
+def test_an_earlier_checkpoint_rewinds_a_trained_optimizer():
+    model, opt = pair(KFACSGD, lr=0.05, momentum=0.9)
+    train(model, opt, range(3))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    train(model, opt, range(3, 6))
+    end = values(model)
+    train(model, opt, range(6, 9))
+    backward(model, 9)  # statistics that wait belong to no step of the checkpoint's
+    model.load_state_dict(saved[0])
+    quietly_load(opt, saved[1])
+    assert opt.preconditioner.memory_usage()["pending"] == 0
+    train(model, opt, range(3, 6))
+    assert_same(values(model), end)
+
+
+def test_entries_are_flat_tensors_beside_the_bases(tmp_path):
+    model, opt = pair(KFACAdam, lr=0.01, moments="parameters")
+    train(model, opt, [0])
+    state = opt.state_dict()["state"]
+    assert state.keys() == {0, 1, 2, 3}
+    for index, entry in state.items():
+        ours = {key for key in entry if key.startswith("kfac")}
+        assert entry.keys() - ours == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(isinstance(entry[key], torch.Tensor) for key in ours)
+        assert ("kfac_a_average" in ours) == (index in (0, 2))
+        assert int(entry["kfac_step"]) == 1
+    live = opt.state[model[0].weight]
+    assert live["kfac_a_average"].data_ptr() == opt.preconditioner.factors("0")[0].data_ptr()
+
+
+# ---- other sources and targets ----
+
+
+@pytest.mark.parametrize(
+    ("plain", "cls", "settings"),
+    [
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05}),
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.Adam, KFACAdam, {"lr": 0.01}),
+        (LARS, with_kfac(LARS), {"lr": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_path):
+    """Into a new K-FAC optimizer, or into one whose own averages must then be forgotten."""
+    model = network()
+    base = plain(model.parameters(), **settings)
+    train(model, base, range(3))
+    saved = disk(base.state_dict(), tmp_path / "state")
+    other, opt = pair(cls, **settings, **EVERY_STEP, damping=0.1)
+    if trained:
+        train(other, opt, range(5, 8))
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0', '2'") as record:
+        opt.load_state_dict(saved)
+    assert len(record) == 1
+    assert opt.param_groups[0]["damping"] == 0.1
+    assert_same(opt.state_dict()["state"], base.state_dict()["state"])
+    probe = Probe(model, damping=0.1)
+    for i in range(3, 6):
+        v = probe.step(model, i)
+        for name, p in model.named_parameters():
+            p.grad = v[name]
+        base.step()
+        train(other, opt, [i])
+        assert_near(other, model, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plain", "cls", "settings"),
+    [
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05}),
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.Adam, KFACAdam, {"lr": 0.01}),
+        (torch.optim.Adam, KFACAdam, {"lr": 0.01, "foreach": True}),
+    ],
+)
+def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_path):
+    ours = {} if cls is KFACSGD else {"moments": "parameters"}
+    model, opt = pair(cls, **settings, **ours)
+    train(model, opt, range(3))
+    saved = disk(opt.state_dict(), tmp_path / "state")
+    base = plain(model.parameters(), **settings)
+    base.load_state_dict(saved)
+    expected = network()
+    expected.load_state_dict(model.state_dict())
+    by_hand = plain(expected.parameters(), **settings)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        own = {k: v.clone() for k, v in opt.state[p].items() if not k.startswith("kfac")}
+        if own:
+            by_hand.state[q].update(own)
+    train(model, base, range(3, 6))
+    train(expected, by_hand, range(3, 6))
+    assert_same(model, expected)
+    # And back again: the factors of then are still there.
+    _, again = pair(cls, **settings, **ours)
+    quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
+    assert_same(factors(again), factors(opt))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(base):
+    """Also one of moments in the eigenbasis, which are then gone."""
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    train(model, opt, range(3))
+    state = opt.state_dict()
+    entries = {
+        i: {key: value for key, value in entry.items() if not key.startswith("kfac_")}
+        for i, entry in state["state"].items()
+    }
+    state["state"] = {i: entry for i, entry in entries.items() if entry}
+    plain = cls._base(model.parameters(), **settings)
+    plain.load_state_dict(state)
+    before = values(model)
+    train(model, plain, range(3, 5))
+    moved = difference(before, model).values()
+    assert all(torch.isfinite(by).all() and by.any() for by in moved)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_state_dict_taken_before_the_first_step(base, trained):
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    saved = copy.deepcopy(opt.state_dict())
+    other, target = pair(cls, **settings)
+    if trained:
+        train(other, target, range(3))
+        other.load_state_dict(model.state_dict())
+    quietly_load(target, saved)
+    assert target.preconditioner.steps == 0
+    train(model, opt, range(4))
+    train(other, target, range(4))
+    assert_same(other, model)
+
+
+def wider() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+
+def test_layers_that_differ_are_named():
+    model, opt = pair(KFACSGD, lr=0.1)
+    train(model, opt, [0])
+    other = wider()
+    target = KFACSGD(other, lr=0.1)
+    with pytest.raises(ValueError, match=r"2: kfac_g_average is \(1, 3, 3\).*needs \(1, 5, 5\)"):
+        target.load_state_dict(opt.state_dict())
+    # The refused load has changed nothing.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    other(x).square().mean().backward()
+    target.step()
+    assert target.preconditioner.steps == 1
+
+
+def test_a_layer_that_is_not_covered_here_is_named():
+    model, opt = pair(KFACSGD, lr=0.1)
+    train(model, opt, [0])
+    target = KFACSGD(network(), lr=0.1, skip_layers="^2$")
+    with pytest.raises(ValueError, match=r"2\.weight of shape \(3, 6\) has factors, but no layer"):
+        target.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("key", ["kfac_g_average", "kfac_status", "kfac_step"])
+def test_what_is_no_tensor_is_named(key):
+    model, opt = pair(KFACSGD, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][2][key] = "lost"
+    with pytest.raises(
+        ValueError, match=rf"Invalid state_dict: .*\n  2\.weight: {key} is a str, no"
+    ):
+        KFACSGD(network(), lr=0.1).load_state_dict(state)
+
+
+HeavySGD = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loads", "lacking"),
+    [
+        (torch.optim.SGD, KFACAdam, "betas, eps, which Adam reads"),
+        (KFACAdam, KFACSGD, "momentum, dampening, which SGD reads"),
+        (torch.optim.Adam, KFACLAMB, ".*max_grad_norm.*, which LAMB reads"),
+        (HeavySGD, KFACAdam, "betas, eps, which Adam reads"),  # whose entries Adam trips over
+        (LAMB, KFACAdam, "step', which Adam reads"),  # it is in LAMB's groups
+        (HeavySGD, with_kfac(torch.optim.RMSprop), "alpha, eps, which RMSprop reads"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(saved, loads, lacking):
+    """In the load, and not by a KeyError in it or in the next step."""
+    model = network()
+    other = saved(model if saved is KFACAdam else model.parameters(), lr=0.01)
+    train(model, other, [0])
+    model, target = pair(loads, lr=0.01)
+    train(model, target, range(2))
+    twin, untouched = copy.deepcopy((model, target))
+    with pytest.raises(ValueError, match=f"Invalid state_dict: its .* lack .?{lacking}"):
+        target.load_state_dict(other.state_dict())
+    train(model, target, range(2, 4))
+    train(twin, untouched, range(2, 4))
+    assert_same(twin, model)
+
+
+NO_STATES = {
+    "nothing": (lambda model, opt: None, "it is of type NoneType"),
+    "a list": (lambda model, opt: [opt.state_dict()], "it is of type list"),
+    "empty": (lambda model, opt: {}, "it has no 'state' and no 'param_groups'"),
+    "a model's": (lambda model, opt: model.state_dict(), "no 'state' and no 'param_groups'"),
+    "a checkpoint": (lambda model, opt: {"state": opt.state_dict()}, "it has no 'param_groups'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_is_no_optimizers_state_is_refused(name):
+    make, what = NO_STATES[name]
+    model = network()
+    opt = KFACAdam(model, lr=0.01)
+    train(model, opt, range(2))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=rf"Invalid state_dict: .*{what}.*state_dict\(\) has"):
+        opt.load_state_dict(make(model, opt))
+    assert_same(opt.state_dict(), before)
+
+
+def test_a_users_hook_may_make_a_state_of_what_is_none():
+    model = network()
+    opt = KFACSGD(model, lr=0.01)
+    train(model, opt, range(2))
+    whole = {"optimizer": copy.deepcopy(opt.state_dict())}
+    opt.register_load_state_dict_pre_hook(lambda _, loaded: loaded["optimizer"])
+    opt.load_state_dict(whole)
+    assert_same(opt.state_dict(), whole["optimizer"])
+
+
+def test_its_own_state_loads_after_that_of_another_class():
+    """Torch leaves "differentiable" in the defaults, and the other's groups bring it along."""
+    model = network()
+    opt = KFACMuon(model, lr=0.02)
+    train(model, opt, range(2))
+    own, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+    train(model, opt, [2])
+    expected = copy.deepcopy(model)
+    other = torch.optim.AdamW(model.parameters())
+    train(model, other, [0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what begins anew
+        opt.load_state_dict(other.state_dict())
+    opt.load_state_dict(own)
+    model.load_state_dict(weights)
+    train(model, opt, [2])
+    assert_same(model, expected)
+
+
+def test_another_number_of_groups_is_torchs_error():
+    _, opt = pair(KFACSGD, lr=0.1)
+    other = network()
+    target = KFACSGD([{"params": layer.parameters()} for layer in other[::2]], model=other)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        target.load_state_dict(opt.state_dict())
+
+
+def test_a_layer_without_factors_in_the_checkpoint_is_estimated_anew():
+    options = {"lr": 0.05, "skip_layers": "^2$", **EVERY_STEP}
+    model, opt = pair(KFACSGD, **options)
+    train(model, opt, range(3))
+    options.pop("skip_layers")
+    other, target = pair(KFACSGD, **options)
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(
+        UserWarning, match="no K-FAC factors of this kind for '2'; they are estimated anew"
+    ):
+        target.load_state_dict(opt.state_dict())
+    assert_same(target.preconditioner.factors("0"), opt.preconditioner.factors("0"))
+    v, before = Probe(other).step(other, 3), values(other)
+    train(other, target, [3])
+    moved = difference(before, other)
+    assert_near(moved["2.weight"], 0.05 * v["2.weight"])
+
+
+def test_another_method_takes_the_factors_and_refreshes():
+    """Second-order state is of the method's own; running averages are not."""
+    model, opt = pair(KFACSGD, lr=0.05, **{**EVERY_STEP, "factor_update_steps": 2})
+    train(model, opt, range(3))
+    options = {"lr": 0.05, "compute_method": "inverse", "damping_split": "full"}
+    other, target = pair(KFACSGD, **options, **{**EVERY_STEP, "inv_update_steps": 100})
+    other.load_state_dict(model.state_dict())
+    target.load_state_dict(opt.state_dict())
+    assert_same(factors(target), factors(opt))
+    train(other, target, [3])
+    assert target.preconditioner.second_order.ready == set(target.preconditioner.layers.values())
+
+
+def test_a_layer_frozen_between_save_and_load():
+    model, opt = pair(KFACSGD, lr=0.05, momentum=0.9, **EVERY_STEP)
+    train(model, opt, range(2))
+    model[0].weight.requires_grad_(False)
+    train(model, opt, range(2, 4))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    other = network(5)
+    other[0].weight.requires_grad_(False)
+    fresh = KFACSGD(other, lr=0.05, momentum=0.9, **EVERY_STEP)
+    other.load_state_dict(saved[0])
+    quietly_load(fresh, saved[1])
+    assert_same(factors(fresh), factors(opt))
+    train(model, opt, range(4, 6))
+    train(other, fresh, range(4, 6))
+    assert_same(other, model)
+
+
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 1}  # and Adam's moments in the eigenbasis
+FREEZING = {"layer": ("weight", "bias"), "weight": ("weight",), "bias": ("bias",)}
+
+
+def freeze(model: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        model[0].get_parameter(name).requires_grad_(False)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("names", FREEZING.values(), ids=FREEZING)
+@pytest.mark.parametrize("first", ["froze", "built"])
+def test_a_run_that_froze_a_layer_goes_on(cls, names, first):
+    """However the resuming script orders freezing and building; unfrozen later, it goes on, too."""
+    model, opt = pair(cls, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    freeze(model, names)
+    train(model, opt, range(2, 4))
+    other = network(5)
+    if first == "froze":
+        freeze(other, names)
+    fresh = cls(other, lr=0.05, **OFTEN)
+    if first == "built":
+        freeze(other, names)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, copy.deepcopy(opt.state_dict()))
+    for steps in (range(4, 6), range(6, 8)):
+        train(model, opt, steps)
+        train(other, fresh, steps)
+        assert_same(other, model)
+        for net in (model, other):
+            net[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_made_while_a_layer_was_frozen_goes_on(cls, copied):
+    model, opt = pair(cls, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    freeze(model, FREEZING["layer"])
+    train(model, opt, range(2, 4))
+    other, fresh = copied((model, opt))
+    for net, optimizer in ((model, opt), (other, fresh)):
+        net[0].requires_grad_(True)
+        train(net, optimizer, range(4, 6))
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), ("weight",)), (("weight",), ()), (("bias",), ("weight",)), (("weight",), ("bias",))],
+)
+def test_a_layer_frozen_otherwise_where_it_is_loaded_is_estimated_anew(cls, before, after):
+    model = network()
+    freeze(model, before)
+    opt = cls(model, lr=0.05, **OFTEN)
+    train(model, opt, range(2))
+    other = network()
+    freeze(other, after)
+    target = cls(other, lr=0.05, **OFTEN)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'; they are estim"):
+        target.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(other, target, range(2, 4))
+    assert target.preconditioner.layers["0"].covers == tuple(
+        name not in after for name in ("weight", "bias")
+    )
+
+
+def test_factors_of_a_frozen_layer_must_fit_it():
+    model, opt = pair(KFACSGD, lr=0.05, **EVERY_STEP)
+    train(model, opt, range(2))
+    state = copy.deepcopy(opt.state_dict())
+    entry = next(e for e in state["state"].values() if "kfac_a_average" in e)
+    entry["kfac_a_average"] = torch.zeros(1, 2, 2)
+    other = network()
+    other[0].requires_grad_(False)
+    target = KFACSGD(other, lr=0.05, **EVERY_STEP)
+    with pytest.raises(ValueError, match=r"0: kfac_a_average is \(1, 2, 2\), the model needs"):
+        target.load_state_dict(state)
+
+
+def test_misfits_of_a_whole_model_are_not_all_named():
+    narrow, wide = (nn.Sequential(*(nn.Linear(n, n) for _ in range(30))) for n in (2, 3))
+    states = []
+    for model, n in ((narrow, 2), (wide, 3)):
+        opt = KFACSGD(model, lr=0.1)
+        model(torch.ones(4, n)).sum().backward()
+        opt.step()
+        states.append(opt.state_dict())
+    entries = zip(states[0]["state"].values(), states[1]["state"].values(), strict=True)
+    for entry, other in entries:
+        entry.update({key: other[key] for key in entry if key.endswith("average")})
+    with pytest.raises(ValueError, match="the model needs") as refused:
+        KFACSGD(narrow, lr=0.1).load_state_dict(states[0])
+    told = str(refused.value).splitlines()
+    assert len(told) == 22 and told[-1] == "  and 40 more"
+
+
+def test_a_layer_frozen_only_where_it_is_loaded_is_estimated_anew():
+    model, opt = pair(KFACSGD, lr=0.05, **EVERY_STEP)
+    train(model, opt, range(2))
+    other = network()
+    other[0].bias.requires_grad_(False)
+    target = KFACSGD(other, lr=0.05, **EVERY_STEP)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'"):
+        target.load_state_dict(opt.state_dict())
+    v, before = Probe(other).step(other, 2), values(other)
+    train(other, target, [2])
+    assert_near(difference(before, other)["0.weight"], 0.05 * v["0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:the decomposition of layer")
+def test_failure_counts_and_rejections_are_kept(monkeypatch):
+
+    def broken(factors):
+        values, vectors = torch.linalg.eigh(factors)
+        return values * torch.nan, vectors
+
+    options = {"lr": 0.05, "max_failures": 3, **EVERY_STEP}
+    model, opt = pair(KFACSGD, **options)
+    train(model, opt, [0])
+    monkeypatch.setattr(eigen, "eigendecompose", broken)
+    with pytest.warns(UserWarning, match="2 in a row"):
+        train(model, opt, range(1, 3))
+    other, fresh = pair(KFACSGD, **options)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, copy.deepcopy(opt.state_dict()))
+    with pytest.warns(UserWarning, match="3 in a row"):
+        train(other, fresh, [3])
+    with pytest.raises(RuntimeError, match="4 in a row"):
+        train(other, fresh, [4])
+
+
+def test_a_checkpoint_between_a_rejected_sum_and_its_report(tmp_path):
+    options = {"lr": 0.05, "factor_update_steps": 1, "inv_update_steps": 4, "staggered": False}
+    model, opt = pair(KFACSGD, **options)
+    train(model, opt, range(2))
+    x, _ = batch(2)
+    opt.zero_grad()
+    (model(x) * 1e200).square().mean().backward()  # the gradients' squares overflow
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    other, fresh = pair(KFACSGD, **options)
+    other.load_state_dict(model.state_dict())
+    quietly_load(fresh, disk(opt.state_dict(), tmp_path / "state"))
+    with pytest.warns(UserWarning, match="not finite have been left out for '0', '2'"):
+        train(other, fresh, range(3, 5))
+
+
+# ---- torch.distributed.checkpoint ----
+
+
+@pytest.fixture
+def process_group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch.distributed")
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("base", ["SGD", "momentum", "Adam", "LAMB"])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_distributed_checkpoint_round_trip(base, flatten, method, tmp_path, process_group):
+    cls, settings = BASES[base]
+    options = {**settings, **METHODS[method], "factor_update_steps": 2, "inv_update_steps": 5}
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, opt = pair(cls, **options)
+    train(model, opt, range(4))
+    state = get_optimizer_state_dict(model, opt, options=how)
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path)
+
+    other, fresh = pair(cls, seed=5, **options)
+    parameters = list(zip(model.parameters(), other.parameters(), strict=True))
+    at_start = values(other)
+    template = get_optimizer_state_dict(other, fresh, options=how)
+    # To have something to load into, it steps once with zero gradients and lr 0.
+    assert_same(values(other), at_start)
+    assert fresh.preconditioner.steps == 0
+    assert template.keys() == state.keys()
+    loaded = {"model": other.state_dict(), "optimizer": template}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    other.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(other, fresh, loaded["optimizer"], options=how)
+    assert fresh.preconditioner.steps == 4
+    for expected, entry in ((opt.state.get(p, {}), fresh.state.get(q, {})) for p, q in parameters):
+        assert_same(entry, expected)
+    train(model, opt, range(4, 11))
+    train(other, fresh, range(4, 11))
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_full_state_is_set_into_a_fresh_optimizer(flatten):
+    """Without dcp's files, and without asking the fresh optimizer for its state first."""
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, opt = pair(KFACSGD, lr=0.05, momentum=0.9)
+    train(model, opt, range(4))
+    state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
+    other, fresh = pair(KFACSGD, lr=0.05, momentum=0.9)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, fresh, state, options=how)
+    train(model, opt, range(4, 7))
+    train(other, fresh, range(4, 7))
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_the_initializing_step_of_dcp_changes_nothing(tensor_lr):
+    lr = torch.tensor(0.05) if tensor_lr else 0.05
+    model, opt = pair(KFACSGD, lr=lr, weight_decay=0.1)
+    other, untouched = pair(KFACSGD, lr=lr, weight_decay=0.1)
+    before = values(model)
+    get_optimizer_state_dict(model, opt)
+    assert_same(values(model), before)
+    assert opt.preconditioner.steps == 0
+    # get_... leaves lr at 0, for a load to restore.
+    opt.param_groups[0]["lr"] = lr
+    train(model, opt, range(3))
+    train(other, untouched, range(3))
+    assert_same(model, other)
+
+
+def test_a_first_step_at_lr_zero_is_still_a_step():
+    """A warm-up may start at 0; with a backward pass before it, statistics count."""
+    model, opt = pair(KFACSGD, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda e: e / 3)
+    before = values(model)
+    train(model, opt, [0])
+    scheduler.step()
+    assert_same(values(model), before)
+    assert opt.preconditioner.steps == 1
+    assert opt.preconditioner.factors("0")[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("how", ["one entry", "all", "another dict"])
+@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("times", [1, 2])
+def test_entries_that_a_user_emptied_have_the_same_tensors_after_the_next_step(
+    cls, how, taken, times
+):
+    """Steps do not go through entries of which nothing has changed."""
+    model, opt = pair(cls, lr=0.01)
+    train(model, opt, range(taken))
+    before = ours_in(opt)
+    assert any(len(keys) > 2 for keys in before.values())
+    for step in range(taken, taken + times):
+        if how == "one entry":
+            opt.state[next(model.parameters())].clear()
+        elif how == "all":
+            opt.state.clear()
+        else:
+            opt.state = type(opt.state)(dict)
+        train(model, opt, [step])
+    train(model, opt, [9])
+    assert ours_in(opt) == before
+
+
+def ours_in(opt: Any) -> dict[Any, set[str]]:
+    """K-FAC's keys in each entry of a state."""
+    entries = opt.state.items()
+    return {p: {key for key in entry if str(key).startswith("kfac")} for p, entry in entries}
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
+    model, opt = pair(cls, lr=0.01)
+    backward(model, 0)
+    opt.load_state_dict(opt.state_dict())
+    for step in range(3):
+        with opt.preconditioner.paused():
+            loss = model(batch(step)[0]).square().mean()
+        loss.backward()
+        opt.step()
+    counts = [entry["kfac_step"].item() for entry in opt.state.values()]
+    assert counts == [3] * len(list(model.parameters()))
+
+
+def test_a_parameter_without_a_gradient_in_the_first_step_after_the_eigenbasis():
+    """The base begins its own entry for it when it has one."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
+
+    def step(opt: Any, whole: bool) -> None:
+        opt.zero_grad()
+        x = torch.randn(8, 5)
+        loss = model.first(x).square().mean()
+        (loss + model.second(x).square().mean() if whole else loss).backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    model = Halves()
+    former = KFACAdam(model, lr=0.01)
+    step(former, True)
+    opt = KFACAdam(model, lr=0.01, moments="parameters")
+    opt.load_state_dict(former.state_dict())
+    step(opt, False)
+    assert "exp_avg" not in opt.state[model.second.weight]
+    step(opt, True)
+    assert opt.state[model.second.weight]["step"] == 1

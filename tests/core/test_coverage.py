@@ -1,0 +1,600 @@
+"""Which parameters K-FAC covers, what it says about the others, and kinds of a user's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
+from kaisa_optim.layers import base
+from tests.support.watch import (
+    assert_close,
+    assert_factors,
+    exact,
+    factors_of,
+    normal,
+    seeded,
+    solved,
+    taken,
+)
+
+
+class Other(nn.Module):
+    """Has a weight that no kind knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out - 0.3).square().sum() / len(out)
+
+
+def quiet(model: nn.Module, **options) -> KFACSGD:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return exact(model, **options)
+
+
+def noisy(model: nn.Module, **options) -> KFACSGD:
+    with pytest.warns(UserWarning, match="raw gradients"):
+        return exact(model, **options)
+
+
+def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
+    """Blocks, width of A and width of G; negative where diagonal."""
+    return {
+        name: (
+            layer.blocks,
+            -layer.a_dim if layer.diagonal_a else layer.a_dim,
+            -layer.g_dim if layer.diagonal_g else layer.g_dim,
+        )
+        for name, layer in opt.preconditioner.layers.items()
+    }
+
+
+# ---------------------------------------------------------------- what is covered
+
+KINDS = {
+    "linear": (lambda: nn.Linear(3, 2), {"0": (1, 4, 2)}),
+    "linear without bias": (lambda: nn.Linear(3, 2, bias=False), {"0": (1, 3, 2)}),
+    "conv1d": (lambda: nn.Conv1d(3, 2, 4), {"0": (1, 13, 2)}),
+    "conv2d": (lambda: nn.Conv2d(3, 2, (4, 5)), {"0": (1, 61, 2)}),
+    "conv3d": (lambda: nn.Conv3d(3, 2, 2), {"0": (1, 25, 2)}),
+    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), {"0": (2, 19, 3)}),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), {"0": (4, 9, 1)}),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(3, 2, 4), {"0": (1, 13, 2)}),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), {"0": (2, 19, 3)}),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(1, 2, 2), {"0": (1, 9, 2)}),
+    "embedding": (lambda: nn.Embedding(7, 3), {"0": (1, -7, 3)}),
+    "layer norm": (lambda: nn.LayerNorm((2, 3)), {"0": (6, 1, 2)}),
+    "rms norm": (lambda: nn.RMSNorm(3), {"0": (3, 1, 1)}),
+    "group norm": (lambda: nn.GroupNorm(2, 4), {"0": (4, 1, 2)}),
+    "batch norm": (lambda: nn.BatchNorm2d(4), {"0": (4, 1, 2)}),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2),
+        {"0.in_proj": (3, 5, 4), "0.out_proj": (1, 5, 4)},
+    ),
+    "attention of other widths": (
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=2, bias=False),
+        {
+            "0.q_proj": (1, 4, 4),
+            "0.k_proj": (1, 3, 4),
+            "0.v_proj": (1, 2, 4),
+            "0.out_proj": (1, 4, 4),
+        },
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6),
+        {
+            "0.self_attn.in_proj": (3, 5, 4),
+            "0.self_attn.out_proj": (1, 5, 4),
+            "0.linear1": (1, 5, 6),
+            "0.linear2": (1, 7, 4),
+            "0.norm1": (4, 1, 2),
+            "0.norm2": (4, 1, 2),
+        },
+    ),
+    "decoder": (
+        lambda: nn.TransformerDecoderLayer(4, 2, 6),
+        {
+            "0.self_attn.in_proj": (3, 5, 4),
+            "0.self_attn.out_proj": (1, 5, 4),
+            "0.multihead_attn.in_proj": (3, 5, 4),
+            "0.multihead_attn.out_proj": (1, 5, 4),
+            "0.linear1": (1, 5, 6),
+            "0.linear2": (1, 7, 4),
+            "0.norm1": (4, 1, 2),
+            "0.norm2": (4, 1, 2),
+            "0.norm3": (4, 1, 2),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "wanted"), KINDS.values(), ids=list(KINDS))
+def test_every_kind_is_covered(make, wanted):
+    opt = quiet(nn.Sequential(make()))
+    assert sides(opt) == wanted
+    assert not opt.preconditioner.uncovered
+    covered = {p for layer in opt.preconditioner.layers.values() for p in layer.parameters}
+    assert covered == set(opt.param_groups[0]["params"])
+
+
+def test_model_that_is_itself_a_layer():
+    net = seeded(lambda: nn.Linear(3, 2))
+    opt = quiet(net)
+    assert list(opt.preconditioner.layers) == [""]
+    x = normal(5, 3)
+    loss_of(net(x)).backward()
+    opt.step()
+    rows = torch.cat([x, torch.ones(5, 1, dtype=x.dtype)], 1)
+    assert_close(opt.preconditioner.factors("")[0], (rows.T @ rows / 5)[None])
+    assert "Linear: A 4, G 2" in repr(opt.preconditioner)
+
+
+def test_embedding_of_a_large_vocabulary_costs_a_vector():
+    opt = quiet(nn.Embedding(50_000, 4))
+    assert sides(opt) == {"": (1, -50_000, 4)}
+    # Average and eigenvalues of A, 50,000 each, in float32; the rest is 4x4.
+    assert 2 * 50_000 * 4 < opt.preconditioner.memory_usage()["total"] < 2.1 * 50_000 * 4
+
+
+def test_default_width_admits_12545_and_refuses_a_vocabulary():
+    with torch.device("meta"):
+        net = nn.Sequential(
+            nn.Linear(12_544, 8), nn.Linear(8, 30_522), nn.Linear(16_383, 2), nn.Linear(16_384, 2)
+        )
+    opt = quiet(net)
+    assert sides(opt) == {
+        "0": (1, 12_545, 8),
+        "1": (1, 9, -30_522),
+        "2": (1, 16_384, 2),
+        "3": (1, -16_385, 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [(5, (1, 5, 3)), (4, (1, -5, 3)), (3, (1, -5, 3)), (2, (1, -5, -3)), (float("inf"), (1, 5, 3))],
+)
+def test_side_wider_than_max_factor_size_is_diagonal(limit, wanted):
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 3)))
+    opt = quiet(net, max_factor_size=limit)
+    assert sides(opt) == {"0": wanted}
+    x = normal(6, 4)
+    out = net(x)
+    out.retain_grad()
+    loss_of(out).backward()
+    rows = torch.cat([x, torch.ones(6, 1, dtype=x.dtype)], 1)
+    a, g = factors_of(rows[None], out.grad[None], 6.0)
+    gradient = torch.cat([net[0].weight.grad, net[0].bias.grad[:, None]], 1)[None]
+    steps = taken(opt, net)
+    kept = [
+        f * torch.eye(f.shape[-1]) if w < 0 else f for f, w in zip((a, g), wanted[1:], strict=True)
+    ]
+    for actual, full, width in zip(
+        opt.preconditioner.factors("0"), (a, g), wanted[1:], strict=True
+    ):
+        assert_close(actual, full.diagonal(dim1=1, dim2=2) if width < 0 else full)
+    step = torch.cat([steps["0.weight"], steps["0.bias"][:, None]], 1)[None]
+    assert_close(step, solved(*kept, gradient), 1e-8)
+
+
+# ---------------------------------------------------------------- what is not, and who says so
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.other = Other()
+        self.prelu = nn.PReLU()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.LayerNorm(3, elementwise_affine=False)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.prelu(self.other(self.layer(x)))) * self.scale)
+
+
+UNCOVERED = ["scale", "other.weight", "prelu.weight"]
+
+
+def test_one_notice_lists_what_is_not_covered():
+    net = seeded(Mixed)
+    with pytest.warns(UserWarning) as caught:
+        opt = exact(net)
+    (notice,) = [str(w.message) for w in caught]
+    assert sorted(opt.preconditioner.uncovered) == sorted(UNCOVERED)
+    for name in UNCOVERED:
+        assert f"  {name}: " in notice
+    assert "other.weight: no layer kind is registered for Other" in notice
+    # The line that built the optimizer.
+    assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
+
+
+def test_repr_always_lists_what_is_not_covered():
+    net = seeded(Mixed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = exact(net, skip_layers=["^out$"])
+        rounding = exact(net, statistics_precision="medium")
+    text = repr(opt.preconditioner)
+    before, covered, raw, skipped = (
+        text.replace("raw gradients:", "|")
+        .replace("skipped:", "|")
+        .replace("covered:", "|")
+        .split("|")
+    )
+    assert "eigen" in before and "0 steps taken" in before
+    assert "statistics every 10, refreshes every 50 steps, all layers at once\n" in before
+    told = "every 10 in medium precision, refreshes every 50 steps, up to 1 layer at a time\n"
+    assert f"statistics {told}" in repr(rounding.preconditioner)
+    assert "layer: A 4, G 3" in covered and "out" not in covered
+    assert all(f"{name}: " in raw for name in UNCOVERED)
+    assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped
+
+
+@pytest.mark.parametrize(
+    ("staggered", "interval", "told"),
+    [
+        (False, 50, "all layers at once"),
+        (True, 50, "up to 1 layer at a time"),  # as there is one rank
+        (3, 50, "up to 3 layers at a time"),
+        (True, 2, "up to 4 layers at a time"),  # for 7 to have their turn
+        (True, 1, "all layers at once"),
+    ],
+)
+def test_repr_tells_how_many_layers_are_refreshed_at_once(staggered, interval, told):
+    net = seeded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(7))))
+    opt = quiet(net, staggered=staggered, inv_update_steps=interval)
+    assert f"refreshes every {interval} steps, {told}\n" in repr(opt.preconditioner)
+
+
+def test_repr_tells_parts_of_a_module_and_what_is_frozen():
+    net = seeded(lambda: nn.Sequential(nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 2)))
+    opt = quiet(net)
+    text = repr(opt.preconditioner)
+    assert "0: A 3, G 3, for each of 2 parts of its outputs\n" in text and "frozen" not in text
+    net[1].weight.requires_grad_(False)
+    assert "1: A 7, G 2 (weight frozen)" in repr(opt.preconditioner)
+    net[1].requires_grad_(False)
+    assert "1: A 7, G 2 (weight and bias frozen)" in repr(opt.preconditioner)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "named"),
+    [
+        ("cpu", {}, ["0: A has 4101 columns", "1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4100}, ["1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4096}, []),
+        ("cpu", {"compute_method": "inverse"}, []),
+        ("meta", {}, []),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
+    with torch.device(device):
+        net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+    net[0].requires_grad_(not frozen)  # it may be trained later
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exact(net, **options)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (1 if named else 0)
+    for text in texts:
+        lines = text.split("\n")
+        assert lines[1:-1] == [f"  {name}" for name in named]
+        assert "max_factor_size" in text and 'compute_method="inverse"' in text
+        assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
+
+
+def test_inverses_are_no_remedy_for_moments_in_the_eigenbasis():
+    with pytest.warns(UserWarning, match="wider than 4096") as caught:
+        KFACAdam(nn.Linear(4100, 1), lr=0.1)
+    (text,) = [str(w.message) for w in caught]
+    assert "max_factor_size" in text and "inverse" not in text
+
+
+def test_no_eigenvectors_of_a_metric_are_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACMuon(nn.Linear(2, 4100), lr=0.1)
+
+
+def test_uncovered_parameters_get_their_raw_gradient():
+    net = seeded(Mixed)
+    opt = noisy(net, kl_clip=1e-8)  # the clip is for covered layers
+    loss_of(net(normal(5, 3))).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    steps = taken(opt, net)
+    for name, gradient in gradients.items():
+        if name in UNCOVERED:
+            assert gradient.abs().max() > 1e-3
+            assert_close(steps[name], gradient, 1e-12, name)
+        else:
+            assert steps[name].abs().max() < 0.1 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Embedding(5, 3, sparse=True), "Embedding: sparse gradients"),
+        (lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), "Embedding: scale_grad_by_freq"),
+        (lambda: nn.LSTM(3, 2), "no layer kind is registered for LSTM"),
+        (lambda: nn.Bilinear(2, 2, 3), "no layer kind is registered for Bilinear"),
+        (lambda: nn.Linear(3, 2, dtype=torch.complex64), "Linear is not real-valued"),
+    ],
+)
+def test_reasons(make, reason):
+    opt = noisy(nn.Sequential(nn.Linear(2, 2), make()))
+    assert list(opt.preconditioner.layers) == ["0"]
+    assert opt.preconditioner.uncovered
+    assert all(why.startswith(reason) for why in opt.preconditioner.uncovered.values())
+
+
+class Doubles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Renamed(nn.Linear):
+    """Keeps the forward."""
+
+
+def test_subclass_is_covered_unless_it_overrides_the_forward():
+    opt = noisy(nn.Sequential(Renamed(3, 2), Doubles(3, 2)))
+    assert list(opt.preconditioner.layers) == ["0"]
+    reason = opt.preconditioner.uncovered["1.weight"]
+    assert "Doubles" in reason and "overrides a covered forward" in reason
+
+
+def test_parameters_of_the_models_own_are_told_from_unknown_layers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(3))
+            self.head, self.odd = nn.Linear(3, 2), nn.PReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.odd(self.head(x + self.positions))
+
+    assert noisy(Model()).preconditioner.uncovered == {
+        "positions": "a parameter of Model's own, outside of any layer",
+        "odd.weight": "no layer kind is registered for PReLU",
+    }
+
+
+def test_weights_shared_by_modules_are_left_to_the_base():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    opt = noisy(net)
+    assert list(opt.preconditioner.layers) == ["1"]
+    assert opt.preconditioner.uncovered["0.weight"] == "shared by 0.weight and 2.weight"
+    assert set(opt.preconditioner.uncovered) == {"0.weight", "0.bias", "2.bias"}
+
+
+def test_shared_bias_leaves_the_weights_covered():
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    net[2].bias = net[0].bias
+    opt = noisy(net)
+    assert sides(opt) == {"0": (1, 3, 3), "2": (1, 3, 3)}
+    assert list(opt.preconditioner.uncovered) == ["0.bias"]
+    loss_of(net(normal(5, 3))).backward()
+    gradient = net[0].bias.grad.clone()
+    assert_close(taken(opt, net)["0.bias"], gradient, 1e-12)
+
+
+def test_papers_normalization_covers_what_the_papers_cover():
+    net = nn.Sequential(
+        nn.Linear(3, 2), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 2, 2, groups=2), nn.Conv1d(2, 2, 2),
+        nn.LayerNorm(2), nn.Embedding(4, 2),
+    )  # fmt: skip
+    opt = noisy(net, normalization="kaisa")
+    assert list(opt.preconditioner.layers) == ["0", "1"]
+    assert {name[0] for name in opt.preconditioner.uncovered} == {"2", "3", "4", "5"}
+    assert all("kaisa" in why for why in opt.preconditioner.uncovered.values())
+
+
+# ---------------------------------------------------------------- skip_layers
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        (["^head"], {"body.0", "body.1", "attention.in_proj", "attention.out_proj"}),
+        ("^head", {"body.0", "body.1", "attention.in_proj", "attention.out_proj"}),
+        (["head"], {"body.0", "body.1"}),  # MultiheadAttention has it in its name
+        (["^body$"], {"attention.in_proj", "attention.out_proj", "head"}),  # with its children
+        (["Norm$"], {"body.0", "attention.in_proj", "attention.out_proj", "head"}),  # by class
+        ([r"body\.\d", "MultiheadAttention"], {"head"}),
+        (["^Linear"], {"body.1", "attention.in_proj", "attention.out_proj"}),
+    ],
+)
+def test_skip_layers(patterns, left):
+    opt = quiet(Nested(), skip_layers=patterns)
+    assert set(opt.preconditioner.layers) == left
+    assert not opt.preconditioner.uncovered  # the user knows
+    assert opt.preconditioner.skipped
+
+
+def test_skipped_layers_get_their_raw_gradient():
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    opt = quiet(net, skip_layers=["0"])
+    loss_of(net(normal(5, 3))).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    steps = taken(opt, net)
+    for name in ("0.weight", "0.bias"):
+        assert_close(steps[name], gradients[name], 1e-12)
+    assert (steps["2.weight"] - gradients["2.weight"]).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- a kind of a user's own
+
+
+@pytest.fixture
+def kinds():
+    """The register is as before afterwards."""
+    saved = dict(base._KINDS)
+    yield
+    base._KINDS.clear()
+    base._KINDS.update(saved)
+
+
+class Gated(nn.Module):
+    """A linear map of the input's square, whose weight is stored the other way round."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square() @ self.weight + self.bias
+
+
+def test_users_own_layer_kind(kinds):
+    net = seeded(lambda: nn.Sequential(Gated(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    assert "0.weight" in noisy(net).preconditioner.uncovered
+
+    @register_layer(Gated)
+    class GatedLayer(Layer):
+        def __init__(self, name: str, module: nn.Module) -> None:
+            super().__init__(name, module)
+            self.in_shape = (module.weight.shape[0],)
+            self.outputs = module.weight.shape[1]
+
+        def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+            return x.square()[None, :, None]
+
+        def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+            return grad[None, :, None]
+
+        def weight_view(self, tensor: Tensor) -> Tensor:
+            return tensor.mT[None]
+
+    opt = quiet(net)
+    assert sides(opt)["0"] == (1, 4, 4)
+    twin = copy.deepcopy(net)
+    x = normal(6, 3)
+    s = twin[0](x)
+    s.retain_grad()
+    loss_of(twin[1:](s)).backward()
+    loss_of(net(x)).backward()
+    steps = taken(opt, net)
+    rows = torch.cat([x.square(), torch.ones(6, 1, dtype=x.dtype)], 1)
+    factors = factors_of(rows[None], s.grad[None], 6.0)
+    assert_factors(opt, "0", factors)
+    gradient = torch.cat([twin[0].weight.grad.T, twin[0].bias.grad[:, None]], 1)
+    step = torch.cat([steps["0.weight"].T, steps["0.bias"][:, None]], 1)
+    assert_close(step[None], solved(*factors, gradient[None]), 1e-8)
+
+
+def test_users_kind_replaces_a_registered_one_and_claims_its_parts(kinds):
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3))
+            self.part = nn.Linear(2, 2)  # the kind answers for it, or nobody does
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(F.linear(x, self.weight))
+
+    @register_layer(Pair, nn.LayerNorm)
+    class Refused(Layer):
+        @classmethod
+        def unsupported(cls, module: nn.Module) -> str | None:
+            return "not today"
+
+    opt = noisy(nn.Sequential(Pair(), nn.LayerNorm(2)))
+    assert list(opt.preconditioner.layers) == ["0.part"]
+    assert opt.preconditioner.uncovered == {
+        "0.weight": "Pair: not today",
+        "1.weight": "LayerNorm: not today",
+        "1.bias": "LayerNorm: not today",
+    }
+
+    @register_layer(Pair)
+    class Whole(Layer):
+        def __init__(self, name: str, module: nn.Module) -> None:
+            super().__init__(name, module)
+            self.in_shape, self.outputs = (3,), 2
+
+        def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+            return x[None, :, None]
+
+        def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+            return grad[None, :, None]
+
+    opt = noisy(nn.Sequential(Pair(), nn.Linear(2, 2)))
+    assert list(opt.preconditioner.layers) == ["0", "1"]
+    assert set(opt.preconditioner.uncovered) == {"0.part.weight", "0.part.bias"}
+
+
+# ---------------------------------------------------------------- questions
+
+
+def test_factors_of_an_unknown_layer_and_of_one_without_statistics():
+    opt = quiet(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(KeyError, match="no covered layer 'nine'; there are 0"):
+        opt.preconditioner.factors("nine")
+    with pytest.raises(KeyError, match="layer '0' has no statistics yet"):
+        opt.preconditioner.factors("0")
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_counts_bytes(method, dtype):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    opt = quiet(net, compute_method=method, factor_dtype=dtype, inv_dtype=dtype)
+    usage = opt.preconditioner.memory_usage()
+    size = 4 if dtype is None else 2
+    entries = 16 + 4 + 9 + 4
+    assert usage["factors"] == entries * size
+    if method == "inverse":
+        assert usage["inverses"] == entries * size
+    else:
+        assert usage["eigenvectors"] == entries * size
+        assert usage["eigenvalues"] == (4 + 2 + 3 + 2) * 4
+    assert usage["pending"] == 0
+    parts = (v for k, v in usage.items() if k not in ("total", "pending"))
+    assert usage["total"] == sum(parts)
+    net(torch.randn(5, 3)).sum().backward()
+    pending = opt.preconditioner.memory_usage()
+    assert pending["pending"] == entries * 4
+    assert pending["total"] == usage["total"]
+
+
+def test_a_bias_of_projections_of_which_one_is_not_covered():
+    """No number of it may be stepped with that no layer has given."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(6, 2, batch_first=True, kdim=4, vdim=4)
+    attention.v_proj_weight = attention.k_proj_weight
+    model = nn.ModuleList([attention, nn.Linear(6, 6)])
+    with pytest.warns(UserWarning, match="in_proj_bias: a bias that projections share"):
+        opt = KFACSGD(model, lr=0.1, kl_clip=None)
+    assert opt.preconditioner.layers["0.q_proj"].covers == (True, False)
+    x = torch.randn(8, 3, 6)
+    model[1](attention(x, x[..., :4], x[..., :4])[0]).square().mean().backward()
+    gradient, before = attention.in_proj_bias.grad.clone(), attention.in_proj_bias.detach().clone()
+    opt.step()
+    torch.testing.assert_close(attention.in_proj_bias, before - 0.1 * gradient)

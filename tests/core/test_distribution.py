@@ -1,0 +1,889 @@
+"""Several ranks do what one process does with the joined batch, however the work is spread.
+
+The ranks are real: processes with gloo between them, from a pool that stays. Hypothesis draws in
+the process of the tests and sends what it has drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
+from kaisa_optim.comm.agreement import alike, checksum
+from kaisa_optim.comm.ranks import Parcel, Ranks
+from kaisa_optim.curvature import refresh as second_order
+from kaisa_optim.curvature.refresh import SecondOrder
+from kaisa_optim.curvature.rules import truncated as truncation
+from kaisa_optim.linalg import moments
+from kaisa_optim.plan.routes import cut
+from tests.support.cluster import (
+    CLASSES,
+    INPUTS,
+    OPTIMIZERS,
+    Plan,
+    Scattered,
+    Trained,
+    assert_alike,
+    average,
+    batch,
+    build,
+    error,
+    even,
+    kept,
+    network,
+    train,
+    train_alone,
+    values,
+)
+from tests.support.ranks import CAN_SHARD, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+
+WORLDS = (2, 3, 4)
+CURVATURES: dict[str, dict[str, Any]] = {
+    "eigen": {},
+    "product": {"compute_eigenvalue_outer_product": True},
+    "inverse-pi": {"compute_method": "inverse"},
+    "inverse-full": {"compute_method": "inverse", "damping_split": "full"},
+}
+# How many columns a product has depends on which layers a rank has, and its bits on that.
+ALL_CURVATURES = {**CURVATURES, "truncated": {"truncation": 0.5}}
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
+
+
+def property_test(examples: int) -> Any:
+    return settings(max_examples=examples)
+
+
+def divisors(world: int) -> list[int]:
+    return [n for n in range(1, world + 1) if world % n == 0]
+
+
+def check(plan: Plan, tolerance: float = 1e-9) -> list[Trained]:
+    """The plan on its ranks, after its parameters were found to be those of one process."""
+    ranks = run(plan.world, train, plan)
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, train_alone(plan).parameters) < tolerance
+    return ranks
+
+
+# ---- the same update as one process ----
+
+
+@st.composite
+def spreads(draw, world: int) -> dict[str, Any]:
+    """Where the work goes: strategy, fraction, colocation, buckets."""
+    workers = draw(st.sampled_from(divisors(world)))
+    kind = draw(st.sampled_from(["default", "layer-wise", "opt", "fraction", "hybrid", "own"]))
+    chosen: dict[str, Any] = {}
+    if kind == "fraction":
+        chosen = {"grad_worker_fraction": workers / world}
+    elif kind == "hybrid":
+        chosen = {"assignment": "hybrid", "grad_worker_fraction": workers / world}
+    elif kind == "own":
+        chosen = {"assignment": Scattered(workers)}
+    elif kind == "layer-wise":
+        chosen, workers = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}, 1
+    else:
+        named = {"assignment": draw(st.sampled_from([kind, Opt()]))}
+        chosen, workers = named if kind == "opt" else {}, world
+    colocations = [None, True, False] if workers > 1 else [None, True]
+    return {
+        **chosen,
+        "colocate_factors": draw(st.sampled_from(colocations)),
+        "bucket_cap_mb": draw(st.sampled_from([1e-4, 1e-3, 5e-3, 25.0])),
+    }
+
+
+@st.composite
+def curvatures(draw) -> dict[str, Any]:
+    return {
+        **CURVATURES[draw(st.sampled_from(list(CURVATURES)))],
+        "damping": draw(st.sampled_from([0.01, 0.1, 1.0])),
+        "factor_decay": draw(st.sampled_from([0.5, 0.95, 1.0])),
+        "kl_clip": draw(st.sampled_from([None, 1e-5])),
+        "factor_update_steps": draw(st.integers(1, 3)),
+        "inv_update_steps": draw(st.integers(1, 4)),
+        "staggered": draw(st.sampled_from([None, True, False, 2])),
+        "max_factor_size": draw(st.sampled_from([16384, 7])),
+    }
+
+
+@st.composite
+def plans(draw) -> Plan:
+    world = draw(st.sampled_from(WORLDS))
+    name = draw(st.sampled_from(["images", "tokens", "chain"]))
+    options, alone = draw(curvatures()), {}
+    weighed = draw(st.booleans())
+    if not weighed and draw(st.integers(0, 3)) == 0:
+        # The papers' code leaves K out: what each rank averages over its own examples is then
+        # larger by the number of ranks, as if the joined loss had been scaled down.
+        options["normalization"] = "kaisa"
+        alone = {"grad_scaler": 1 / world}
+    else:
+        options["weight_sharing"] = draw(st.sampled_from(["expand", "reduce"]))
+        if not weighed:
+            options["loss_terms"] = draw(st.sampled_from(["examples", "positions"]))
+    micro = draw(st.integers(1, 3))
+    if weighed:
+        part = st.tuples(*[st.integers(1, 3)] * micro)
+        sizes = draw(st.tuples(*[part] * world))
+    else:
+        sizes = even(world, draw(st.integers(1, 3)), micro)
+    return Plan(
+        sizes,
+        name,
+        draw(st.sampled_from(list(OPTIMIZERS))),
+        options=options,
+        alone=alone,
+        spread=draw(spreads(world)),
+        wrapper=draw(st.sampled_from([{}, {"gradient_as_bucket_view": True}, None])),
+        groups=draw(st.booleans()),
+        weighed=weighed,
+    )
+
+
+@given(plans())
+@property_test(35)
+def test_ranks_take_the_steps_of_one_process(plan):
+    check(plan)
+
+
+@pytest.mark.parametrize("curvature", list(ALL_CURVATURES))
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_fraction_takes_the_same_steps(world, curvature):
+    # Hypothesis may miss one of them.
+    options = {**ALL_CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
+    for workers in divisors(world):
+        for together in (True, False) if workers > 1 else (True,):
+            spread = {"grad_worker_fraction": workers / world, "colocate_factors": together}
+            check(Plan(even(world, 2), "images", options=options, spread=spread))
+
+
+def train_by_two_blocks(plan: Plan, alone: bool = False) -> Trained:
+    """As wide layers multiply leading eigenvectors: here calls have to take no time for it."""
+    with mock.patch.object(truncation, "_CALLS_ON_CPU", 0):
+        return train_alone(plan) if alone else train(plan)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_leading_eigenvectors_by_two_blocks(world):
+    options = {"truncation": 0.5, **INTERVALS, "kl_clip": 1e-5}
+    plan = Plan(even(world, 2), "images", options=options)
+    alone = train_by_two_blocks(plan, alone=True).parameters
+    assert error(train_alone(plan).parameters, alone) > 1e-8  # by one, as calls take time
+    for workers in divisors(world):
+        spread = {"grad_worker_fraction": workers / world}
+        ranks = run(world, train_by_two_blocks, dataclasses.replace(plan, spread=spread))
+        assert_alike([rank.parameters for rank in ranks])
+        assert error(ranks[0].parameters, alone) < 1e-9
+
+
+def test_the_clip_is_active_where_it_is_drawn():
+    plan = Plan(even(2, 2), "tokens", options={"kl_clip": 1e-5}, steps=1)
+    free = dataclasses.replace(plan, options={"kl_clip": None})
+    ranks = [run(2, train, p)[0].parameters for p in (plan, free)]
+    assert error(*ranks) > 1e-3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_of_terms_are_one_term_a_rank(world):
+    sizes = even(world, 2)
+    rows = 2 * world
+    alone = {"loss_reduction": "mean", "loss_terms": world}
+    options = {"loss_reduction": "sum", "kl_clip": None}
+    scale = rows / world  # each rank's loss is then the sum over its own examples
+    # Gradients are those of sums, too.
+    base = {"lr": 0.05 / rows}
+    check(Plan(sizes, "images", base=base, options=options, alone=alone, loss_scale=scale))
+
+
+@pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"assignment": "opt"}])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["images", "tokens"])
+def test_factors_of_ragged_batches_are_those_of_the_joined_batch(name, sharing, spread):
+    # The losses are not weighed: gradients differ from the joined batch's, factors do not.
+    sizes = ((1, 2), (4,), (2, 1, 1))
+    options = {"weight_sharing": sharing, "factor_update_steps": 1, "factor_decay": 0.7}
+    plan = Plan(sizes, name, base={"lr": 0.0}, options=options, spread=spread, steps=3)
+    with pytest.warns(UserWarning, match="lr 0 at construction"):
+        expected = train_alone(plan).factors
+    found: dict[Any, Tensor] = {}
+    for rank in run(plan.world, train_unweighed, plan):
+        assert not found.keys() & rank.keys()  # each is kept once
+        found |= rank
+    assert error(found, expected) < 1e-12
+
+
+def train_unweighed(plan: Plan) -> dict[tuple[str, str], Tensor]:
+    """Each rank's loss is the mean over its own examples; the factors that it keeps then."""
+    rank = dist.get_rank()
+    model = network(plan.network)
+    opt = build(plan, model, model, **plan.spread)
+    sizes = plan.sizes[rank]
+    before = sum(sum(own) for own in plan.sizes[:rank])
+    for step in range(plan.steps):
+        x, y = batch(plan.network, step, plan.rows)
+        opt.zero_grad()
+        start = before
+        for n in sizes:
+            part = slice(start, start + n)
+            (F.cross_entropy(model(x[part]), y[part]) * n / sum(sizes)).backward()
+            start += n
+        average(model.parameters())
+        opt.step()
+    return kept(opt)
+
+
+class Unnamed(WorkAssignment):
+    """As short as a user's may be: it has neither a repr nor an equality of its own."""
+
+    def gradient_workers(self, world: int) -> int:
+        return 1
+
+
+def train_unnamed(plan: Plan) -> Trained:
+    return train(dataclasses.replace(plan, spread={"assignment": Unnamed()}))
+
+
+def test_a_short_assignment_of_a_user():
+    plan = Plan(even(2, 2), steps=3)
+    ranks = run(2, train_unnamed, plan)
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, train_alone(plan).parameters) < 1e-9
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("curvature", list(CURVATURES))
+@pytest.mark.parametrize("name", ["images", "tokens"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_fractions_have_the_same_bits(world, name, curvature):
+    options = {**CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
+    found = []
+    for workers in divisors(world):
+        spread = {"grad_worker_fraction": workers / world, "colocate_factors": True}
+        found.append(run(world, train, Plan(even(world, 2), name, options=options, spread=spread)))
+    assert_alike([rank.parameters for ranks in found for rank in ranks])
+
+
+@given(st.data())
+@property_test(15)
+def test_all_ways_to_spread_have_the_same_bits(data):
+    # LAPACK's bits follow the alignment of each matrix of a batch, and the batch is what one rank
+    # decomposes at once: matrices of 32 bytes or a multiple are aligned in every batch.
+    world = data.draw(st.sampled_from(WORLDS))
+    options = data.draw(curvatures())
+    plan = Plan(even(world, 2), "chain", options={**options, "max_factor_size": 16384})
+    found = [
+        run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
+        for _ in range(2)
+    ]
+    assert_alike([rank.parameters for ranks in found for rank in ranks])
+
+
+@given(st.data())
+@property_test(12)
+def test_factors_have_the_same_bits_wherever_they_are_kept(data):
+    world = data.draw(st.sampled_from(WORLDS))
+    name = data.draw(st.sampled_from(["images", "tokens"]))
+    plan = Plan(even(world, 2), name, options={"max_factor_size": 7}, steps=1)
+    found = []
+    for _ in range(2):
+        ranks = run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
+        found.append({key: value for rank in ranks for key, value in rank.factors.items()})
+    assert_alike(found)
+
+
+# ---- less precision ----
+
+
+@pytest.mark.parametrize("curvature", list(ALL_CURVATURES))
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_first_update_in_float32(world, curvature):
+    # Rounding errors of float32 grow by the largest eigenvalue over the damping. The full split has
+    # that on both sides, so that its square is in the result.
+    damping = 0.1 if curvature == "inverse-full" else 0.05
+    options = {**ALL_CURVATURES[curvature], "kl_clip": None, "damping": damping}
+    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    for name in ("images", "tokens"):
+        plan = Plan(even(world, 2), name, base=base, options=options, dtype=torch.float32, steps=1)
+        alone = train_alone(plan).parameters
+        for workers in divisors(world):
+            spread = {"grad_worker_fraction": workers / world}
+            ranks = run(world, train, dataclasses.replace(plan, spread=spread))
+            assert_alike([rank.parameters for rank in ranks])
+            expected, actual = (updates(plan, p) for p in (alone, ranks[0].parameters))
+            assert error(actual, expected) < 1e-4
+
+
+def updates(plan: Plan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    before = values(network(plan.network, dtype=plan.dtype))
+    return {name: before[name] - p for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+@pytest.mark.parametrize(
+    ("wire", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_half_precision_on_the_wire(world, wire, unit, scale):
+    """Rounded to ``unit``, A and G are off by no more than that times their trace, so F = G ⊗ A by
+    2 unit tr A tr G, and (F + γI)⁻¹∇ relatively by that over γ; and once more when it travels.
+
+    The loss × c with the damping × c² is the same in other units.
+    """
+    damping = 2.0
+    options = {"damping": damping * scale**2, "kl_clip": None}
+    # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
+    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    plan = Plan(even(world, 4), "chain", base=base, options=options, loss_scale=scale, steps=1)
+    alone = train_alone(plan)
+    expected = updates(plan, alone.parameters)
+    for workers in divisors(world):
+        spread = {"comm_dtype": wire, "grad_worker_fraction": workers / world}
+        ranks = run(world, train, dataclasses.replace(plan, spread=spread))
+        assert_alike([rank.parameters for rank in ranks])
+        actual = updates(plan, ranks[0].parameters)
+        assert error(actual, expected) > 0  # it did travel in half precision
+        for layer in {name for name, _ in alone.factors}:
+            traces = [float(alone.factors[layer, side].diagonal(0, 1, 2).sum()) for side in "ag"]
+            bound = unit * (1 + 2 * math.prod(traces) / options["damping"])
+            assert bound < 0.05
+            own = {name: p for name, p in expected.items() if name.startswith(f"{layer}.")}
+            assert error({name: actual[name] for name in own}, own) <= 1.1 * bound
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_ten_steps_with_half_precision_on_the_wire(optimizer, wire):
+    for world in WORLDS:
+        spread = {"comm_dtype": wire, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
+        options = {"damping": 1.0, **INTERVALS}
+        check(Plan(even(world, 2), "images", optimizer, options=options, spread=spread), 0.02)
+
+
+# ---- parts ----
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_packing_loses_nothing(n):
+    matrices = torch.randn(3, n, n, dtype=torch.float64)
+    matrices = matrices + matrices.mT
+    matrices[1, 0, n - 1] = matrices[1, n - 1, 0] = math.nan
+    matrices[2, n // 2, n // 2] = math.inf
+    packed = moments.pack(matrices)
+    assert packed.shape == (3, moments.packed_size(n)) == (3, n * (n + 1) // 2)
+    unpacked = moments.unpack(packed, n)
+    assert torch.equal(unpacked.isnan(), matrices.isnan())
+    assert torch.equal(unpacked.nan_to_num(7.0), matrices.nan_to_num(7.0))
+
+
+@given(st.data())
+@property_test(200)
+def test_buckets_are_cut_into_fair_parts(data):
+    world = data.draw(st.integers(1, 64))
+    segment = st.tuples(st.integers(0, world - 1), st.integers(1, 400).map(lambda n: 16 * n))
+    segments = tuple(sorted(data.draw(st.lists(segment, min_size=1, max_size=40))))
+    pieces = cut(segments, world)
+    at = 0
+    load = [0] * world
+    arrives = [0] * world  # from others, be it to be added up or as a sum
+    for piece in pieces:
+        assert piece.start == at < piece.stop
+        at = piece.stop
+        load[piece.adder] += piece.stop - piece.start
+        arrives[piece.owner] += (piece.stop - piece.start) * (piece.adder != piece.owner)
+        assert piece.start % 16 == piece.stop % 16 == 0
+    total = sum(size for _, size in segments)
+    assert at == total
+    mean = math.ceil(total / (16 * world)) * 16
+    assert max(load) <= 2 * mean
+    for rank in range(world):
+        arrives[rank] += load[rank] * (world - 1)
+        owned = sum(size for owner, size in segments if owner == rank)
+        assert arrives[rank] <= (total if owned > 2 * mean else 2 * mean * (world - 1))
+    # Every element has its owner.
+    ends = 0
+    for owner, size in segments:
+        ends += size
+        inside = [p for p in pieces if ends - size <= p.start < ends]
+        assert inside[-1].stop == ends
+        assert {p.owner for p in inside} == {owner}
+
+
+def terms(rank: int, parcels: list[tuple[int, int, torch.dtype]], seed: int) -> list[Tensor]:
+    """A rank's part of each sum: numbers of all magnitudes, so that their order tells."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    result = []
+    for _, size, dtype in parcels:
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        result.append((x * 10 ** torch.randint(-3, 4, (size,), generator=generator)).to(dtype))
+    return result
+
+
+def in_a_tree(parts: tuple[Tensor, ...]) -> Tensor:
+    """The sum in the order of the ranks that the package promises."""
+    rows = list(parts)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [a + b for a, b in zip(rows[:half], rows[-half:], strict=True)] + rows[half:-half]
+    return rows[0]
+
+
+Sums = tuple[dict[int, Tensor], list[tuple[int, int]]]
+
+
+def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) -> Sums:
+    """What this rank gets; elements and bytes' limit of every bucket."""
+    ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
+    mine = terms(ranks.rank, parcels, seed)
+    things = [
+        Parcel(i, owner, size, torch.device("cpu"), dtype)
+        for i, (owner, size, dtype) in enumerate(parcels)
+    ]
+    found: dict[int, Tensor] = {}
+    for sums in ranks.reduce(things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"):
+        found |= {key: value.clone() for key, value in sums.items()}
+    buckets = [
+        (len(b.parcels), sum(p.size * p.dtype.itemsize for p in b.parcels))
+        for b in ranks.buckets(things)
+    ]
+    return found, buckets
+
+
+@given(st.data())
+@property_test(60)
+def test_sums_are_those_in_the_order_of_the_ranks(data):
+    world = data.draw(st.sampled_from([*WORLDS, 5]))
+    dtypes = st.sampled_from([torch.float32, torch.float64])
+    # One owner of all is the worst case: others then add up for it.
+    owners = data.draw(st.sampled_from([st.integers(0, world - 1), st.just(world - 1)]))
+    sizes = st.integers(1, 300) | st.sampled_from([1, 15, 16, 17, 5000])
+    parcels = data.draw(st.lists(st.tuples(owners, sizes, dtypes), min_size=1, max_size=12))
+    cap = data.draw(st.sampled_from([1e-4, 1e-3, 0.02, 25.0]))
+    seed = data.draw(st.integers(0, 2**16))
+    every = [terms(rank, parcels, seed) for rank in range(world)]
+    expected = [in_a_tree(parts) for parts in zip(*every, strict=True)]
+    answers = run(world, reduced, parcels, cap, seed)
+    for rank, (sums, buckets) in enumerate(answers):
+        assert sums.keys() == {i for i, (owner, _, _) in enumerate(parcels) if owner == rank}
+        for i, value in sums.items():
+            assert value.dtype == expected[i].dtype and torch.equal(value, expected[i])
+        assert sum(count for count, _ in buckets) == len(parcels)
+        assert all(count == 1 or size <= cap * 2**20 for count, size in buckets)
+
+
+def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
+    """How often the ranks exchange something for these sums."""
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        reduced(parcels, cap, 0)
+    return exchange.call_count
+
+
+def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
+    """How many are in memory, once the backend has let go of what has arrived.
+
+    Its own thread drops them after it has woken who waits, and on a busy machine it may be later.
+    """
+    until = time.monotonic() + 2
+    while (n := sum(one() is not None for one in things)) > at_most and time.monotonic() < until:
+        time.sleep(0.001)
+    return n
+
+
+def alive_when_filled(owners: list[int]) -> int:
+    """The most buckets that are still in memory when the next one is filled."""
+    ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
+    parcels = [Parcel(i, r, size, torch.device("cpu"), torch.float32) for i, r in enumerate(owners)]
+    received: list[weakref.ref[torch.UntypedStorage]] = []
+    counts = []
+    send = ranks._send
+
+    def noted(*args: Any) -> Any:
+        flight = send(*args)
+        received.append(weakref.ref(flight.received.untyped_storage()))
+        return flight
+
+    def fill(bucket: list[Parcel]) -> list[Tensor]:
+        counts.append(alive(received, at_most=2))
+        return [torch.ones(size)]
+
+    with mock.patch.object(ranks, "_send", noted):
+        for sums in ranks.reduce(parcels, fill, "x"):
+            del sums
+    return max(counts)
+
+
+@pytest.mark.parametrize("owners", [[0, 1] * 4, [0] * 8])
+def test_no_more_buckets_stay_in_memory_than_are_on_their_way(owners):
+    for world in (2, 4):  # of four ranks, others add up, and what they pass on waits
+        assert run(world, alive_when_filled, owners) == [2] * world
+
+
+def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
+    """Errors, over the magnitudes, of sums that travel in float16, an owner's two in a bucket."""
+    ranks = Ranks(None, bucket_cap_mb=2 * size * 2 / 2**20, comm_dtype=torch.float16)
+    parcels = [
+        Parcel(i, i // 2, size, torch.device("cpu"), torch.float32) for i in range(len(magnitudes))
+    ]
+
+    def fill(bucket: list[Parcel]) -> list[Tensor]:
+        return [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket]
+
+    errors = {}
+    for sums in ranks.reduce(parcels, fill, "x"):
+        for key, value in sums.items():
+            exact = ranks.world * torch.linspace(-1, 1, size)
+            errors[key] = float((value / magnitudes[key] - exact).abs().max())
+    return errors
+
+
+def test_sums_that_are_passed_on_together_keep_their_own_scales():
+    magnitudes = [1e-6, 1.0, 1e6, 30.0, 2e-3, 5e4, 7.0, 1e-5]
+    for rank, errors in enumerate(run(4, reduced_in_half, 4096, magnitudes)):
+        assert errors.keys() == {2 * rank, 2 * rank + 1}
+        assert all(error < 4 * 2**-11 for error in errors.values())
+
+
+def test_what_is_passed_on_to_several_owners_travels_together():
+    size, float32 = 4096, torch.float32
+    cap = size * 4 / 2**20  # each in a bucket of its own, which others add up
+    each = [(owner, size, float32) for owner in range(4)]
+    assert run(4, exchanged, each, cap) == [4 + 1] * 4
+    # To one owner no more at once than a bucket.
+    assert run(4, exchanged, [*each[:2], *each[:2]], cap) == [4 + 2] * 4
+    assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
+    # Nothing is passed on where owners add up all that is theirs.
+    assert run(2, exchanged, each[:2], cap) == [2] * 2
+
+
+def exchanges_of_steps(strategy: str, cap: int) -> tuple[int, int]:
+    """How often gradients of 16 equal layers are exchanged in a plain step, and their state in one
+    that refreshes all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
+    # A little more than that many bytes.
+    options: dict[str, Any] = {"assignment": strategy, "bucket_cap_mb": (cap + 1) / 2**20}
+    opt = KFACSGD(DistributedDataParallel(model), **STEPS, **options)
+    calls = []
+    exchange = Ranks._exchange
+
+    def noted(*args: Any) -> Any:
+        calls.append(args[-1])
+        return exchange(*args)
+
+    with mock.patch.object(Ranks, "_exchange", noted):
+        for _ in range(2):
+            calls.append("step")
+            model(torch.randn(4, 16)).square().mean().backward()
+            opt.step()
+    second = calls.index("step", 1)
+    return calls[second:].count("gradients"), calls[:second].count("second_order")
+
+
+def test_ranks_send_side_by_side_what_is_theirs():
+    # Four ranks have a quarter each. A call takes four layers' gradients, or states of four
+    # factors: one of each rank's, which it sends straight to all. A quarter of all in each call,
+    # from one rank, would have gone by way of others, in a call of its own.
+    gradient, state = 16 * 16 * 4 + 16, (16 * 16 + 16) * 4
+    assert run(4, exchanges_of_steps, "layer-wise", 4 * gradient) == [(4, 0)] * 4
+    assert run(4, exchanges_of_steps, "opt", 4 * state) == [(0, 8)] * 4
+
+
+# ---- what DistributedDataParallel may be told ----
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("wrapper", [{"static_graph": True}, {"gradient_as_bucket_view": True}])
+def test_switches_of_ddp(wrapper, fraction):
+    for micro in (1, 2):
+        sizes = even(2, 2, micro)
+        spread = {"grad_worker_fraction": fraction}
+        check(Plan(sizes, "images", options=INTERVALS, spread=spread, wrapper=wrapper))
+
+
+# Which of three ranks use the branch, step by step.
+USES = {
+    "all": ["111", "111", "111", "111", "111", "111"],
+    "some": ["101", "110", "010", "111", "001", "111"],
+    "nobody": ["111", "000", "111", "000", "000", "101"],
+    "late": ["000", "000", "010", "000", "111", "100"],
+}
+STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "damping": 0.1}
+
+Result = tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]  # parameters and factors
+
+
+def branched(
+    uses: list[str],
+    options: dict[str, Any],
+    frozen: tuple[str, ...] = (),
+    with_ddp: bool = False,
+    world: int = 3,
+) -> Result:
+    """Two examples a rank, or those of all ranks; what is ``frozen`` is not from step 2 on."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = network("branched")
+    parameters = dict(model.named_parameters())
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True) if with_ddp else model
+    opt = KFACSGD(wrapped, **STEPS, **options)
+    for step, used in enumerate(uses):
+        if step == 2:
+            model.requires_grad_(True)
+        x, y = batch("branched", step, 2 * world)
+        through = torch.tensor([flag == "1" for flag in used]).repeat_interleave(2)
+        if rank is not None:
+            x, y, through = (t.chunk(world)[rank] for t in (x, y, through))
+        opt.zero_grad()
+        F.cross_entropy(wrapped(x, through), y).backward()
+        if rank is not None and not with_ddp:
+            average(p for n, p in parameters.items() if "1" in used or "branch" not in n)
+        opt.step()
+    return values(model), kept(opt)
+
+
+def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
+    options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": 1e-3, **options}
+    ranks = run(3, branched, USES[uses], options, *args)
+    assert_alike([parameters for parameters, _ in ranks])
+    parameters, factors = branched(USES[uses], {**options, "staggered": 3}, *args[:1])
+    assert error(ranks[0][0], parameters) < 1e-9
+    assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < 1e-9
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+@pytest.mark.parametrize("with_ddp", [True, False], ids=["ddp", "averaged by hand"])
+@pytest.mark.parametrize("uses", list(USES))
+def test_a_branch_that_ranks_leave_out(uses, with_ddp, assignment):
+    for often in (1, 2):
+        options = {"assignment": assignment, "factor_update_steps": often}
+        check_branched(uses, options, (), with_ddp)
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+@pytest.mark.parametrize("uses", ["all", "some"])
+@pytest.mark.parametrize("frozen", [("branch.weight", "branch.bias"), ("branch.bias",)], ids=str)
+def test_a_branch_that_is_unfrozen(frozen, uses, assignment):
+    # In a step that updates no factors only ranks that see the new layer know how many terms their
+    # losses average.
+    for often in (1, 3) if uses == "all" else (1,):
+        options = {"assignment": assignment, "factor_update_steps": often}
+        check_branched(uses, options, frozen)
+
+
+# ---- other ways to build ----
+
+
+def parted(options: dict[str, Any], world: int) -> dict[str, Tensor]:
+    """Two optimizers, each on its part of the model."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = network("images")
+    wrapped = model if rank is None else DistributedDataParallel(model)
+    names = ("first", "norm", "grouped")
+    body = [p for n, p in model.named_parameters() if n.startswith(names)]
+    rest = [p for n, p in model.named_parameters() if not n.startswith(names)]
+    rest = [p for p in rest if p.requires_grad]
+    one = KFACSGD(body, **STEPS, model=wrapped, **options, **INTERVALS)
+    other = KFACSGD(rest, **STEPS, model=wrapped, compute_method="inverse", **options)
+    for step in range(6):
+        x, y = batch("images", step, 2 * world)
+        if rank is not None:
+            x, y = (t.chunk(world)[rank] for t in (x, y))
+        for opt in (one, other):
+            opt.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        for opt in (other, one):
+            opt.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+def test_two_optimizers_on_one_model(assignment):
+    options = {"assignment": assignment}
+    ranks = run(3, parted, options, 3)
+    assert_alike(ranks)
+    assert error(ranks[0], parted({**options, "staggered": 3}, 3)) < 1e-9
+
+
+def halves(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Two ranks train one model, two another, at the same time."""
+    groups = two_groups()
+    rank = dist.get_rank()
+    half, group = rank // 2, groups[rank // 2]
+    name = ("images", "tokens")[half]
+    model = network(name)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    opt = KFACSGD(wrapped, **STEPS, process_group=group, **options)
+    for step in range(6 - half):  # nor do they take as many steps
+        x, y = (t.chunk(2)[rank % 2] for t in batch(name, step, 4))
+        opt.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        opt.step()
+    return values(model)
+
+
+@functools.cache  # the ranks stay, and each group takes sockets
+def two_groups() -> list[Any]:
+    return [dist.new_group(members) for members in ([0, 1], [2, 3])]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_groups_that_train_different_models(fraction):
+    options = {**INTERVALS, "grad_worker_fraction": fraction}
+    ranks = run(4, halves, options)
+    for half, name in enumerate(("images", "tokens")):
+        both = ranks[2 * half : 2 * half + 2]
+        assert_alike(both)
+        plan = Plan(even(2, 2), name, base=STEPS_OF_SGD, options={"damping": 0.1, **INTERVALS})
+        alone = train_alone(dataclasses.replace(plan, steps=6 - half))
+        assert error(both[0], alone.parameters) < 1e-9
+
+
+STEPS_OF_SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+
+
+def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]:
+    """A model that gets another layer, or another head, while it is trained."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(INPUTS, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)
+    ).double()
+    opt = KFACSGD(model, **STEPS, **options, **INTERVALS)
+    for step in range(10):
+        if step == 4:
+            new = [nn.Linear(6, CLASSES).double()]
+            if change == "layer":
+                new = [nn.Linear(CLASSES, 6).double(), nn.Linear(6, CLASSES).double()]
+                model.extend([nn.Tanh(), *new])
+            else:
+                model[4] = new[0]
+            for layer in new:
+                opt.add_param_group({"params": layer.parameters(), "lr": 0.05})
+        x, y = batch("chain", step, 2 * world)
+        if rank is not None:
+            x, y = (t.chunk(world)[rank] for t in (x, y))
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if rank is not None:
+            average(model.parameters())
+        opt.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("change", ["layer", "head"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_layers_that_come_later(world, change):
+    for workers in divisors(world):
+        options = {"grad_worker_fraction": workers / world}
+        ranks = run(world, grown, options, change, world)
+        assert_alike(ranks)
+        alone = grown({**options, "staggered": world}, change, world)
+        assert error(ranks[0], alone) < 1e-9
+
+
+@pytest.mark.parametrize("thing", [0, 1, 77, "steps"])
+def test_equal_checksums_are_found_equal_in_every_world(thing):
+    code = checksum(thing)
+    for world in range(1, 4097):
+        # As sums of floats over the ranks give them.
+        assert alike(world, float(world * code), float(world * code**2))
+    for world in (2, 3, 1000, 4096):
+        other = checksum("other")
+        total, squares = (world - 1) * code + other, (world - 1) * code**2 + other**2
+        assert not alike(world, float(total), float(squares))
+
+
+# ---- who waits for whom ----
+
+
+def different_shapes(sharded: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(n, n + 1) for n in range(4, 12)))
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
+    """What this rank does in a step that gathers and refreshes everything, in its order."""
+    seen: list[str] = []
+    exchange, precondition = Ranks._exchange, SecondOrder.precondition
+    decompose = second_order._attempted
+
+    class Waiting:
+        def __init__(self, kind: str, work: Any) -> None:
+            self.kind, self.work = kind, work
+
+        def wait(self) -> None:
+            seen.append(f"wait for {self.kind}")
+            self.work.wait()
+
+    def exchanged(self: Ranks, *args: Any) -> Waiting:
+        seen.append(f"send {args[-1]}")
+        return Waiting(args[-1], exchange(self, *args))
+
+    def preconditioned(*args: Any) -> Tensor:
+        seen.append("multiply")
+        return precondition(*args)
+
+    def decomposed(*args: Any) -> Any:
+        seen.append("decompose")
+        return decompose(*args)
+
+    model = different_shapes(sharded)
+    opt = KFACSGD(model, lr=0.1, kl_clip=None, **options)
+    model(torch.randn(4, 4)).square().mean().backward()
+    if not sharded:
+        average(model.parameters())
+    with (
+        mock.patch.object(Ranks, "_exchange", exchanged),
+        mock.patch.object(SecondOrder, "precondition", preconditioned),
+        mock.patch.object(second_order, "_attempted", decomposed),
+    ):
+        opt.step()
+    return seen
+
+
+@pytest.mark.parametrize(("world", "fraction"), [(2, 0.0), (4, 0.0), (4, 0.5)])
+def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
+    """In buckets that take one layer each, of which three are on their way at a time."""
+    options = {"grad_worker_fraction": fraction, "bucket_cap_mb": 1e-5}
+    ranks = run(world, events, options)
+    for seen in ranks:
+        sums, new = "wait for factors", "wait for gradients"
+        assert seen.count(sums) > 6 and seen.count(new) > 6
+        assert "decompose" not in seen[: len(seen) - seen[::-1].index(sums)]
+        assert "multiply" in seen and "multiply" not in seen[seen.index(new) :]
+    # Nor does what is there wait for the rest of it.
+    assert any("multiply" in seen[seen.index("send gradients") :] for seen in ranks)
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_sharded_gradients_travel_by_what_a_rank_has_of_them():
+    size = sum(4 * p.numel() for p in different_shapes().parameters())
+    for share, count in ((0.6, 2), (0.3, 4)):  # of the whole; each there and back
+        for seen in run(2, events, {"bucket_cap_mb": share * size / 2**20}, True):
+            assert seen.count("wait for gradients") == count

@@ -1,0 +1,980 @@
+"""What goes wrong on one rank: all end alike or learn of it in seconds; none hangs or drifts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
+from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim.core.preconditioner import Preconditioner
+from kaisa_optim.curvature.refresh import SecondOrder
+from kaisa_optim.linalg import eigen, kronecker
+from tests.support.ranks import fresh, run
+from tests.support.training import EVERY_STEP
+
+SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
+
+
+class Ended(NamedTuple):
+    """How one rank came out of an attempt."""
+
+    weights: list[Tensor]
+    moved: bool  # the attempt has changed them
+    error: str | None  # type and text
+    warned: str
+    seconds: float
+
+
+def net(dtype: torch.dtype = torch.float64, hidden: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 5), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
+    return KFACSGD(model, **{"lr": 0.1, **EVERY_STEP, **options})
+
+
+def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """This rank's part of batch ``i``."""
+    generator = torch.Generator().manual_seed(100 * i + dist.get_rank())
+    x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (4, 3))
+    return x.to(dtype), y.to(dtype)
+
+
+def average(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def learn(
+    model: nn.Module,
+    opt: KFACSGD,
+    i: int,
+    spoil: Callable[[Tensor], object] = lambda x: None,
+    before_step: Callable[[], object] = lambda: None,
+) -> None:
+    x, y = part(i, next(model.parameters()).dtype)
+    spoil(x)
+    opt.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    average(model)
+    before_step()
+    opt.step()
+
+
+def attempt(model: nn.Module, work: Callable[[], object], healthy: bool = True) -> Ended:
+    """Do ``work``; afterwards, where the group is ``healthy``, the ranks must still be in step."""
+    before = weights(model)
+    error, start = None, time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            work()
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    seconds = time.monotonic() - start
+    if healthy:
+        together()
+    after = weights(model)
+    moved = any(not same(a, b) for a, b in zip(before, after, strict=True))
+    return Ended(after, moved, error, "\n".join(str(w.message) for w in caught), seconds)
+
+
+def together() -> None:
+    """Nobody is one collective ahead."""
+    word = torch.ones(1)
+    dist.all_reduce(word)
+    assert word.item() == dist.get_world_size()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN too."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def assert_alike(results: list[Ended]) -> None:
+    """Equal weights on all ranks, and an error on all or none."""
+    for result in results[1:]:
+        assert all(same(a, b) for a, b in zip(result.weights, results[0].weights, strict=True))
+    assert len({result.error is None for result in results}) == 1, results
+    assert all(result.seconds < SOON for result in results)
+
+
+def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return context if dist.get_rank() == rank else nullcontext()
+
+
+# ---- numbers that are not finite on one rank ----
+
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "layer-wise": (3, {"assignment": "layer-wise"}),
+    "hybrid": (4, {"grad_worker_fraction": 0.5}),
+    "opt": (3, {}),
+}
+
+
+def put_nan(x: Tensor) -> None:
+    x[2, 1] = torch.nan
+
+
+def put_outlier(x: Tensor) -> None:
+    """Its square overflows in float32; tanh saturates, and so its gradients are zero."""
+    x[2] = 1e25
+
+
+def spoiled(
+    spoil: Callable[[Tensor], object], at: list[int], steps: int, options: dict[str, Any]
+) -> Ended:
+    model = net(torch.float32)
+    opt = optimizer(model, **options)
+    bad = dist.get_rank() == 1
+
+    def work() -> None:
+        for i in range(steps):
+            learn(model, opt, i, spoil if bad and i in at else lambda x: None)
+
+    return attempt(model, work)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("first", [0, 2])
+def test_nan_in_one_ranks_batch_spoils_all_alike(strategy: str, first: int) -> None:
+    world, options = STRATEGIES[strategy]
+    results = run(world, spoiled, put_nan, [first], 3, options)
+    assert_alike(results)
+    # The gradient is averaged: so it would be without K-FAC.
+    assert results[0].error is None and results[0].weights[0].isnan().all()
+    assert "'0'" in results[0].warned and "not finite" in results[0].warned
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nan_in_one_ranks_batch_of_a_quiet_step(strategy: str) -> None:
+    world, options = STRATEGIES[strategy]
+    options = {**options, "factor_update_steps": 3, "inv_update_steps": 3, "staggered": False}
+    results = run(world, spoiled, put_nan, [4], 5, options)
+    assert_alike(results)
+    assert results[0].error is None and results[0].weights[0].isnan().all()
+    results = run(world, spoiled, put_nan, [4], 7, options)  # on to the next statistics
+    assert_alike(results)
+    assert "'0'" in results[0].warned
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_statistics_that_overflow_on_one_rank_are_left_out_on_all(strategy: str) -> None:
+    world, options = STRATEGIES[strategy]
+    results = run(world, spoiled, put_outlier, [2], 4, options)
+    assert_alike(results)
+    assert results[0].error is None and all(w.isfinite().all() for w in results[0].weights)
+    assert "left out for '0'" in results[0].warned
+    assert not any(result.warned for result in results[1:])
+
+
+@pytest.mark.parametrize("max_failures", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_statistics_that_never_were_finite_end_all_ranks(strategy: str, max_failures: int) -> None:
+    world, options = STRATEGIES[strategy]
+    options = {**options, "max_failures": max_failures}
+    results = run(world, spoiled, put_outlier, [0, 1, 2], 3, options)
+    assert_alike(results)
+    (error,) = {result.error for result in results}
+    assert error is not None and f"layer '0' failed, {max_failures + 1} in a row" in error
+    assert results[0].moved == (max_failures > 0)
+
+
+# ---- exceptions in the backward pass ----
+
+
+class Odd(nn.Linear):
+    """Its statistics can be made to raise."""
+
+    on: ClassVar[int | None] = None  # this rank
+
+
+@register_layer(Odd)
+class OddLayer(Layer):
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        super().__init__(name, module)
+        self.in_shape, self.outputs = (module.in_features,), module.out_features
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        if dist.get_rank() == Odd.on:
+            raise ValueError("planted")
+        return x[None, :, None]
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return grad[None, :, None]
+
+
+def raises_in_backward(at: int, wrap: bool, options: dict[str, Any]) -> tuple[Ended, Ended]:
+    model = net()
+    model[2] = Odd(6, 5).double()
+    wrapped = nn.parallel.DistributedDataParallel(model) if wrap else model
+    opt = optimizer(wrapped, **options)
+    for i in range(at):
+        learn(wrapped, opt, i)
+    Odd.on = 1
+    try:
+        failed = attempt(model, lambda: learn(wrapped, opt, at))
+    finally:
+        Odd.on = None
+    return failed, attempt(model, lambda: learn(wrapped, opt, at))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("at", "wrap"), [(0, False), (2, False), (2, True)])
+def test_an_exception_in_one_ranks_statistics(strategy: str, at: int, wrap: bool) -> None:
+    world, options = STRATEGIES[strategy]
+    results = run(world, raises_in_backward, at, wrap, options)
+    failed = [first for first, _ in results]
+    assert_alike(failed)
+    for rank, result in enumerate(failed):
+        assert not result.moved and result.error is not None
+        if rank == 1:
+            assert result.error == "ValueError: planted"
+        else:
+            assert result.error.startswith("RuntimeError: K-FAC stops on all ranks")
+            assert "rank 1: ValueError: planted" in result.error
+
+
+# ---- decompositions ----
+
+PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "layer-wise": (4, {"assignment": "layer-wise"}),
+    "hybrid": (4, {"grad_worker_fraction": 0.5}),
+    "hybrid-parted": (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+    "opt": (4, {"colocate_factors": True}),
+    "opt-parted": (4, {"colocate_factors": False}),
+}
+every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
+both_methods = pytest.mark.parametrize("method", ["eigen", "inverse"])
+
+
+class Decomposed(NamedTuple):
+    ended: Ended
+    bad: int  # the rank that failed
+    kept: set[str]  # layers of which it has a factor
+    older: dict[str, bool]  # what this rank applies: is it as it was before?
+    raw: dict[str, bool]  # did the layer's weights move by their raw gradients?
+
+
+@contextmanager
+def broken_decompositions(error: Exception) -> Iterator[None]:
+    fails = mock.Mock(side_effect=error)
+    with (
+        mock.patch.object(eigen, "eigendecompose", fails),
+        mock.patch.object(kronecker, "damped_inverse", fails),
+    ):
+        yield
+
+
+def undecomposed(
+    error: Exception, good: int, bad_steps: int, options: dict[str, Any]
+) -> Decomposed:
+    """One rank's decompositions fail in ``bad_steps`` steps, after ``good`` ones."""
+    model = net()
+    opt = optimizer(model, **options)
+    kfac = opt.preconditioner
+    for i in range(good):
+        learn(model, opt, i)
+    owners = {(x, side): kfac.owner(x, side) for x in kfac.layers.values() for side in "ag"}
+    bad = max(owners.values())
+    broken = on_rank(bad, broken_decompositions(error))
+    before, start = applied(kfac), weights(model)
+
+    def work() -> None:
+        for i in range(good, good + bad_steps):
+            learn(model, opt, i)
+
+    with broken:
+        ended = attempt(model, work)
+    after = applied(kfac)
+    raw = {}
+    for (name, p), old in zip(model.named_parameters(), start, strict=True):
+        layer = name.split(".")[0]
+        assert p.grad is not None
+        raw[layer] = raw.get(layer, True) and torch.equal(old.add(p.grad, alpha=-0.1), p)
+    return Decomposed(
+        ended,
+        bad,
+        {layer.name for (layer, _), owner in owners.items() if owner == bad},
+        {key: torch.equal(after[key], before[key]) for key in after},
+        raw,
+    )
+
+
+def applied(kfac: Preconditioner) -> dict[str, Tensor]:
+    """What this rank preconditions with, under ``layer side owner``."""
+    found = {}
+    for layer in kfac.layers.values():
+        for name, view in kfac.layout.views(layer):
+            side = name.split("_")[0]
+            found[f"{layer.name} {kfac.owner(layer, side)} {name}"] = view.clone()
+    return found
+
+
+@both_methods
+@every_placement
+def test_one_failed_decomposition_leaves_the_older_state(placement: str, method: str) -> None:
+    world, options = PLACEMENTS[placement]
+    options = {**options, "compute_method": method}
+    error = torch.linalg.LinAlgError("planted")
+    results = run(world, undecomposed, error, 2, 1, options)
+    assert_alike([result.ended for result in results])
+    first = results[0]
+    assert first.ended.error is None and first.ended.moved
+    assert all(result.ended.weights[0].isfinite().all() for result in results)
+    seen = set()
+    for result in results:
+        for key, older in result.older.items():
+            layer, owner, _ = key.split()
+            assert older == (int(owner) == first.bad), key
+            seen.add((layer, older))
+    assert {layer for layer, older in seen if older} == first.kept
+    for layer in first.kept:
+        assert f"layer '{layer}' failed, 1 in a row; its older state stays" in first.ended.warned
+    assert not any(result.ended.warned for result in results[1:])
+
+
+@both_methods
+@every_placement
+def test_a_failed_first_decomposition_leaves_the_raw_gradient(placement: str, method: str) -> None:
+    world, options = PLACEMENTS[placement]
+    options = {**options, "compute_method": method}
+    error = torch.linalg.LinAlgError("planted")
+    results = run(world, undecomposed, error, 0, 1, options)
+    assert_alike([result.ended for result in results])
+    first = results[0]
+    for result in results:
+        assert result.raw == {name: name in first.kept for name in ("0", "2", "4")}
+    for layer in first.kept:
+        assert f"layer '{layer}' failed, 1 in a row; its raw gradient" in first.ended.warned
+
+
+@both_methods
+@every_placement
+def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, method: str) -> None:
+    world, options = PLACEMENTS[placement]
+    options = {**options, "compute_method": method, "max_failures": 1}
+    error = torch.linalg.LinAlgError("planted")
+    results = run(world, undecomposed, error, 1, 2, options)
+    assert_alike([result.ended for result in results])
+    (text,) = {result.ended.error for result in results}
+    assert text is not None and text.startswith("RuntimeError: the decomposition of layer ")
+    assert any(f"layer {layer!r} failed, 2 in a row" in text for layer in results[0].kept)
+
+
+@both_methods
+@every_placement
+@pytest.mark.parametrize("good", [0, 2])
+def test_another_exception_in_a_decomposition_ends_all_ranks(
+    placement: str, method: str, good: int
+) -> None:
+    world, options = PLACEMENTS[placement]
+    options = {**options, "compute_method": method}
+    results = run(world, undecomposed, MemoryError("planted"), good, 1, options)
+    assert_alike([result.ended for result in results])
+    bad = results[0].bad
+    for rank, result in enumerate(results):
+        error = result.ended.error
+        assert error is not None and not result.ended.moved
+        if rank == bad:
+            assert error == "MemoryError: planted"
+        else:
+            assert error.startswith("RuntimeError") and f"rank {bad}: MemoryError: planted" in error
+
+
+# ---- ranks that are gone ----
+
+LAYER_WISE = {"assignment": "layer-wise"}
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
+# Where in a step.
+PLACES: dict[str, tuple[Any, str]] = {
+    "exchange": (Preconditioner, "_tally"),
+    "sums": (Ranks, "_add_up"),
+    "passing on": (Ranks, "_pass_on"),
+    "decomposition": (eigen, "eigendecompose"),
+    "state": (SecondOrder, "_share"),
+    "gradients": (Preconditioner, "_handed_out"),
+}
+# And what the other ranks are then waiting for.
+GONE: dict[str, tuple[dict[str, Any], str]] = {
+    "exchange": ({}, "agreeing on step 1"),
+    "sums": (SMALL_BUCKETS, "ing factors"),
+    "passing on": (SMALL_BUCKETS, "ing factors"),
+    "decomposition": (LAYER_WISE, "decomposing factors in step 1"),
+    "state": ({}, "ing second_order"),
+    "gradients": (LAYER_WISE, "ing gradients"),
+}
+
+
+def die(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses(place: str, options: dict[str, Any]) -> Ended:
+    model = net()
+    opt = optimizer(model, **options)
+    learn(model, opt, 0)
+    together()
+    with on_rank(1, mock.patch.object(*PLACES[place], die)):
+        return attempt(model, lambda: learn(model, opt, 1), healthy=False)
+
+
+@pytest.mark.parametrize("place", GONE)
+def test_a_rank_that_is_killed_in_a_step(place: str) -> None:
+    options, doing = GONE[place]
+    results = fresh(3, loses, place, options, expect_errors=True)
+    assert results[1].error == "died (exit code -9)"
+    for rank in (0, 2):
+        ended = results[rank].value
+        assert ended is not None, results[rank].error
+        assert ended.error is not None and doing in ended.error
+        assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
+        assert ended.seconds < SOON
+
+
+TIMEOUT = 5.0
+
+
+def waits(place: str) -> tuple[Ended, list[float]]:
+    """Rank 1 sleeps in its second step. All have the same batch, and so no gradients to average."""
+    together()  # a new group has its own time to be made, and one may still be importing this
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    known = set(dist.distributed_c10d._world.pg_map)
+    model = net()
+    opt = optimizer(model, process_group=group, grad_worker_fraction=0.5)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def step() -> None:
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+    def sleep(*args: Any) -> None:
+        time.sleep(2 * TIMEOUT)
+        raise RuntimeError("slept")
+
+    step()
+    together()
+    with on_rank(1, mock.patch.object(*PLACES[place], sleep)):
+        ended = attempt(model, lambda: (step(), step()))  # only the next may need the sleeper
+    made = set(dist.distributed_c10d._world.pg_map) - known
+    return ended, [timeout_of(group) for group in made]
+
+
+def wait_both(places: list[str]) -> list[tuple[Ended, list[float]]]:
+    return [waits(place) for place in places]
+
+
+def timeout_of(group: Any) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_rank_that_no_longer_answers() -> None:
+    """Groups that the package may make for itself have the time-out of the one it was given."""
+    results = fresh(4, wait_both, ["decomposition", "gradients"])
+    for rank, answers in enumerate(results):
+        for ended, timeouts in answers:
+            assert all(timeout == TIMEOUT for timeout in timeouts)
+            if rank != 1:
+                assert ended.error is not None
+                assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
+                assert ended.seconds < 2 * TIMEOUT  # before rank 1 wakes up
+
+
+# ---- what differs at construction ----
+
+
+def _model(odd: bool, change: Callable[[nn.Sequential], object]) -> nn.Sequential:
+    model = net()
+    if odd:
+        change(model)
+    return model
+
+
+def _foreign(model: nn.Sequential, odd: bool) -> KFACSGD:
+    params = list(model.parameters())
+    if odd:
+        params.append(nn.Parameter(torch.zeros(3)))
+    return KFACSGD(params, lr=0.1, model=model)
+
+
+DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
+    "size": (lambda odd: optimizer(net(hidden=7 if odd else 6)), "layer '0'"),
+    "layer": (
+        lambda odd: optimizer(_model(odd, lambda m: m.append(nn.Linear(3, 3).double()))),
+        "layer '5'",
+    ),
+    "dtype": (lambda odd: optimizer(net(torch.float32 if odd else torch.float64)), "layer '0'"),
+    "frozen": (
+        lambda odd: optimizer(_model(odd, lambda m: m[2].bias.requires_grad_(False))),
+        "layer '2'",
+    ),
+    "none": (
+        lambda odd: optimizer(nn.Sequential(nn.PReLU()).double() if odd else net()),
+        "layer '0'",
+    ),
+    "damping": (lambda odd: optimizer(net(), damping=0.2 if odd else 0.1), "damping"),
+    "lr": (lambda odd: KFACSGD(net(), lr=0.2 if odd else 0.1), "lr"),
+    "refresh": (lambda odd: optimizer(net(), inv_update_steps=1 + odd), "inv_update_steps"),
+    "method": (
+        lambda odd: optimizer(net(), compute_method="inverse" if odd else "eigen"),
+        "compute_method",
+    ),
+    "skipped": (lambda odd: optimizer(net(), skip_layers=["4"] if odd else []), "skip_layers"),
+    "bucket": (lambda odd: optimizer(net(), bucket_cap_mb=1 + odd), "bucket_cap_mb"),
+    "fraction": (
+        lambda odd: optimizer(net(), grad_worker_fraction=0.5 if odd else 1.0),
+        "grad_worker_fraction",
+    ),
+    "foreign": (lambda odd: _foreign(net(), odd), "params"),
+}
+
+
+def built(name: str, odd: int) -> tuple[str | None, float]:
+    make, _ = DIFFERENT[name]
+    ended = attempt(nn.Identity(), lambda: make(dist.get_rank() == odd))
+    return ended.error, ended.seconds
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), (4, 1)])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_at_construction(name: str, world: int, odd: int) -> None:
+    _, named = DIFFERENT[name]
+    results = run(world, built, name, odd)
+    for rank, (error, seconds) in enumerate(results):
+        assert error is not None, rank
+        assert named in error or (name == "foreign" and "parameter" in error), error
+        # What is wrong with a rank alone it says as if it were alone.
+        assert f"rank {odd}" in error or (name == "foreign" and rank == odd), error
+        assert seconds < SOON
+
+
+# ---- what differs later ----
+
+
+def _set_damping(opt: KFACSGD) -> None:
+    opt.param_groups[0]["damping"] = 0.5
+
+
+def _set_lr(opt: KFACSGD) -> None:
+    opt.param_groups[0]["lr"] = 0.5
+
+
+def _set_kl_clip(opt: KFACSGD) -> None:
+    opt.preconditioner.kl_clip = 0.5
+
+
+def _set_interval(opt: KFACSGD) -> None:
+    opt.preconditioner.inv_update_steps = 6
+
+
+def changed(change: Callable[[KFACSGD], object], options: dict[str, Any]) -> tuple[Ended, int]:
+    """Rank 1 changes its mind before step 1 of three quiet steps; how many were still taken."""
+    model = net()
+    opt = optimizer(model, **options)
+    learn(model, opt, 0)
+    if dist.get_rank() == 1:
+        change(opt)
+
+    def work() -> None:
+        for i in range(1, 5):
+            learn(model, opt, i)
+
+    return attempt(model, work), opt.preconditioner.steps
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_set_damping, "damping of parameter group 0"),
+        (_set_lr, "lr of parameter group 0"),
+        (_set_kl_clip, "kl_clip"),
+        (_set_interval, "inv_update_steps"),
+    ],
+)
+def test_a_hyperparameter_that_one_rank_changes(
+    change: Callable[[KFACSGD], object], named: str, interval: int
+) -> None:
+    options = {"factor_update_steps": interval, "inv_update_steps": interval, "kl_clip": 1e-3}
+    for ended, steps in run(3, changed, change, {**options, "staggered": False}):
+        assert ended.error is not None and f"Invalid {named}: " in ended.error
+        assert "on rank 1" in ended.error and ended.seconds < SOON
+        assert steps == interval  # the next step that exchanges anything
+
+
+def _as_float(opt: KFACSGD) -> None:
+    opt.param_groups[0]["momentum"] = float(opt.param_groups[0]["momentum"])
+
+
+def _in_another_order(opt: KFACSGD) -> None:
+    group = opt.param_groups[0]
+    for name in sorted(group, reverse=True):
+        group[name] = group.pop(name)
+
+
+@pytest.mark.parametrize("change", [_as_float, _in_another_order])
+def test_a_hyperparameter_that_prints_otherwise_is_the_same(
+    change: Callable[[KFACSGD], object],
+) -> None:
+    for ended, steps in run(2, changed, change, {**EVERY_STEP, "momentum": 0}):
+        assert ended.error is None, ended.error
+        assert steps == 5
+
+
+def graded(missing: list[int], at: int, options: dict[str, Any]) -> tuple[Ended, int]:
+    """Some ranks drop a layer's gradient at step ``at`` and later."""
+    model = net()
+    opt = optimizer(model, **options)
+
+    def drop() -> None:
+        if dist.get_rank() in missing:
+            for p in model[2].parameters():
+                p.grad = None
+
+    for i in range(at):
+        learn(model, opt, i)
+
+    def work() -> None:
+        for i in range(at, at + 3):
+            learn(model, opt, i, before_step=drop)
+
+    return attempt(model, work), opt.preconditioner.steps
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_layer_without_a_gradient_on_some_ranks(strategy: str, at: int) -> None:
+    world, options = STRATEGIES[strategy]
+    results = [ended for ended, _ in run(world, graded, [1, 2], at, options)]
+    assert_alike(results)
+    (error,) = {result.error for result in results}
+    assert error is not None and "layer '2' has no gradient on ranks [1, 2]" in error
+    assert not results[0].moved
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_missing_gradient_is_named_in_the_next_step_that_exchanges(strategy: str) -> None:
+    world, options = STRATEGIES[strategy]
+    options = {**options, "factor_update_steps": 3, "inv_update_steps": 3, "staggered": False}
+    for ended, steps in run(world, graded, [1], 2, options):
+        assert ended.error is not None and "layer '2' has no gradient on ranks [1]" in ended.error
+        assert steps == 3
+
+
+# ---- weights and gradients that nothing has made alike ----
+
+
+def unlike(what: str) -> Ended:
+    """Rank 1 starts from another seed, or nobody averages."""
+    model = net()
+    if what == "weights" and dist.get_rank() == 1:
+        with torch.no_grad():
+            model[2].bias[3] += 1e-12
+    opt = optimizer(model, skip_layers=["0"])
+
+    def work() -> None:
+        x, y = part(0)
+        F.mse_loss(model(x), y).backward()
+        if what != "gradients":
+            average(model)
+        if what == "uncovered" and dist.get_rank() == 1:
+            with torch.no_grad():  # a part of the model that is each rank's own
+                model[0].weight += 1
+        opt.step()
+
+    return attempt(model, work)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weights", "parameter '2.bias' on ranks [1] is not the one of rank 0"),
+        ("gradients", "the gradient of '2.weight' on ranks [1, 2] is not the one of rank 0"),
+    ],
+)
+def test_weights_or_gradients_that_differ_in_the_first_step(what: str, said: str) -> None:
+    for ended in run(3, unlike, what):
+        assert ended.error is not None and ended.error.startswith(f"RuntimeError: {said}")
+        assert not ended.moved
+
+
+def test_a_parameter_that_is_not_covered_may_be_each_ranks_own() -> None:
+    for ended in run(3, unlike, "uncovered"):
+        assert ended.error is None and ended.moved
+
+
+# ---- process groups ----
+
+
+def outside() -> str | None:
+    group = dist.new_group([0])
+    ended = attempt(nn.Identity(), lambda: optimizer(net(), process_group=group))
+    return ended.error
+
+
+def test_an_optimizer_on_a_rank_that_is_not_in_its_process_group() -> None:
+    first, second = run(2, outside)
+    assert first is None
+    assert second is not None and second.startswith("ValueError: Invalid process_group")
+
+
+def test_a_caught_exception_does_not_come_again() -> None:
+    again = [second for _, second in run(3, raises_in_backward, 1, False, {})]
+    assert_alike(again)
+    assert all(result.error is None and result.moved for result in again)
+
+
+# ---- what only one rank knows ----
+
+
+def test_a_fraction_that_is_wrong_on_one_rank_alone() -> None:
+    results = run(3, wrong_fraction, 1)
+    for error, seconds in results:
+        assert error is not None and "grad_worker_fraction" in error and seconds < SOON
+
+
+def wrong_fraction(odd: int) -> tuple[str | None, float]:
+    fraction = 0.5 if dist.get_rank() == odd else 1.0  # two of three: no grid
+    ended = attempt(nn.Identity(), lambda: optimizer(net(), grad_worker_fraction=fraction))
+    return ended.error, ended.seconds
+
+
+def frozen_bias() -> Ended:
+    """Rank 1 freezes a bias, so that its statistics have another size."""
+    model = net()
+    opt = optimizer(model)
+    learn(model, opt, 0)
+    if dist.get_rank() == 1:
+        model[2].bias.requires_grad_(False)
+        model[2].bias.grad = None
+    x, y = part(1)
+    opt.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    # The gradient of the frozen bias counts as zero.
+    for p in model.parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad)
+    return attempt(model, opt.step)
+
+
+def test_a_bias_that_one_rank_freezes() -> None:
+    results = run(2, frozen_bias)
+    assert_alike(results)
+    assert all(r.error is not None and "'2'" in r.error and not r.moved for r in results)
+
+
+def thaws_alone() -> Ended:
+    """Rank 1 trains another bias from a quiet step on."""
+    model = net()
+    model[2].bias.requires_grad_(False)
+    opt = optimizer(model, factor_update_steps=3, inv_update_steps=3, staggered=False)
+    learn(model, opt, 0)
+    if dist.get_rank() == 1:
+        model[2].bias.requires_grad_()
+
+    def work() -> None:
+        for i in (1, 2, 3):
+            x, y = part(i)
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for p in model.parameters():
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(grad)
+            opt.step()
+
+    return attempt(model, work)
+
+
+def test_a_bias_that_one_rank_unfreezes_in_a_quiet_step() -> None:
+    results = run(2, thaws_alone)
+    assert all(r.error is not None and "'2'" in r.error for r in results)
+
+
+# ---- warnings that all ranks would give ----
+
+
+def strict(make: Callable[[], Any]) -> str | None:
+    def strictly() -> None:
+        warnings.simplefilter("error")
+        make()
+
+    return attempt(nn.Identity(), strictly).error
+
+
+def with_a_bare_parameter() -> str | None:
+    model = net()
+    model.register_parameter("own", nn.Parameter(torch.ones(2).double()))
+    return strict(lambda: optimizer(model))
+
+
+def with_a_pattern_of_nothing() -> str | None:
+    return strict(lambda: optimizer(net(), skip_layers="nowhere"))
+
+
+def beyond_the_clip() -> str | None:
+    model = net()
+    opt = optimizer(model, kl_clip=1e-3)
+    opt.param_groups[0]["lr"] = 1.0
+    return strict(lambda: learn(model, opt, 0))
+
+
+@pytest.mark.parametrize(
+    "found", [with_a_bare_parameter, with_a_pattern_of_nothing, beyond_the_clip]
+)
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(found: Callable[[], str | None]) -> None:
+    """Else the one that speaks for all would stop, and the others wait for it."""
+    errors = run(2, found)
+    assert all(error is not None and error.startswith("UserWarning") for error in errors)
+
+
+# ---- what only one rank does, or has ----
+
+
+def copies(odd: int) -> Ended:
+    """One rank alone copies its optimizer, and training goes on."""
+    model = net()
+    opt = optimizer(model)
+    learn(model, opt, 0)
+    if dist.get_rank() == odd:
+        copy.deepcopy(opt)
+    return attempt(model, lambda: learn(model, opt, 1))
+
+
+def test_an_optimizer_that_one_rank_copies() -> None:
+    results = run(2, copies, 0)
+    assert_alike(results)
+    assert all(result.error is None and result.moved for result in results)
+
+
+def other_base(name: str, value: float) -> str | None:
+    """Rank 1 has another value for an option of the base optimizer."""
+    values = {name: value} if dist.get_rank() == 1 else {}
+    return attempt(nn.Identity(), lambda: optimizer(net(), **values)).error
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("momentum", 0.5), ("lr", 0.2)])
+def test_an_option_of_the_base_that_differs(name: str, value: float) -> None:
+    for error in run(2, other_base, name, value):
+        assert error is not None and f"Invalid {name} of parameter group 0" in error
+
+
+def other_turns() -> str | None:
+    """Equal to each other, and yet not alike."""
+    staggered = 1 if dist.get_rank() == 1 else True
+    return attempt(nn.Identity(), lambda: optimizer(net(), staggered=staggered)).error
+
+
+def test_one_layer_at_once_on_one_rank() -> None:
+    for error in run(2, other_turns):
+        assert error is not None and "Invalid staggered: 1 on rank 1, True on rank 0" in error
+
+
+def other_class() -> str | None:
+    cls = KFACAdam if dist.get_rank() == 1 else KFACSGD
+    return attempt(nn.Identity(), lambda: cls(net(), lr=0.1)).error
+
+
+def test_another_base_on_one_rank() -> None:
+    for error in run(2, other_class):
+        assert error is not None and "'Adam' on rank 1, 'SGD' on rank 0" in error
+
+
+def odd_betas() -> str | None:
+    betas = (0.9, 0.99, 0.9) if dist.get_rank() == 1 else (0.9, 0.99)
+    model = net()
+    groups = [{"params": model.parameters(), "betas": betas}]
+    make = lambda: KFACAdam(groups, model=model, moments="eigenbasis")  # noqa: E731
+    return attempt(nn.Identity(), make).error
+
+
+def test_betas_that_are_none_on_one_rank() -> None:
+    waiting, own = run(2, odd_betas)
+    said = "Invalid betas: (0.9, 0.99, 0.9); two numbers are needed"
+    assert own == f"ValueError: {said}"
+    assert waiting is not None and said in waiting and "rank 1" in waiting
+
+
+def head_on_meta(rank: int) -> str | None:
+    model = net()
+    if dist.get_rank() == rank:
+        model[-1].to(device="meta")
+    return attempt(nn.Identity(), lambda: optimizer(model)).error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_on_the_meta_device_of_one_rank(rank: int) -> None:
+    for error in run(2, head_on_meta, rank):
+        assert error is not None and "Invalid parameters on the meta device: " in error
+        assert "need the same model" in error
+
+
+def other_share() -> str | None:
+    """Each rank loads its own share, of another step."""
+    model = net()
+    opt = optimizer(model, assignment="layer-wise")
+    saved = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(2):
+            learn(model, opt, i)
+            saved.append(copy.deepcopy(opt.state_dict()))
+    opt.load_state_dict(saved[dist.get_rank()])
+    return attempt(nn.Identity(), lambda: learn(model, opt, 2)).error
+
+
+def test_shares_of_different_steps() -> None:
+    for error in run(2, other_share):
+        assert error is not None and "Invalid steps: 2 on rank 1, 1 on rank 0" in error
+
+
+def stale() -> bool:
+    """A state that was gathered before a load is not what is saved after it."""
+    model = net()
+    opt = optimizer(model, assignment="layer-wise", factor_update_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        learn(model, opt, 0)
+        opt.consolidate_state_dict(to=0)
+        first = copy.deepcopy(opt.state_dict())
+        learn(model, opt, 1)
+        opt.consolidate_state_dict(to=0)
+        whole = [first]
+        dist.broadcast_object_list(whole, 0)
+        opt.load_state_dict(whole[0])
+        opt.consolidate_state_dict(to=0)
+        loaded = opt.state_dict()
+    if dist.get_rank() > 0:
+        return True
+    flat = [
+        (index, name) for index, entry in first["state"].items() for name in entry if "kfac" in name
+    ]
+    assert len(flat) > 10
+    return all(torch.equal(first["state"][i][n], loaded["state"][i][n]) for i, n in flat)
+
+
+def test_what_was_gathered_before_a_load_is_forgotten() -> None:
+    assert all(run(2, stale))

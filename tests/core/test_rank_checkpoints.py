@@ -1,0 +1,642 @@
+"""K-FAC state that is spread over ranks, in checkpoints: at the same ranks, and at others."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
+from tests.support.cluster import taken_by
+from tests.support.ranks import fresh, run
+from tests.support.training import assert_near, assert_same
+
+ROWS = 40  # of a batch, over all ranks: as many for each of 2, 4, 5 or 8
+# A stop after three steps is within both intervals, and half way through the layers' turns.
+OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-2}
+FAMILY: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "sgd": (KFACSGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (KFACAdam, {"lr": 0.01, "eps": 1e-2}),
+    "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
+}
+SPREADS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"assignment": "layer-wise"}),
+    (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+]
+every_spread = pytest.mark.parametrize(("world", "spread"), SPREADS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    optimizer: str = "sgd"
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """Four layers, of which two are of one shape; one of their factors is diagonal."""
+    torch.manual_seed(seed)
+    layers = [nn.Embedding(9, 5), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6)]
+    return nn.Sequential(*layers).double()
+
+
+def pair(plan: Plan) -> tuple[nn.Sequential, Any]:
+    model = net(plan.seed)
+    cls, base = FAMILY[plan.optimizer]
+    return model, cls(model, **base, **taken_by(cls, {**OPTIONS, **plan.options}))
+
+
+def part(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randint(9, (ROWS,), generator=generator)
+    y = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
+    return x.chunk(world())[rank()], y.chunk(world())[rank()]
+
+
+def average(tensor: Tensor) -> Tensor:
+    if world() > 1:
+        dist.all_reduce(tensor)
+    return tensor / world()
+
+
+def learn(model: nn.Module, opt: Any, steps: range) -> list[float]:
+    """The losses of the joined batches."""
+    losses = []
+    for i in steps:
+        x, y = part(i)
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            p.grad = average(p.grad)
+        opt.step()
+        losses.append(float(average(loss.detach())))
+    return losses
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def quiet_state(opt: Any) -> dict[str, Any]:
+    """A state dict that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return opt.state_dict()
+
+
+def quietly_load(opt: Any, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_state_dict(state)
+
+
+# ---- a rank's share ----
+
+
+def averages(state: dict[str, Any]) -> set[tuple[int, str]]:
+    """The running averages in a state dict, by the layer's place in the model and side."""
+    return {
+        (index, key[len("kfac_")])
+        for index, entry in state["state"].items()
+        for key in entry
+        if key.endswith("_average")
+    }
+
+
+def place_of(model: nn.Module, layer: Any) -> int:
+    parameters = list(model.parameters())
+    return next(i for i, p in enumerate(parameters) if p is layer.parameters[0])
+
+
+class Shares(NamedTuple):
+    owned: set[tuple[int, str]]
+    found: list[set[tuple[int, str]]]  # alone, consolidated to rank 1, after another step
+    texts: list[str]
+    tensors: dict[tuple[int, str], Tensor]  # what is owned
+    gathered: dict[tuple[int, str], Tensor]  # what the consolidated state says
+    weights: list[Tensor]
+
+
+def takes_shares(plan: Plan) -> Shares:
+    model, opt = pair(plan)
+    kfac = opt.preconditioner
+    learn(model, opt, range(3))
+    places = {layer: place_of(model, layer) for layer in kfac.layers.values()}
+    tensors = {(places[x], s): f["average"].clone() for (x, s), f in kfac.shelf.factors.items()}
+    received = dict(kfac.ranks.received)
+    found, texts = [], []
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        # One rank after the other, each alone: an exchange would not find the others.
+        for turn in range(world()):
+            if rank() == turn:
+                found.append(averages(opt.state_dict()))
+                assert averages(opt.state_dict()) == found[-1]
+            dist.barrier()
+    assert dict(kfac.ranks.received) == received
+    texts += [str(w.message) for w in record]
+    opt.consolidate_state_dict(to=1)
+    state = quiet_state(opt)
+    found.append(averages(state))
+    gathered = {key: state["state"][key[0]][f"kfac_{key[1]}_average"] for key in found[-1]}
+    gathered = {key: value.clone() for key, value in gathered.items()}
+    learn(model, opt, range(3, 5))
+    found.append(averages(quiet_state(opt)))
+    owned = {(places[x], s) for x in places for s in "ag" if kfac.owner(x, s) == rank()}
+    return Shares(owned, found, texts, tensors, gathered, weights(model))
+
+
+@every_spread
+def test_a_state_dict_is_the_ranks_share_until_it_is_consolidated(world, spread):
+    ranks = run(world, takes_shares, Plan(options=spread))
+    everything = set().union(*(one.owned for one in ranks))
+    tensors = {key: value for one in ranks for key, value in one.tensors.items()}
+    assert len(everything) == sum(len(one.owned) for one in ranks) == 8
+    for i, one in enumerate(ranks):
+        alone, consolidated, later = one.found
+        assert alone == later == one.owned
+        assert consolidated == (everything if i == 1 else one.owned)
+        assert_same(one.gathered, {key: tensors[key] for key in one.gathered})
+        assert_same(one.weights, ranks[0].weights)
+        assert_names(one.texts, i, everything - one.owned)
+
+
+def assert_names(texts: list[str], rank: int, absent: set[tuple[int, str]]) -> None:
+    """One warning, with what others keep."""
+    names = {0: "0", 1: "1", 3: "3", 5: "4"}  # of layers, by their weights' places
+    (text,) = texts
+    assert f"rank {rank}'s share" in text and "consolidate_state_dict(to=rank)" in text
+    for place, name in names.items():
+        for side in "ag":
+            assert (f"{side.upper()} of {name!r}" in text) == ((place, side) in absent)
+
+
+def consolidates_to(to: Any) -> str:
+    model, opt = pair(Plan())
+    learn(model, opt, range(1))
+    with pytest.raises(ValueError) as caught:
+        opt.consolidate_state_dict(to)
+    learn(model, opt, range(1, 2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("to", [2, -1, "0"])
+def test_a_rank_that_is_none_is_refused(to):
+    for text in run(2, consolidates_to, to):
+        assert f"Invalid to: {to!r}; it must be a rank of the process group, 0 to 1" in text
+
+
+# ---- the same ranks ----
+
+
+def interrupted(plan: Plan, path: str, at: int, save_model: int) -> tuple[list[Tensor], Any]:
+    """Up to ``at``, through a file, and on; with what would have come without."""
+    model, opt = pair(plan)
+    learn(model, opt, range(at))
+    opt.consolidate_state_dict(to=save_model)
+    if rank() == save_model:
+        torch.save({"model": model.state_dict(), "optimizer": quiet_state(opt)}, path)
+    dist.barrier()
+    saved = torch.load(path, weights_only=True)
+    dist.barrier()
+    other, resumed = pair(Plan(plan.optimizer, plan.options, seed=1))
+    other.load_state_dict(saved["model"])
+    quietly_load(resumed, saved["optimizer"])
+    losses = learn(model, opt, range(at, at + 9))
+    assert learn(other, resumed, range(at, at + 9)) == losses
+    assert_same(shares(resumed), shares(opt))
+    return weights(other), weights(model)
+
+
+def shares(opt: Any) -> dict[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict")
+        return opt.state_dict()["state"]
+
+
+ONE_AT_A_TIME = {"staggered": 1}  # on any number of ranks
+METHODS: dict[str, dict[str, Any]] = {
+    "eigen": {"staggered": False},
+    "by ranks": {"staggered": True},
+    "staggered": {**ONE_AT_A_TIME, "compute_eigenvalue_outer_product": True},
+    "inverse": {"compute_method": "inverse", **ONE_AT_A_TIME, "factor_dtype": torch.bfloat16},
+    "truncated": {"truncation": 0.5, **ONE_AT_A_TIME},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("world", "spread", "at"),
+    [(*spread, at) for spread, at in zip(SPREADS, (6, 3, 3), strict=True)],
+)
+def test_the_same_ranks_go_on_bit_for_bit(world, spread, method, at, tmp_path):
+    plan = Plan("adam" if at == 3 else "sgd", {**METHODS[method], **spread})
+    results = run(world, interrupted, plan, str(tmp_path / "state"), at, at % 2)
+    for resumed, straight in results:
+        assert_same(resumed, straight)
+        assert_same(resumed, results[0][0])
+
+
+# ---- other ranks ----
+
+
+def section(plan: Plan, steps: range, source: str | None, target: str) -> Any:
+    """A part of the training on these ranks, between two files."""
+    model, opt = pair(plan)
+    if source is not None:
+        saved = torch.load(source, weights_only=True)
+        model.load_state_dict(saved["model"])
+        quietly_load(opt, saved["optimizer"])
+    losses = learn(model, opt, steps)
+    opt.consolidate_state_dict(to=world() - 1)
+    if rank() == world() - 1:
+        torch.save({"model": model.state_dict(), "optimizer": quiet_state(opt)}, target)
+    return losses, weights(model), opt.preconditioner.steps
+
+
+def alone(plan: Plan, steps: int) -> Any:
+    model, opt = pair(plan)
+    return learn(model, opt, range(steps)), weights(model), steps
+
+
+def check_sections(plan: Plan, sections: list[tuple[Any, int, dict[str, Any]]], path: Any) -> None:
+    """Each three steps long, one after the other; against a run that nothing interrupts."""
+    losses: list[float] = []
+    source = None
+    for i, (start, ranks, spread) in enumerate(sections):
+        own = Plan(plan.optimizer, {**plan.options, **spread}, seed=i)
+        args = own, range(3 * i, 3 * i + 3), source, str(path / str(i))
+        results = [section(*args)] if ranks == 1 else start(ranks, section, *args)
+        assert_same(results, results[:1] * ranks)
+        losses += results[0][0]
+        source = args[-1]
+    expected = alone(plan, 3 * len(sections))
+    assert_near((losses, *results[0][1:]), expected, 1e-9, 1e-11)
+
+
+@pytest.mark.parametrize("method", ["eigen", "staggered", "inverse"])
+def test_from_four_ranks_over_one_to_two_and_back(method, tmp_path):
+    options = {k: v for k, v in METHODS[method].items() if k != "factor_dtype"}
+    sections = [
+        (run, 4, {"assignment": "layer-wise"}),
+        (run, 1, {}),
+        (run, 2, {"assignment": "opt", "colocate_factors": False}),
+        (run, 4, {"grad_worker_fraction": 0.5}),
+        (run, 2, {"assignment": "layer-wise"}),
+    ]
+    check_sections(Plan("adam", options), sections, tmp_path)
+
+
+def test_from_eight_ranks_to_two_to_five(tmp_path):
+    sections = [
+        (fresh, 8, {"grad_worker_fraction": 0.25, "colocate_factors": False}),
+        (run, 2, {"assignment": "layer-wise"}),
+        (fresh, 5, {"assignment": "opt"}),
+    ]
+    check_sections(Plan("sgd", ONE_AT_A_TIME), sections, tmp_path)
+
+
+def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[set[str]]]:
+    """Weights, and the layers that have been refreshed in each step."""
+    model, opt = pair(plan)
+    saved = torch.load(source, weights_only=True)
+    model.load_state_dict(saved["model"])
+    quietly_load(opt, saved["optimizer"])
+    refreshed = []
+    for step in steps:
+        learn(model, opt, range(step, step + 1))
+        plan_now = opt.preconditioner.second_order.tracking.plan
+        refreshed.append({layer.name for layer, _ in plan_now})
+    return weights(model), refreshed
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_turns_of_another_number_of_ranks_miss_no_layer(before, after, tmp_path):
+    """By default they follow from how many there are; here from the middle of an interval on."""
+    plan = Plan("adam", {"staggered": True, "early_refreshes": (), "basis_tolerance": 0.0})
+    path, interval = str(tmp_path / "state"), OPTIONS["inv_update_steps"]
+    run(before, section, plan, range(interval + 2), None, path)
+    results = run(after, goes_on, plan, path, range(interval + 2, 4 * interval))
+    assert_same(results, results[:1] * after)
+    refreshed = results[0][1]
+    assert set.union(*refreshed[: 2 * interval - 2]) == {"0", "1", "3", "4"}
+    assert {len(names) for names in refreshed if names} == {after}
+
+
+# ---- what is missing ----
+
+
+class Loaded(NamedTuple):
+    texts: list[str]
+    fed: list[set[str]]  # the layers with running averages, at once and after the next step
+    tensors: dict[tuple[str, str], Tensor]  # running averages that are kept here, after the step
+    weights: list[Tensor]
+
+
+def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
+    factors = opt.preconditioner.shelf.factors
+    return {(x.name, s): f["average"].clone() for (x, s), f in factors.items()}
+
+
+def loads_one_share(
+    plan: Plan, path: str, paused: bool
+) -> tuple[Loaded, list[dict[tuple[str, str], Tensor]]]:
+    """All load what rank 0 had; with the averages of a run that nothing interrupts, and of one that
+    begins where the other goes on."""
+    model, opt = pair(plan)
+    learn(model, opt, range(3))
+    if rank() == 0:
+        torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path)
+    dist.barrier()
+    saved = torch.load(path, weights_only=True)
+    other, target = pair(plan)
+    other.load_state_dict(saved["model"])
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        target.load_state_dict(saved["optimizer"])
+    fed = [{layer.name for layer in target.preconditioner.fed}]
+    # What some ranks lack is lacking on all of them, also while nothing is gathered; else the ranks
+    # that lack it gather it alone, which must not count.
+    with target.preconditioner.paused() if paused else contextlib.nullcontext():
+        learn(other, target, range(3, 4))
+    learn(model, opt, range(3, 4))
+    begun, new = pair(plan)
+    for one in (model, begun):
+        one.load_state_dict(other.state_dict())
+    for one, its in ((other, target), (model, opt), (begun, new)):
+        learn(one, its, range(4, 5))
+    fed.append({layer.name for layer in target.preconditioner.fed})
+    texts = [str(w.message) for w in record]
+    loaded = Loaded(texts, fed, averages_of(target), weights(other))
+    return loaded, [averages_of(opt), averages_of(new)]
+
+
+@pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"colocate_factors": False}])
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_factors_that_are_missing_are_named_and_estimated_anew(spread, paused, tmp_path):
+    plan = Plan(options={**spread, "staggered": False})
+    ranks = run(2, loads_one_share, plan, str(tmp_path / "state"), paused)
+    every = {"0", "1", "3", "4"}
+    missing = every - ranks[1][0].fed[0]
+    assert missing and (missing < every or "assignment" not in spread)
+    assert ranks[0][0].fed[0] == every and not ranks[0][0].texts
+    (text,) = ranks[1][0].texts
+    assert ", which rank 1 keeps (was it saved without consolidate_state_dict()?)" in text
+    assert all((repr(name) in text) == (name in missing) for name in every)
+    for loaded, (straight, begun) in ranks:
+        assert loaded.fed[1] == every
+        for key, value in loaded.tensors.items():
+            there = key in ranks[0][0].tensors  # one side of a layer may be in the file alone
+            assert_near(value, (straight if there else begun)[key], 1e-12)
+        assert_same(loaded.weights, ranks[0][0].weights)
+
+
+def loads_a_plain_state(spread: dict[str, Any]) -> tuple[list[str], list[list[Tensor]]]:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    learn(model, plain, range(2))
+    other, opt = pair(Plan(options=spread))
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        opt.load_state_dict(plain.state_dict())
+    momenta = [
+        [o.state[p]["momentum_buffer"].clone() for p in m.parameters()]
+        for m, o in ((model, plain), (other, opt))
+    ]
+    before = weights(other)
+    learn(other, opt, range(2, 3))
+    assert opt.preconditioner.fed == set(opt.preconditioner.layers.values())
+    assert not torch.equal(before[0], weights(other)[0])
+    return [str(w.message) for w in record], [*momenta, weights(other)]
+
+
+@every_spread
+def test_a_plain_checkpoint_on_ranks(world, spread):
+    ranks = run(world, loads_a_plain_state, spread)
+    for i, (texts, (saved, loaded, moved)) in enumerate(ranks):
+        (text,) = texts
+        assert "no K-FAC factors of this kind for" in text and f"which rank {i} keeps" in text
+        assert_same(loaded, saved)
+        assert_same(moved, ranks[0][1][2])
+
+
+def misreads(rank_of_it: int, spread: dict[str, Any]) -> list[str]:
+    """One rank's copy of a state is spoilt, or all are; errors, and what steps do afterwards."""
+    model, opt = pair(Plan(options=spread))
+    learn(model, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    whole = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(whole, 0)
+    good, spoilt = whole[0], copy.deepcopy(whole[0])
+    spoilt["state"][1]["kfac_status"] = torch.ones(3)
+    errors = []
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="Invalid state_dict: ") as caught:
+            opt.load_state_dict(spoilt)
+        errors.append(str(caught.value))
+
+    refused()  # by all: they go on with what they have
+    learn(model, opt, range(3, 4))
+    assert opt.preconditioner.steps == 4
+    if rank() == rank_of_it:
+        refused()
+    else:
+        quietly_load(opt, good)
+    for act in (lambda: learn(model, opt, range(3, 4)), lambda: opt.consolidate_state_dict(to=0)):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            act()
+        errors.append(str(caught.value))
+    quietly_load(opt, good)
+    learn(model, opt, range(3, 6))
+    assert opt.preconditioner.steps == 6
+    return errors
+
+
+@every_spread
+def test_what_one_rank_misreads_is_raised_by_all(world, spread):
+    """Until a state is loaded that all can read."""
+    for i, errors in enumerate(run(world, misreads, 1, spread)):
+        for error in errors:
+            assert "Invalid state_dict: " in error and "kfac_status is (3,)" in error
+        told = ["loading a state failed on rank 1: ValueError" in error for error in errors]
+        assert told == ([False] * 4 if i == 1 else [False, True, True])
+
+
+# ---- torch.distributed.checkpoint ----
+
+
+def saves_with_dcp(plan: Plan, flatten: bool, path: str) -> None:
+    model, opt = pair(plan)
+    learn(model, opt, range(3))
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+        state = get_optimizer_state_dict(model, opt, options=how)
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
+
+
+def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
+    model, opt = pair(plan)
+    before = weights(model)
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+        template = get_optimizer_state_dict(model, opt, options=how)
+    # It steps once, with zero gradients and lr 0.
+    assert_same(weights(model), before)
+    assert opt.preconditioner.steps == 0
+    loaded = {"model": model.state_dict(), "optimizer": template}
+    dcp.load(loaded, checkpoint_id=path)
+    model.load_state_dict(loaded["model"])
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        set_optimizer_state_dict(model, opt, loaded["optimizer"], options=how)
+    texts = [str(w.message) for w in record if "factors" in str(w.message)]
+    losses = learn(model, opt, range(3, 9))
+    return losses, weights(model), texts
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        ("sgd", SPREADS[2], SPREADS[2]),
+        ("sgd", SPREADS[1], (4, {})),
+        ("adam", SPREADS[2], SPREADS[1]),
+        ("muon", SPREADS[2], SPREADS[1]),
+    ],
+)
+def test_distributed_checkpoints_load_at_any_ranks(optimizer, before, after, flatten, tmp_path):
+    path = str(tmp_path / "state")
+    first, then = (Plan(optimizer, {**ONE_AT_A_TIME, **x}) for _, x in (before, after))
+    run(before[0], saves_with_dcp, first, flatten, path)
+    results = run(after[0], loads_with_dcp, dataclasses.replace(then, seed=1), flatten, path)
+    losses, parameters, _ = alone(Plan(optimizer, ONE_AT_A_TIME), 9)
+    assert_same(results, results[:1] * after[0])
+    assert_near(results[0], (losses[3:], parameters, []), 1e-9, 1e-11)
+
+
+def full_state(plan: Plan, broadcast: bool) -> Any:
+    model, opt = pair(plan)
+    learn(model, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    how = StateDictOptions(full_state_dict=True)  # torch sets no flattened full state
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+        state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
+    kept = [model.state_dict(), state] if rank() == 0 else None
+    things = [kept]
+    dist.broadcast_object_list(things, src=0)
+    other, target = pair(Plan(plan.optimizer, plan.options, seed=1))
+    other.load_state_dict(things[0][0])
+    state = things[0][1] if rank() == 0 or not broadcast else {}
+    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        set_optimizer_state_dict(other, target, state, options=how)
+    learn(model, opt, range(3, 8))
+    learn(other, target, range(3, 8))
+    return weights(other), weights(model)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@every_spread
+def test_a_full_state_of_a_consolidated_optimizer(world, spread, optimizer, broadcast):
+    results = run(world, full_state, Plan(optimizer, spread), broadcast)
+    for resumed, straight in results:
+        assert_same(resumed, straight)
+        assert_same(resumed, results[0][0])
+
+
+# ---- frozen layers ----
+
+FROZEN = 3  # one of two linear layers of one shape
+
+
+def frozen_of_one_rank(
+    names: tuple[str, ...], first: bool, lacks: bool
+) -> tuple[list[Tensor], Any]:
+    model, opt = pair(Plan())
+    part_of_it = model[FROZEN]
+
+    def freeze(module: nn.Module) -> None:
+        for name in names:
+            module.get_parameter(name).requires_grad_(False)
+
+    def learn_alike(net: nn.Module, optimizer: Any, steps: range) -> None:
+        for i in steps:  # the whole batch on each rank, so that no gradient is missing
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(i)
+            x = torch.randint(9, (ROWS,), generator=generator)
+            F.mse_loss(net(x), torch.zeros(ROWS, 6, dtype=torch.float64)).backward()
+            optimizer.step()
+
+    learn_alike(model, opt, range(2))
+    freeze(part_of_it)
+    learn_alike(model, opt, range(2, 4))
+    opt.consolidate_state_dict()
+    box = [opt.state_dict() if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    state = copy.deepcopy(box[0])
+    if lacks and rank() == 1:
+        places = enumerate(model.parameters())
+        at = [i for i, p in places if any(p is own for own in part_of_it.parameters())]
+        for entry in (state["state"].get(i, {}) for i in at):
+            for key in [k for k in entry if k.startswith("kfac_") and k != "kfac_step"]:
+                del entry[key]
+    other = net(5)
+    if first:
+        freeze(other[FROZEN])
+    fresh = KFACSGD(other, **FAMILY["sgd"][1], **OPTIONS)
+    if not first:
+        freeze(other[FROZEN])
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fresh.load_state_dict(state)
+    for steps in (range(4, 6), range(6, 8)):
+        learn_alike(model, opt, steps)
+        learn_alike(other, fresh, steps)
+        for one in (model, other):
+            one[FROZEN].requires_grad_(True)
+    return weights(other), weights(model)
+
+
+@pytest.mark.parametrize("names", [("weight", "bias"), ("bias",)], ids=["layer", "bias"])
+@pytest.mark.parametrize("first", [True, False], ids=["frozen, built", "built, frozen"])
+@pytest.mark.parametrize("lacks", [False, True], ids=["", "of one rank"])
+def test_frozen_layers_go_on_alike_on_all_ranks(names, first, lacks):
+    """Also where the states that ranks load differ in what is known of them."""
+    (one, saved), (two, _) = run(2, frozen_of_one_rank, names, first, lacks)
+    assert_same(one, two)
+    if not lacks:
+        assert_same(one, saved)

@@ -1,0 +1,867 @@
+"""Several ranks in situations that must not hang, each against the same training on one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from fractions import Fraction
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler
+from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim.linalg import kronecker
+from kaisa_optim.plan.assignment import make_grid
+from tests.support.ranks import run
+from tests.support.training import EVERY_STEP, as_on_a_gpu, assert_near, assert_same
+
+SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
+STEPS = 5
+ROWS = 24  # of a batch, over all ranks
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def ddp(model: nn.Module, **options: Any) -> nn.Module:
+    return DDP(model, **options) if world() > 1 else model
+
+
+def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
+    return KFACSGD(model, lr=0.1, **{**EVERY_STEP, "kl_clip": 1e-2, **options})
+
+
+def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x, y = (torch.randn(ROWS, k, generator=generator, dtype=torch.float64) for k in (4, 3))
+    return x.to(dtype), y.to(dtype)
+
+
+def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """This rank's part of batch ``i``."""
+    x, y = whole(i, dtype)
+    return x.chunk(world())[rank()], y.chunk(world())[rank()]
+
+
+def average(model: nn.Module) -> None:
+    """What a wrapper would do; a missing gradient counts as zero."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if world() > 1:
+            dist.all_reduce(p.grad)
+            p.grad /= world()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def learn(
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    i: int,
+    before_step: Callable[[], object] = lambda: None,
+) -> None:
+    x, y = part(i, next(model.parameters()).dtype)
+    opt.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    before_step()
+    opt.step()
+
+
+Situation = Callable[[dict[str, Any]], list[Tensor]]
+
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "layer-wise": (2, {"assignment": "layer-wise"}),
+    "hybrid": (4, {"grad_worker_fraction": 0.5}),
+    "opt": (2, {}),
+}
+
+
+def compare(
+    situation: Situation, strategy: str, near: tuple[float, float] = (1e-9, 1e-11), **options: Any
+) -> None:
+    """Ranks have the same bits, and what one process has up to rounding."""
+    ranks, spread = STRATEGIES[strategy]
+    alone = situation({"staggered": ranks, **options})
+    results = run(ranks, timed, situation, {**options, **spread})
+    for result, seconds in results:
+        assert_same(result, results[0][0])
+        assert seconds < SOON
+    assert_near(results[0][0], alone, *near)
+
+
+def timed(situation: Situation, options: dict[str, Any]) -> tuple[list[Tensor], float]:
+    start = time.monotonic()
+    return situation(options), time.monotonic() - start
+
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+# ---- passes through the model ----
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, middle, last = self.model[0], self.model[2], self.model[4]
+        return last(torch.tanh(middle(torch.tanh(middle(torch.tanh(first(x)))))))
+
+
+def used_twice(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(Twice())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
+@every_strategy
+def test_a_module_used_twice_in_one_forward(strategy: str) -> None:
+    compare(used_twice, strategy)
+
+
+def micro_batches(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        opt.zero_grad()
+        xs, ys = (t.chunk(1 if world() == 1 else 2) for t in part(i))
+        for x, y in zip(xs, ys, strict=True):
+            last = x is xs[-1]
+            with nullcontext() if last else model.no_sync():
+                (F.mse_loss(model(x), y) / len(xs)).backward()
+        opt.step()
+    return weights(model)
+
+
+@every_strategy
+def test_micro_batches_under_no_sync(strategy: str) -> None:
+    compare(micro_batches, strategy)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.reentrant = net(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.model[0](x))
+        x = checkpoint(self.model[2:4], x, use_reentrant=self.reentrant)
+        return self.model[4](x)
+
+
+def reentrant(options: dict[str, Any]) -> list[Tensor]:
+    return _checkpointed(True, options)
+
+
+def not_reentrant(options: dict[str, Any]) -> list[Tensor]:
+    return _checkpointed(False, options)
+
+
+def _checkpointed(reentrant: bool, options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(Checkpointed(reentrant))
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
+@every_strategy
+@pytest.mark.parametrize("situation", [reentrant, not_reentrant])
+def test_activation_checkpointing(situation: Situation, strategy: str) -> None:
+    compare(situation, strategy)
+
+
+def looks_first(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        with torch.no_grad():
+            model(whole(50 + i)[0])
+        learn(model, opt, i)
+    return weights(model)
+
+
+@every_strategy
+def test_a_training_forward_under_no_grad_before_the_real_one(strategy: str) -> None:
+    compare(looks_first, strategy)
+
+
+def evaluates(options: dict[str, Any]) -> list[Tensor]:
+    """One rank evaluates, as most do, between steps and between a backward pass and its step."""
+    model = net()
+    wrapped = ddp(model)
+    opt = optimizer(wrapped, **options)
+
+    def evaluate() -> None:
+        if rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                model(whole(77)[0])
+            model(whole(78)[0])  # with gradients, by a forgetful user
+            model.train()
+
+    for i in range(STEPS):
+        learn(wrapped, opt, i, before_step=evaluate)
+        evaluate()
+    return weights(model)
+
+
+@every_strategy
+def test_one_rank_evaluates_between_steps(strategy: str) -> None:
+    compare(evaluates, strategy)
+
+
+def pauses(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        with opt.preconditioner.paused() if i in (0, 3) else nullcontext():
+            learn(model, opt, i)
+    return weights(model)
+
+
+@every_strategy
+@pytest.mark.filterwarnings("ignore:layer .* no statistics")
+def test_steps_whose_statistics_are_paused(strategy: str) -> None:
+    compare(pauses, strategy)
+
+
+# ---- steps that are left out ----
+
+
+def skips(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        if i == 2:
+            F.mse_loss(model(whole(60)[0]), whole(60)[1]).backward()
+            opt.zero_grad()
+        learn(model, opt, i)
+    return weights(model)
+
+
+@every_strategy
+def test_a_backward_pass_without_its_step(strategy: str) -> None:
+    compare(skips, strategy)
+
+
+def scales(options: dict[str, Any]) -> list[Tensor]:
+    return _scaled(options)[0]
+
+
+def scales_and_tells(options: dict[str, Any]) -> list[Tensor]:
+    """What all ranks know of the factors where all of them precondition all layers."""
+    kfac = _scaled(options)[1].preconditioner
+    views = [view for layer in kfac.layers.values() for view in sorted_views(kfac, layer)]
+    return [view.clone() for name, view in views if name.endswith("values")]  # signs may differ
+
+
+def sorted_views(kfac: Any, layer: Any) -> list[tuple[str, Tensor]]:
+    return sorted(kfac.layout.views(layer), key=lambda item: item[0])
+
+
+def _scaled(options: dict[str, Any]) -> tuple[list[Tensor], KFACSGD]:
+    """In step 2 one rank's batch has an infinity, and no rank steps."""
+    model = ddp(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    opt = optimizer(model, grad_scaler=scaler, **options)
+    for i in range(STEPS):
+        x, y = part(i)
+        if i == 2 and rank() == world() - 1:
+            y[0, 0] = torch.inf
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**11
+    assert opt.preconditioner.steps == STEPS - 1
+    return weights(model), opt
+
+
+def scales_not(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
+def scales_in_vain(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    opt = optimizer(model, grad_scaler=scaler, **options)
+    for i in range(STEPS):
+        x, y = part(i)
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+    return weights(model)
+
+
+@every_strategy
+def test_a_grad_scaler_that_skips_one_step(strategy: str) -> None:
+    compare(scales, strategy)
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_factors() -> None:
+    compare(scales_and_tells, "opt")
+
+
+@every_strategy
+def test_a_scaled_loss_changes_nothing(strategy: str) -> None:
+    ranks, spread = STRATEGIES[strategy]
+    results = run(ranks, scales_in_vain, spread)
+    expected = run(ranks, scales_not, spread)
+    for result in results:
+        assert_near(result, expected[0])
+        assert_same(result, results[0])
+    compare(scales_in_vain, strategy)
+
+
+# ---- state ----
+
+
+def asks_for_its_state(options: dict[str, Any]) -> list[Tensor]:
+    """Only one rank asks: nothing may be exchanged for it."""
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i, before_step=lambda: opt.state_dict() if rank() == 0 else None)
+        if rank() == 0:
+            opt.state_dict()
+    return weights(model)
+
+
+@every_strategy
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_one_rank_saves_between_backward_and_step(strategy: str) -> None:
+    compare(asks_for_its_state, strategy)
+
+
+def resumes(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Each rank saves its share and loads it; with what would have come without."""
+    results = []
+    for interrupted in (False, True):
+        # Not wrapped: a new wrapper cuts its first buckets otherwise, and sums have other bits.
+        model = net()
+        opt = optimizer(model, momentum=0.9, **options)
+        for i in range(8):
+            if interrupted and i == 3:
+                saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
+                model = net()
+                opt = optimizer(model, momentum=0.9, **options)
+                model.load_state_dict(saved[0])
+                opt.load_state_dict(saved[1])
+            learn(model, opt, i, before_step=lambda model=model: average(model))
+        results.append(weights(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"factor_update_steps": 2, "inv_update_steps": 4}])
+@every_strategy
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_each_rank_goes_on_from_its_own_state(strategy: str, options: dict[str, Any]) -> None:
+    ranks, spread = STRATEGIES[strategy]
+    results = run(ranks, resumes, {**options, **spread})
+    for straight, resumed in results:
+        assert_same(resumed, straight)
+        assert_same(straight, results[0][0])
+
+
+# ---- ranks that do not run the same ----
+
+
+class Heads(nn.Module):
+    """Rank 0 trains one head, all others the other; one process does so with their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        self.double()
+
+    def forward(self, x: Tensor, ranks: int) -> Tensor:
+        x = torch.tanh(self.body(x))
+        if world() > 1:
+            return self.heads[min(rank(), 1)](x)
+        first, *others = x.chunk(ranks)
+        return torch.cat([self.heads[0](first), self.heads[1](torch.cat(others))])
+
+
+def own_heads(options: dict[str, Any]) -> list[Tensor]:
+    return _own_heads(False, options)
+
+
+def own_heads_wrapped(options: dict[str, Any]) -> list[Tensor]:
+    return _own_heads(True, options)
+
+
+def _own_heads(wrap: bool, options: dict[str, Any]) -> list[Tensor]:
+    ranks = options["ranks"]
+    options = {name: value for name, value in options.items() if name != "ranks"}
+    model: nn.Module = Heads()
+    if wrap:
+        model = ddp(model, find_unused_parameters=True)
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        x, y = part(i)
+        opt.zero_grad()
+        F.mse_loss(model(x, ranks), y).backward()
+        if not wrap:
+            average(model)
+        opt.step()
+    return weights(model)
+
+
+@every_strategy
+@pytest.mark.parametrize("situation", [own_heads, own_heads_wrapped])
+def test_ranks_that_use_different_layers(situation: Situation, strategy: str) -> None:
+    compare(situation, strategy, ranks=STRATEGIES[strategy][0])
+
+
+def own_order(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(Branches())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
+class Branches(nn.Module):
+    """Every other rank runs them the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [self.left, self.right]
+        if rank() % 2:
+            branches.reverse()
+        first, second = (torch.tanh(branch(x)) for branch in branches)
+        return self.last(first * second)
+
+
+@every_strategy
+def test_ranks_that_use_the_same_layers_in_another_order(strategy: str) -> None:
+    compare(own_order, strategy)
+
+
+def without_rows(options: dict[str, Any]) -> list[Tensor]:
+    """The last rank has no rows; the loss is a share of the mean over all."""
+    model = ddp(net())
+    opt = optimizer(model, loss_terms=ROWS / world(), **options)
+    for i in range(STEPS):
+        x, y = whole(i)
+        if world() > 1:
+            count = world() - 1
+            parts = [*zip(x.chunk(count), y.chunk(count), strict=True), (x[:0], y[:0])]
+            x, y = parts[rank()]
+        opt.zero_grad()
+        ((model(x) - y).square().sum() * world() / (ROWS * 3)).backward()
+        opt.step()
+    return weights(model)
+
+
+@every_strategy
+def test_an_empty_batch_on_one_rank(strategy: str) -> None:
+    compare(without_rows, strategy)
+
+
+def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:
+    """The last rank runs no batch in some steps, and none with statistics in others."""
+    model = net()
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        x, y = part(i)
+        last = rank() == world() - 1
+        opt.zero_grad()
+        if not (last and i in (0, 2)):
+            with opt.preconditioner.paused() if last and i == 3 else nullcontext():
+                F.mse_loss(model(x), y).backward()
+        average(model)
+        opt.step()
+    return weights(model)
+
+
+@every_strategy
+def test_a_rank_that_has_nothing_in_some_steps(strategy: str) -> None:
+    ranks, spread = STRATEGIES[strategy]
+    results = run(ranks, one_has_nothing, spread)
+    for result in results:
+        assert_same(result, results[0])
+        assert all(w.isfinite().all() for w in result)
+    assert not torch.equal(results[0][0], weights(net())[0])
+
+
+def schedules(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net())
+    opt = optimizer(model, **options)
+    scheduler = KFACParamScheduler(
+        opt,
+        damping=lambda epoch: 0.5**epoch,
+        kl_clip=lambda epoch: 1 + epoch,
+        factor_update_steps={1: 2},
+        inv_update_steps={2: 3},
+    )
+    for i in range(6):
+        learn(model, opt, i)
+        if i % 2:
+            scheduler.step()
+    assert opt.param_groups[0]["damping"] == 5e-3 / 8
+    assert opt.preconditioner.inv_update_steps == 3
+    return weights(model)
+
+
+@every_strategy
+def test_schedules_on_all_ranks(strategy: str) -> None:
+    compare(schedules, strategy)
+
+
+# ---- inverses of which the host hears in the next step ----
+
+
+INVERSES: dict[str, Any] = {"compute_method": "inverse", "inv_update_steps": 2}
+
+
+def inverted(options: dict[str, Any]) -> list[Tensor]:
+    unseen, options = options["unseen"], {k: v for k, v in options.items() if k != "unseen"}
+    with as_on_a_gpu() if unseen else nullcontext():
+        model = ddp(net())
+        opt = optimizer(model, **INVERSES, **options)
+        for i in range(STEPS + 4):
+            learn(model, opt, i)
+        plan = opt.preconditioner.second_order.tracking.plan
+        assert set(plan.values()) == {not unseen}
+    return weights(model)
+
+
+@every_strategy
+def test_inverses_that_no_host_waits_for_are_the_same(strategy: str) -> None:
+    ranks, spread = STRATEGIES[strategy]
+    plain = inverted({"unseen": False, "staggered": ranks})
+    assert_same(inverted({"unseen": True, "staggered": ranks}), plain)
+    results = run(ranks, inverted, {"unseen": True, **spread})
+    for result in results:
+        assert_same(result, results[0])
+    assert_near(results[0], plain, 1e-9, 1e-11)
+
+
+def failing(
+    attempts: int, options: dict[str, Any], restarts: bool = False
+) -> tuple[list[Any], list[str]]:
+    """So many attempts at A of the first layer fail from step 4 on, in which it has its turn."""
+    left, real, states = 0, kronecker.damped_inverse, []
+
+    def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
+        nonlocal left
+        result = real(factors, damping)
+        if left and factors.shape[-1] == 5:
+            left -= 1
+            result[:] = torch.nan
+        return result
+
+    with (
+        as_on_a_gpu(),
+        mock.patch.object(kronecker, "damped_inverse", damped_inverse),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model = ddp(net())
+        opt = optimizer(model, **INVERSES, staggered=False, **options)
+        for i in range(8):
+            left = attempts if i == 4 else left
+            learn(model, opt, i)
+            kfac = opt.preconditioner
+            applied = kfac.layout.factors.get((kfac.layers["0"], "a"))
+            states.append(None if applied is None else applied["inverse"].clone())
+            if restarts and i == 4:
+                model, older = copy.deepcopy(model), opt
+                opt = optimizer(model, **INVERSES, staggered=False, **options)
+                opt.load_state_dict(older.state_dict())
+    return [*states, weights(model)], [str(w.message) for w in caught]
+
+
+@every_strategy
+@pytest.mark.parametrize("attempts", [1, 6])
+def test_an_inverse_that_fails_unseen_is_worked_out_in_the_next_step(
+    strategy: str, attempts: int
+) -> None:
+    """Unseen once; then with the others, alone, in float64, with jitter, on the CPU."""
+    ranks, spread = STRATEGIES[strategy]
+    for rank, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
+        *states, ended = found
+        assert all(w.isfinite().all() for w in ended)
+        said = [text for text in said if "failed" in text]
+        assert len(said) == (attempts == 6 and rank == 0)
+        assert all("layer '0' failed, 1 in a row; its older state" in text for text in said)
+        if states[0] is None:
+            continue
+        assert torch.equal(states[4], states[2])
+        assert torch.equal(states[5], states[4]) == (attempts == 6)
+        assert not torch.equal(states[6], states[5])
+
+
+@pytest.mark.parametrize("how", ["moved", "loaded"])
+def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None:
+    """On the CPU, whose hosts wait, the notes are heard that a GPU has left."""
+    model = net()
+    opt = optimizer(model, **INVERSES, staggered=False)
+    failed = functools.partial(torch.full_like, fill_value=torch.nan)
+    with as_on_a_gpu():
+        for i in range(4):
+            learn(model, opt, i)
+        with mock.patch.object(
+            kronecker, "damped_inverse", lambda factors, damping: failed(factors)
+        ):
+            learn(model, opt, 4)
+    if how == "moved":
+        model.float()
+    else:
+        state, opt = opt.state_dict(), optimizer(model, **INVERSES, staggered=False)
+        opt.load_state_dict(state)
+    layer = opt.preconditioner.layers["0"]
+    older = opt.preconditioner.layout.factors[layer, "a"]["inverse"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(model, opt, 5)
+    newer = opt.preconditioner.layout.factors[layer, "a"]["inverse"]
+    assert not torch.allclose(newer.double(), older.double())
+
+
+def test_a_state_without_notes_on_inverses_goes_on_as_it_was() -> None:
+    """Those who looked have left none, as older states have none."""
+    models = []
+    for drop in (False, True):
+        model = net()
+        opt = optimizer(model, **INVERSES)
+        for i in range(4):
+            learn(model, opt, i)
+        state, opt = opt.state_dict(), optimizer(model, **INVERSES)
+        for entry in state["state"].values() if drop else ():
+            for key in [key for key in entry if str(key).endswith("stale")]:
+                del entry[key]
+        opt.load_state_dict(state)
+        for i in range(4, 8):
+            learn(model, opt, i)
+        models.append(weights(model))
+    assert_same(models[1], models[0])
+
+
+def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
+    restarted, plain = failing(1, {}, restarts=True), failing(1, {})
+    assert_same([*restarted[0][:-1], *restarted[0][-1]], [*plain[0][:-1], *plain[0][-1]])
+
+
+# ---- groups ----
+
+
+def in_pairs(names: list[str]) -> list[Tensor]:
+    """Two pairs of ranks, each with a model of its own; all ranks make both groups."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank() // 2]
+    model = net()
+    opt = optimizer(model, process_group=group, **dict([names]) if names else {})
+    for i in range(STEPS):
+        own = 10 * (rank() // 2) + i
+        x, y = (t.chunk(2)[rank() % 2] for t in whole(own))
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= 2
+        if rank() == 3:
+            time.sleep(0.02)  # the pairs do not go in step
+        opt.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("names", [[], ["assignment", "layer-wise"]])
+def test_two_groups_of_the_same_size(names: list[str]) -> None:
+    results = run(4, in_pairs, names)
+    for pair in (0, 1):
+        model = net()
+        opt = optimizer(model)
+        for i in range(STEPS):
+            x, y = whole(10 * pair + i)
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+        assert_same(results[2 * pair], results[2 * pair + 1])
+        assert_near(results[2 * pair], weights(model), 1e-9, 1e-11)
+
+
+def without_the_cpu() -> tuple[list[str | None], list[str]]:
+    groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
+    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).on_device for g in groups]
+    with (
+        mock.patch.object(Ranks, "on_device", "cuda"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        optimizer(net())
+    return devices, [str(w.message) for w in caught if "no backend for the CPU" in str(w.message)]
+
+
+def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
+    """There, as with NCCL alone, the host waits for the device in most steps."""
+    results = run(2, without_the_cpu)
+    assert [devices for devices, _ in results] == [[None, "cuda"]] * 2
+    assert [len(texts) for _, texts in results] == [1, 0]
+    assert "only for cuda" in results[0][1][0] and "cpu:gloo,cuda:nccl" in results[0][1][0]
+
+
+def two_optimizers(options: dict[str, Any]) -> list[Tensor]:
+    """Two models side by side, in one group each, of the same ranks."""
+    models = [ddp(net()), ddp(Branches())]
+    groups = [dist.new_group(), dist.new_group()] if world() > 1 else [None, None]
+    opts = [optimizer(m, process_group=g, **options) for m, g in zip(models, groups, strict=True)]
+    for i in range(STEPS):
+        for model, opt in zip(models, opts, strict=True):
+            x, y = part(i)
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+        for opt in opts:
+            opt.step()
+    return [w for model in models for w in weights(model)]
+
+
+@every_strategy
+def test_two_optimizers_side_by_side(strategy: str) -> None:
+    compare(two_optimizers, strategy)
+
+
+def of_three(fraction: float) -> tuple[list[Tensor], str | None]:
+    model = ddp(net())
+    try:
+        opt = optimizer(model, grad_worker_fraction=fraction)
+    except ValueError as error:
+        return [], str(error)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model), None
+
+
+def test_a_third_of_three_ranks() -> None:
+    alone, _ = of_three(1.0)
+    for fraction in (1 / 3, 0.3333, 1.0):
+        results = run(3, of_three, fraction)
+        for result, error in results:
+            assert error is None
+            assert_same(result, results[0][0])
+            assert_near(result, alone, 1e-9, 1e-11)
+
+
+def test_two_thirds_of_three_ranks_are_refused_on_all() -> None:
+    for _, error in run(3, of_three, 2 / 3):
+        assert error is not None
+        assert error.startswith("Invalid grad_worker_fraction: 0.666")
+        assert "2 does not divide 3; use 1/3 = 0.3333 or 3/3 = 1" in error
+
+
+def shares(world: int) -> Iterator[tuple[int, float]]:
+    for workers in range(1, world + 1):
+        if world % workers == 0:
+            yield workers, workers / world
+
+
+@pytest.mark.parametrize("world", [6, 7, 12, 28, 49, 98, 110, 1000, 4096])
+def test_a_fraction_whose_product_is_not_whole(world: int) -> None:
+    for workers, fraction in shares(world):
+        for value in (fraction, round(fraction, 7), float(Fraction(workers, world))):
+            grid = make_grid(Hybrid(value), world)
+            assert (grid.workers, grid.columns) == (workers, world // workers)
+
+
+# ---- half precision ----
+
+
+def autocast(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net(torch.float32))
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        x, y = part(i, torch.float32)
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(model(x).float(), y)
+        loss.backward()
+        opt.step()
+    return weights(model)
+
+
+@every_strategy
+def test_autocast(strategy: str) -> None:
+    compare(autocast, strategy, near=(2e-2, 2e-2))
+
+
+def in_float32(options: dict[str, Any]) -> list[Tensor]:
+    model = ddp(net(torch.float32))
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@every_strategy
+def test_factors_and_second_order_state_in_half(
+    strategy: str, method: str, dtype: torch.dtype
+) -> None:
+    options = {"factor_dtype": dtype, "inv_dtype": dtype, "compute_method": method}
+    compare(in_float32, strategy, near=(5e-2, 5e-2), **options)
+
+
+def warned() -> list[str]:
+    """Of a parameter that no layer covers, a pattern that matches nothing, and an lr too high."""
+    model = net()
+    model.register_parameter("scale", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt = optimizer(model, skip_layers="nothing")
+        opt.param_groups[0]["lr"] = 1.0
+        x, y = whole(0)
+        F.mse_loss(model(x) * model.scale, y).backward()
+        opt.step()
+    return [str(one.message) for one in found]
+
+
+def test_what_all_ranks_would_say_one_says():
+    first, second = run(2, warned)
+    assert second == []
+    said = "raw gradients:\n  scale", "'nothing'", "lr 1 is above kl_clip_lr 0.1"
+    assert all(any(text in message for message in first) for text in said)
+    assert len(first) == len(said)

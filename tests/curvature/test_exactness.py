@@ -1,0 +1,881 @@
+"""Identities that K-FAC must hold exactly, as properties in float64.
+
+Where curvature is compared with the generalised Gauss-Newton matrix Σ_n J_nᵀ H_n J_n, the output
+gradients are fed by the test ("type 2"): for H_n = Σ_c r_cn r_cnᵀ the batch is repeated once per c
+and the loss is Σ_{c,n} ⟨r_cn, f_cn⟩ / √K. With B_n = ∂f_n/∂s_n the rows are g_cn = B_nᵀ r_cn / √K,
+hence G = K Σ g gᵀ = Σ_n B_nᵀ H_n B_n for every K, and A = Σ a aᵀ / rows is the batch's own, since
+each row occurs equally often. The exact block Σ_n B_nᵀ H_n B_n ⊗ a_n a_nᵀ is the product G ⊗ A
+just where the one or the other does not vary with n. H is the Hessian of the mean loss, its 1/N
+included.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.linalg import kronecker
+from tests.support import reference as ref
+
+pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+
+property_test = settings(max_examples=20)
+widths = st.integers(1, 4)
+dampings = st.sampled_from([0.01, 0.1, 1.0, 30.0])
+seeds = st.integers(0, 2**16)
+methods = st.sampled_from(list(ref.METHODS))
+balanced = st.sampled_from(["eigen", "inverse-pi"])
+sharings = st.sampled_from(["expand", "reduce"])
+STYLES = ("normal", "integers", "sparse", "equal rows", "large", "small")
+
+
+@st.composite
+def tensors(draw, *shape: int) -> Tensor:
+    """Values of several characters: rank-deficient, repeated, mostly zero, of any scale."""
+    generator = torch.Generator().manual_seed(draw(seeds))
+    style = draw(st.sampled_from(STYLES))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if style == "integers":
+        values = values.round()
+    elif style == "sparse":
+        values = values * (torch.rand(shape, generator=generator) < 0.4)
+    elif style == "equal rows":
+        values = values[:1].expand(shape).clone()
+    elif style in ("large", "small"):
+        values = values * (10.0 if style == "large" else 0.1)
+    return values
+
+
+def seeded(net: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    net = net.double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.6)
+    return net
+
+
+@st.composite
+def mlps(draw, activations=(nn.Identity,), depth: int = 3) -> nn.Sequential:
+    sizes = draw(st.lists(widths, min_size=2, max_size=depth + 1))
+    layers: list[nn.Module] = []
+    for inside, outside in itertools.pairwise(sizes):
+        layers.append(nn.Linear(inside, outside, bias=draw(st.booleans())))
+        layers.append(draw(st.sampled_from(activations))())
+    return seeded(nn.Sequential(*layers[:-1]), draw(seeds))
+
+
+BENT = (nn.Tanh, nn.Sigmoid, nn.Softplus, nn.ReLU)
+
+
+def plain(net: nn.Module, method: str = "eigen", **options) -> KFACSGD:
+    """An optimizer whose step subtracts the preconditioned gradient and nothing else."""
+    return KFACSGD(net, lr=1.0, kl_clip=None, **ref.METHODS[method], **options)
+
+
+def linears(net: nn.Module) -> list[str]:
+    return [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+
+
+def blocks(net: nn.Module, name: str, values: dict[str, Tensor]) -> Tensor:
+    layer = net.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    return ref.matrix(layer, values.get(f"{prefix}weight"), values.get(f"{prefix}bias"))
+
+
+def half_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum() / (2 * len(output))
+
+
+def first_step(opt, net: nn.Module, loss: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients and what one step subtracted."""
+    loss.backward()
+    gradients = ref.gradients_of(net)
+    return gradients, ref.take_step(opt, net)
+
+
+def assert_same(net_a, opt_a, steps_a, net_b, opt_b, steps_b, pairs, rtol=1e-9) -> None:
+    """Layers ``pairs`` of two models hold the same factors and took the same step."""
+    for name_a, name_b in pairs:
+        found_a = opt_a.preconditioner.factors(name_a)
+        found_b = opt_b.preconditioner.factors(name_b)
+        for one, other, label in zip(found_a, found_b, "AG", strict=True):
+            ref.assert_close(one, other, rtol, f"{name_a}: {label}")
+        step_a, step_b = blocks(net_a, name_a, steps_a), blocks(net_b, name_b, steps_b)
+        ref.assert_close(step_a, step_b, rtol, f"{name_a}: step")
+
+
+# ---------------------------------------------------------------- algebra
+
+
+@property_test
+@given(data=st.data(), k=st.integers(1, 3), g=widths, a=widths)
+def test_kronecker_product_acts_on_rows_first(data, k, g, a):
+    """(G ⊗ A) vec(W) = vec(G W Aᵀ) with vec = flatten, row-major; A and G need no symmetry here."""
+    left, right = data.draw(tensors(k, g, g)), data.draw(tensors(k, a, a))
+    w = data.draw(tensors(k, g, a))
+    expected = torch.stack([torch.kron(left[i], right[i]) @ w[i].flatten() for i in range(k)])
+    actual = kronecker.apply_inverse(w, left, right)
+    ref.assert_close(actual.flatten(1), expected, 1e-12)
+
+
+@property_test
+@given(data=st.data(), method=methods, damping=dampings, bias=st.booleans())
+def test_a_step_solves_the_dense_system(data, method, damping, bias):
+    n, inside, outside = (data.draw(widths) for _ in range(3))
+    net = seeded(nn.Sequential(nn.Linear(inside, outside, bias=bias)), data.draw(seeds))
+    x, target = data.draw(tensors(n, inside)), data.draw(tensors(n, outside)) + 3
+    opt = plain(net, method, damping=damping)
+    gradients, steps = first_step(opt, net, half_square(net(x), target))
+    a, g = opt.preconditioner.factors("0")
+    gradient = blocks(net, "0", gradients)
+    expected = ref.precondition(a, g, gradient, damping, method)
+    ref.assert_close(blocks(net, "0", steps), expected)
+
+
+# ---------------------------------------------------------------- equal to Gauss-Newton
+
+
+def feed(opt, net: nn.Module, x: Tensor, roots: Tensor, how: str) -> None:
+    """Type-2 output gradients: ``roots`` ``[C, N, O]``, scaled for the K that ``how`` implies."""
+    columns, n = roots.shape[:2]
+    if how == "repeated":
+        outputs = net(x.repeat(columns, *[1] * (x.dim() - 1)))
+        torch.sum(outputs * roots.flatten(0, 1)).div(math.sqrt(columns * n)).backward()
+    elif how == "micro-batches":
+        for root in roots:
+            torch.sum(net(x) * root).div(math.sqrt(columns * n)).backward()
+    else:
+        opt.preconditioner.loss_terms = 2.5
+        outputs = net(x.repeat(columns, *[1] * (x.dim() - 1)))
+        torch.sum(outputs * roots.flatten(0, 1)).div(math.sqrt(2.5)).backward()
+
+
+feeding = st.sampled_from(["repeated", "micro-batches", "number"])
+
+
+def check_blocks(net, names, x, roots, how, loss, damping=0.1) -> None:
+    """Factors from fed gradients equal the exact block; a step along the loss's own gradient then
+    is (F + γI)⁻¹∇."""
+    exact = {
+        name: ref.ggn(net, name, x, torch.einsum("cni,cnj->nij", roots, roots)) for name in names
+    }
+    parameters = dict(net.named_parameters())
+    true = torch.autograd.grad(loss(net(x)), [*parameters.values()])
+    true = dict(zip(parameters, true, strict=True))
+    opt = plain(net, damping=damping)
+    feed(opt, net, x, roots, how)
+    for name, p in parameters.items():
+        p.grad.copy_(true[name])
+    steps = ref.take_step(opt, net)
+    for name in names:
+        a, g = (ref.dense(factor)[0] for factor in opt.preconditioner.factors(name))
+        ref.assert_close(torch.kron(g, a), exact[name], what=f"{name}: block")
+        damped = exact[name] + damping * torch.eye(len(exact[name]), dtype=torch.float64)
+        expected = torch.linalg.solve(damped, blocks(net, name, true).flatten())
+        ref.assert_close(blocks(net, name, steps).flatten(), expected, what=f"{name}: step")
+
+
+def square_roots(n: int, width: int) -> Tensor:
+    """Of H_n = I/N, the Hessian of Σ ‖f − y‖² / 2N."""
+    eye = torch.eye(width, dtype=torch.float64) / math.sqrt(n)
+    return eye[:, None].expand(width, n, width).clone()
+
+
+def softmax_roots(logits: Tensor) -> Tensor:
+    """Of H_n = (diag p − p pᵀ)/N, the Hessian of the mean cross-entropy, as ``[C, N, O]``."""
+    p = logits.detach().softmax(-1)
+    root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
+    return root.permute(2, 0, 1) / math.sqrt(len(p))
+
+
+@property_test
+@given(data=st.data(), net=mlps(), n=widths)
+def test_the_dense_reference_is_the_hessian_where_the_net_is_linear(data, net, n):
+    """The reference against autograd's second derivatives, in the absence of residual terms."""
+    x = data.draw(tensors(n, net[0].in_features))
+    target = torch.tensor([data.draw(st.integers(0, net[-1].out_features - 1)) for _ in range(n)])
+    roots = softmax_roots(net(x))
+    for name in linears(net):
+        own = {f"{name}.{key}": p.detach() for key, p in net.get_submodule(name).named_parameters()}
+
+        def loss(flat, own=own):
+            parts = flat.split([p.numel() for p in own.values()])
+            tree = {k: part.view_as(p) for (k, p), part in zip(own.items(), parts, strict=True)}
+            return F.cross_entropy(torch.func.functional_call(net, tree, (x,)), target)
+
+        flat = torch.cat([p.flatten() for p in own.values()])
+        hessian = torch.autograd.functional.hessian(loss, flat)
+        layer = net.get_submodule(name)
+        order = torch.arange(len(flat), dtype=torch.float64)
+        parts = order.split([p.numel() for p in own.values()])
+        pieces = [part.view_as(p) for part, p in zip(parts, own.values(), strict=True)]
+        index = ref.matrix(layer, *(pieces if len(pieces) == 2 else [pieces[0], None])).flatten()
+        hessian = hessian[index.long()][:, index.long()]
+        exact = ref.ggn(net, name, x, torch.einsum("cni,cnj->nij", roots, roots))
+        assert (hessian - exact).abs().max() <= 1e-9 * (1 + exact.abs().max())
+
+
+@property_test
+@given(data=st.data(), net=mlps(), n=widths, how=feeding)
+def test_exact_for_a_deep_linear_net_with_squared_error(data, net, n, how):
+    x = data.draw(tensors(n, net[0].in_features))
+    width = net[-1].out_features
+    target = data.draw(tensors(n, width))
+    roots = square_roots(n, width)
+    check_blocks(net, linears(net), x, roots, how, lambda out: half_square(out, target))
+
+
+@property_test
+@given(data=st.data(), net=mlps(BENT), how=feeding, squared=st.booleans())
+def test_exact_for_one_example(data, net, how, squared):
+    x = data.draw(tensors(1, net[0].in_features))
+    width = net[-1].out_features
+    if squared:
+        target = data.draw(tensors(1, width))
+        check_blocks(
+            net, linears(net), x, square_roots(1, width), how, lambda out: half_square(out, target)
+        )
+    else:
+        label = torch.tensor([data.draw(st.integers(0, width - 1))])
+        check_blocks(
+            net,
+            linears(net),
+            x,
+            softmax_roots(net(x)),
+            how,
+            lambda out: F.cross_entropy(out, label),
+        )
+
+
+@property_test
+@given(data=st.data(), net=mlps(BENT), n=st.integers(2, 4), how=feeding)
+def test_exact_for_identical_copies(data, net, n, how):
+    x = data.draw(tensors(1, net[0].in_features)).repeat(n, 1)
+    width = net[-1].out_features
+    target = torch.full((n,), data.draw(st.integers(0, width - 1)))
+    check_blocks(
+        net, linears(net), x, softmax_roots(net(x)), how, lambda out: F.cross_entropy(out, target)
+    )
+
+
+@property_test
+@given(data=st.data(), net=mlps(BENT), n=widths, how=feeding)
+def test_exact_for_the_last_layer_with_squared_error(data, net, n, how):
+    x = data.draw(tensors(n, net[0].in_features))
+    width = net[-1].out_features
+    target = data.draw(tensors(n, width))
+    check_blocks(
+        net, linears(net)[-1:], x, square_roots(n, width), how, lambda out: half_square(out, target)
+    )
+
+
+@property_test
+@given(data=st.data(), n=widths, features=widths, how=feeding)
+def test_exact_for_the_two_numbers_of_a_norm_unit_under_any_body(data, n, features, how):
+    """A unit's block is 2x2 and no product is approximated: exact at every batch size."""
+    net = nn.Sequential(
+        nn.Linear(3, features), nn.LayerNorm(features), nn.Tanh(), nn.Linear(features, 2)
+    )
+    net = seeded(net, data.draw(seeds))
+    x = data.draw(tensors(n, 3))
+    roots = softmax_roots(net(x))
+    whole = ref.ggn(net, "1", x, torch.einsum("cni,cnj->nij", roots, roots))
+    whole = whole.view(features, 2, features, 2)
+    opt = plain(net)
+    feed(opt, net, x, roots, how)
+    opt.step()
+    g = opt.preconditioner.factors("1")[1]
+    for unit in range(features):
+        exact = whole[unit, :, unit]
+        difference = (g[unit] - exact).abs().max()
+        assert difference <= 1e-9 * max(float(whole.abs().max()), 1e-12)
+
+
+class Pooled(nn.Module):
+    """Linear layers on every position, then the positions' sum."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).sum(1)
+
+
+@property_test
+@given(data=st.data(), body=mlps(), n=widths, positions=widths)
+def test_reduce_is_exact_for_a_linear_net_that_pools(data, body, n, positions):
+    """ā = Σa/P and ḡ = P Bᵀr: their block is B_nᵀHB_n ⊗ (Σa)(Σa)ᵀ, the pooled net's own."""
+    net = Pooled(body)
+    x = data.draw(tensors(n, positions, body[0].in_features))
+    roots = square_roots(n, body[-1].out_features)
+    hessians = torch.einsum("cni,cnj->nij", roots, roots)
+    names = linears(net)
+    exact = {name: ref.ggn(net, name, x, hessians) for name in names}
+    opt = plain(net, weight_sharing="reduce")
+    feed(opt, net, x, roots, "repeated")
+    opt.step()
+    for name in names:
+        a, g = opt.preconditioner.factors(name)
+        ref.assert_close(torch.kron(g[0], a[0]), exact[name], what=name)
+
+
+@property_test
+@given(data=st.data(), net=mlps(), n=widths, positions=widths)
+def test_expand_is_exact_for_a_linear_net_whose_loss_averages_positions(data, net, n, positions):
+    x = data.draw(tensors(n, positions, net[0].in_features))
+    width = net[-1].out_features
+    roots = square_roots(n * positions, width)
+    hessians = torch.einsum("cni,cnj->nij", roots, roots)
+    names = linears(net)
+    exact = {name: ref.ggn(net, name, x.flatten(0, 1), hessians) for name in names}
+    opt = plain(net, loss_terms="positions")
+    outputs = net(x.repeat(width, 1, 1))
+    terms = width * n * positions
+    torch.sum(outputs * roots.reshape(width * n, positions, width)).div(terms**0.5).backward()
+    opt.step()
+    for name in names:
+        a, g = opt.preconditioner.factors(name)
+        ref.assert_close(torch.kron(g[0], a[0]), exact[name], what=name)
+
+
+@property_test
+@given(seed=seeds, n=st.integers(3, 5))
+def test_not_exact_for_a_tanh_first_layer(seed, n):
+    """The control: these tests can tell a K-FAC block from the exact one."""
+    net = seeded(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), seed)
+    x = 2 * torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    roots = square_roots(n, 2)
+    hessians = torch.einsum("cni,cnj->nij", roots, roots)
+    exact = {name: ref.ggn(net, name, x, hessians) for name in ("0", "2")}
+    opt = plain(net)
+    feed(opt, net, x, roots, "repeated")
+    opt.step()
+    error = {}
+    for name in exact:
+        a, g = opt.preconditioner.factors(name)
+        difference = torch.kron(g[0], a[0]) - exact[name]
+        error[name] = float(difference.norm() / exact[name].norm())
+    assert error["0"] > 0.02
+    assert error["2"] < 1e-9
+
+
+# ---------------------------------------------------------------- one layer kind as another
+
+
+class ByPatches(nn.Module):
+    """A convolution as an nn.Linear on unfolded patches."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.geometry = {
+            key: getattr(conv, key) for key in ("kernel_size", "dilation", "padding", "stride")
+        }
+        sizes = conv.weight[0].numel(), len(conv.weight)
+        self.linear = nn.Linear(*sizes, bias=conv.bias is not None).double()
+        with torch.no_grad():
+            self.linear.weight.copy_(conv.weight.flatten(1))
+            if conv.bias is not None:
+                self.linear.bias.copy_(conv.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.unfold(x, **self.geometry).mT).mT
+
+
+@property_test
+@given(data=st.data(), method=methods, sharing=sharings, bias=st.booleans())
+def test_a_convolution_is_a_linear_layer_on_patches(data, method, sharing, bias):
+    n, inside, outside = (data.draw(st.integers(1, 3)) for _ in range(3))
+    pair = st.tuples(st.integers(1, 3), st.integers(1, 3))
+    conv = nn.Conv2d(
+        inside,
+        outside,
+        data.draw(pair),
+        bias=bias,
+        stride=data.draw(st.integers(1, 2)),
+        padding=data.draw(st.tuples(st.integers(0, 2), st.integers(0, 2))),
+        dilation=data.draw(st.integers(1, 2)),
+    )
+    net = nn.Sequential(seeded(conv, data.draw(seeds)), nn.Flatten(2))
+    other = ByPatches(conv)
+    x = data.draw(tensors(n, inside, 5, 6))
+    target = torch.linspace(-3, 2, net(x).numel(), dtype=torch.float64).view_as(net(x))
+    options = {"damping": 0.1, "weight_sharing": sharing}
+    opt, opt_other = plain(net, method, **options), plain(other, method, **options)
+    _, steps = first_step(opt, net, half_square(net(x), target))
+    _, steps_other = first_step(opt_other, other, half_square(other(x), target))
+    assert_same(net, opt, steps, other, opt_other, steps_other, [("0", "linear")])
+
+
+class ByGroup(nn.Module):
+    """A grouped convolution as one convolution a group."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        weights = conv.weight.chunk(conv.groups)
+        biases = [None] * conv.groups if conv.bias is None else conv.bias.chunk(conv.groups)
+        self.parts = nn.ModuleList()
+        for weight, bias in zip(weights, biases, strict=True):
+            part = nn.Conv2d(
+                weight.shape[1],
+                len(weight),
+                conv.kernel_size,
+                conv.stride,
+                conv.padding,
+                bias=bias is not None,
+            )
+            part.double()
+            with torch.no_grad():
+                part.weight.copy_(weight)
+                if bias is not None:
+                    part.bias.copy_(bias)
+            self.parts.append(part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = x.chunk(len(self.parts), dim=1)
+        return torch.cat([part(p) for part, p in zip(self.parts, pieces, strict=True)], dim=1)
+
+
+@property_test
+@given(data=st.data(), method=methods, sharing=sharings, bias=st.booleans())
+def test_a_grouped_convolution_is_one_block_per_group(data, method, sharing, bias):
+    n, groups, inside, outside = (data.draw(st.integers(1, 3)) for _ in range(4))
+    conv = nn.Conv2d(
+        groups * inside,
+        groups * outside,
+        data.draw(st.integers(1, 3)),
+        groups=groups,
+        bias=bias,
+        padding=1,
+        stride=data.draw(st.integers(1, 2)),
+    )
+    net = nn.Sequential(seeded(conv, data.draw(seeds)))
+    other = ByGroup(conv)
+    x = data.draw(tensors(n, groups * inside, 3, 4))
+    target = torch.linspace(-3, 2, net(x).numel(), dtype=torch.float64).view_as(net(x))
+    options = {"damping": 0.1, "weight_sharing": sharing}
+    opt, opt_other = plain(net, method, **options), plain(other, method, **options)
+    _, steps = first_step(opt, net, half_square(net(x), target))
+    _, steps_other = first_step(opt_other, other, half_square(other(x), target))
+    a, g = opt.preconditioner.factors("0")
+    step = blocks(net, "0", steps)
+    assert len(a) == len(g) == groups
+    for i in range(groups):
+        one_a, one_g = opt_other.preconditioner.factors(f"parts.{i}")
+        ref.assert_close(a[i], one_a[0], what=f"A of group {i}")
+        ref.assert_close(g[i], one_g[0], what=f"G of group {i}")
+        ref.assert_close(step[i], blocks(other, f"parts.{i}", steps_other)[0], what=f"step {i}")
+
+
+class OneHot(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.linear = nn.Linear(*embedding.weight.shape, bias=False).double()
+        with torch.no_grad():
+            self.linear.weight.copy_(embedding.weight.T)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(F.one_hot(ids, self.linear.in_features).double())
+
+
+@property_test
+@given(data=st.data(), method=methods, sharing=sharings, damping=dampings)
+def test_an_embedding_is_a_linear_layer_on_one_hot_rows(data, method, sharing, damping):
+    """Its A is diagonal by nature under expand; under reduce the linear layer's is cut to that."""
+    n, positions, width = (data.draw(widths) for _ in range(3))
+    vocabulary = data.draw(st.integers(width + 1, 6))
+    net = nn.Sequential(seeded(nn.Embedding(vocabulary, width), data.draw(seeds)))
+    other = OneHot(net[0])
+    flat = data.draw(
+        st.lists(st.integers(0, vocabulary - 1), min_size=n * positions, max_size=n * positions)
+    )
+    ids = torch.tensor(flat).view(n, positions)
+    target = torch.linspace(-3, 2, n * positions * width, dtype=torch.float64)
+    target = target.view(n, positions, width)
+    options = {"damping": damping, "weight_sharing": sharing}
+    limit = {"max_factor_size": width} if sharing == "reduce" else {}
+    opt, opt_other = plain(net, method, **options), plain(other, method, **options, **limit)
+    _, steps = first_step(opt, net, half_square(net(ids), target))
+    _, steps_other = first_step(opt_other, other, half_square(other(ids), target))
+    a, g = opt.preconditioner.factors("0")
+    other_a, other_g = opt_other.preconditioner.factors("linear")
+    ref.assert_close(ref.dense(a), ref.dense(other_a), what="A")
+    ref.assert_close(g, other_g, what="G")
+    ref.assert_close(steps["0.weight"].T, steps_other["linear.weight"], what="step")
+
+
+# ---------------------------------------------------------------- what every factor obeys
+
+
+class Varied(nn.Module):
+    """A small net with several layer kinds; ``reverse`` registers them in the other order."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        super().__init__()
+        layers = {
+            "conv": nn.Conv2d(1, 2, 2, padding=1),
+            "grouped": nn.Conv2d(2, 4, 2, groups=2),
+            "norm": nn.GroupNorm(2, 4),
+            "tokens": nn.Linear(9, 3),
+            "mean": nn.LayerNorm(3),
+            "head": nn.Linear(12, 3),
+            "free": nn.PReLU(),  # no layer kind covers it
+        }
+        for name in reversed(layers) if reverse else layers:
+            self.add_module(name, layers[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.free(self.conv(x))
+        x = self.norm(self.grouped(x))
+        x = self.mean(self.tokens(x.flatten(2)))
+        return self.head(x.flatten(1))
+
+
+COVERED = ("conv", "grouped", "norm", "tokens", "mean", "head")
+
+
+def varied(seed: int, reverse: bool = False) -> Varied:
+    source = seeded(Varied(), seed)
+    if not reverse:
+        return source
+    net = Varied(reverse=True).double()
+    net.load_state_dict(source.state_dict())
+    return net
+
+
+def varied_batch(data, n: int) -> tuple[Tensor, Tensor]:
+    return data.draw(tensors(n, 1, 3, 3)), data.draw(tensors(n, 3)) + 2
+
+
+def dot(net, left: dict[str, Tensor], right: dict[str, Tensor], names=COVERED) -> float:
+    """⟨left, right⟩ over the parameters of the layers ``names``."""
+    return sum(
+        float((left[key] * right[key]).sum()) for key in left if key.rsplit(".", 1)[0] in names
+    )
+
+
+@property_test
+@given(data=st.data(), n=widths, sharing=sharings)
+def test_factors_are_symmetric_and_positive_semidefinite(data, n, sharing):
+    net = varied(data.draw(seeds))
+    opt = KFACSGD(net, lr=0.01, weight_sharing=sharing, factor_update_steps=1, inv_update_steps=1)
+    for _ in range(3):  # a running average keeps both
+        x, target = varied_batch(data, n)
+        opt.zero_grad()
+        half_square(net(x), target).backward()
+        opt.step()
+        for name in COVERED:
+            for factor in opt.preconditioner.factors(name):
+                factor = ref.dense(factor)
+                ref.assert_close(factor, factor.mT, 1e-12)
+                values = torch.linalg.eigvalsh(factor)
+                assert (values >= -1e-12 * values.abs().amax(-1, keepdim=True)).all()
+
+
+@property_test
+@given(data=st.data(), n=widths, method=balanced, sharing=sharings, damping=dampings)
+def test_a_step_is_a_descent_bounded_by_the_damping(data, n, method, sharing, damping):
+    """0 ≤ ⟨v, ∇⟩ ≤ ‖∇‖²/γ, layer by layer."""
+    net = varied(data.draw(seeds))
+    x, target = varied_batch(data, n)
+    opt = plain(net, method, damping=damping, weight_sharing=sharing)
+    gradients, steps = first_step(opt, net, half_square(net(x), target))
+    for name in COVERED:
+        product = dot(net, steps, gradients, (name,))
+        square = dot(net, gradients, gradients, (name,))
+        assert -1e-12 * square <= product <= square / damping * (1 + 1e-9)
+        if square > 1e-6:
+            assert product > 0
+
+
+@property_test
+@given(data=st.data(), n=widths, method=balanced, sharing=sharings)
+def test_infinite_damping_leaves_the_gradient(data, n, method, sharing):
+    """γv → ∇; π's pair of dampings gets there as 1/√γ. lr = γ, so that the step is γv."""
+    damping = 1e16 if method == "eigen" else 1e24
+    net = varied(data.draw(seeds))
+    x, target = varied_batch(data, n)
+    options = ref.METHODS[method] | {"weight_sharing": sharing, "kl_clip": None}
+    opt = KFACSGD(net, lr=damping, damping=damping, **options)
+    gradients, steps = first_step(opt, net, half_square(net(x), target))
+    for name in COVERED:
+        gradient = blocks(net, name, gradients)
+        ref.assert_close(blocks(net, name, steps), gradient, 1e-6, what=name)
+
+
+def test_zero_damping_limit_is_not_the_gradient():
+    """The control of the limit above: at a usual damping the two are far apart."""
+    net = varied(1)
+    x = torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    opt = plain(net, damping=0.01)
+    gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3] + 2))
+    for name in COVERED:
+        gradient, step = (blocks(net, name, t).flatten() for t in (gradients, steps))
+        assert torch.cosine_similarity(gradient, step, dim=0) < 0.99, name
+
+
+@property_test
+@given(
+    data=st.data(),
+    n=widths,
+    method=methods,
+    kappa=st.sampled_from([1e-6, 1e-3, 0.1, 1e6]),
+    lr=st.sampled_from([0.01, 0.5, 3.0]),
+    other_lr=st.sampled_from([0.1, 1.0]),
+)
+def test_the_clip_bounds_the_predicted_change(data, n, method, kappa, lr, other_lr):
+    """ν = min(1, √(κ / Σα²⟨v,∇⟩)), so that ν²Σα²⟨v,∇⟩ ≤ κ; each group with its own α."""
+    seed = data.draw(seeds)
+    x, target = varied_batch(data, n)
+
+    def run(clip):
+        net = varied(seed)
+        head = [*net.head.parameters()]
+        body = [p for name, p in net.named_parameters() if not name.startswith("head")]
+        groups = [{"params": head, "lr": other_lr}, {"params": body}]
+        opt = KFACSGD(groups, lr, model=net, kl_clip=clip, **ref.METHODS[method])
+        gradients, steps = first_step(opt, net, half_square(net(x), target))
+        alpha = {key: other_lr if key.startswith("head") else lr for key in steps}
+        return net, gradients, {key: step / alpha[key] for key, step in steps.items()}, alpha
+
+    net, gradients, raw, alpha = run(None)
+    _, _, clipped, _ = run(kappa)
+    scaled = {key: alpha[key] ** 2 * v for key, v in raw.items()}
+    total = dot(net, scaled, gradients)
+    nu = min(1.0, math.sqrt(kappa / total)) if total > 0 else 1.0
+    assert nu**2 * total <= kappa * (1 + 1e-9)
+    for key in raw:
+        expected = raw[key] if key.startswith("free") else nu * raw[key]
+        # A step is a difference of parameters: digits below their last one are lost.
+        assert (clipped[key] - expected).abs().max() <= 1e-9 * expected.abs().max() + 1e-13
+
+
+@pytest.mark.parametrize(("which", "alpha"), [("initial", 0.5), ("current", 0.05)])
+def test_the_clip_knows_which_learning_rate_it_means(which, alpha):
+    def run(**options):
+        net = varied(3)
+        x = torch.ones(2, 1, 3, 3, dtype=torch.float64).cumsum(-1)
+        opt = KFACSGD(net, lr=0.5, **options)
+        opt.param_groups[0]["lr"] = 0.05
+        gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3]))
+        return net, gradients, {key: step / 0.05 for key, step in steps.items()}
+
+    net, gradients, raw = run(kl_clip=None)
+    _, _, clipped = run(kl_clip=1e-3, kl_clip_lr=which)
+    nu = math.sqrt(1e-3 / (alpha**2 * dot(net, raw, gradients)))
+    assert nu < 1
+    for name in COVERED:
+        ref.assert_close(blocks(net, name, clipped), nu * blocks(net, name, raw), 1e-8, name)
+
+
+def test_zero_gradients_are_not_clipped_into_nan():
+    net = nn.Sequential(nn.Linear(3, 2)).double()
+    opt = KFACSGD(net, lr=1.0)
+    half_square(net(torch.ones(4, 3, dtype=torch.float64)), torch.zeros(4, 2)).mul(0).backward()
+    for step in ref.take_step(opt, net).values():
+        assert torch.equal(step, torch.zeros_like(step))
+
+
+# ---------------------------------------------------------------- what changes nothing
+
+
+@property_test
+@given(data=st.data(), n=st.integers(2, 4), method=methods, sharing=sharings)
+def test_orders_change_nothing(data, n, method, sharing):
+    """Of the batch, of the parameters in the optimizer, of the layers in the model."""
+    seed = data.draw(seeds)
+    x, target = varied_batch(data, n)
+    options = ref.METHODS[method] | {"weight_sharing": sharing, "damping": 0.1}
+
+    def run(net, parameters=None, order=None):
+        rows = list(range(n)) if order is None else order
+        if parameters is None:
+            opt = KFACSGD(net, lr=1.0, **options)
+        else:
+            opt = KFACSGD(parameters, lr=1.0, model=net, **options)
+        _, steps = first_step(opt, net, half_square(net(x[rows]), target[rows]))
+        return net, opt, steps
+
+    plain_run = run(varied(seed))
+    order = data.draw(st.permutations(range(n)))
+    others = [run(varied(seed), order=order), run(varied(seed, reverse=True))]
+    net = varied(seed)
+    others.append(run(net, [*reversed([*net.parameters()])]))
+    net = varied(seed)
+    others.append(run(net, [{"params": [p]} for p in net.parameters()]))
+    for other in others:
+        assert_same(*plain_run, *other, [(name, name) for name in COVERED], rtol=1e-8)
+
+
+@property_test
+@given(
+    data=st.data(),
+    n=widths,
+    method=balanced,
+    sharing=sharings,
+    c=st.sampled_from([0.01, 0.5, 3.0, 100.0]),
+)
+def test_a_scaled_loss_with_scaled_damping_scales_the_step(data, n, method, sharing, c):
+    """loss·c with damping·c² gives v/c: G and γ_G grow by c², A and γ_A not at all (π included)."""
+    seed = data.draw(seeds)
+    x, target = varied_batch(data, n)
+    nets = varied(seed), varied(seed)
+    options = {"weight_sharing": sharing}
+    opts = (
+        plain(nets[0], method, damping=0.1, **options),
+        KFACSGD(nets[1], lr=c, kl_clip=None, damping=0.1 * c**2, **ref.METHODS[method], **options),
+    )
+    _, steps = first_step(opts[0], nets[0], half_square(nets[0](x), target))
+    _, others = first_step(opts[1], nets[1], c * half_square(nets[1](x), target))
+    for name in COVERED:
+        ref.assert_close(
+            blocks(nets[1], name, others), blocks(nets[0], name, steps), 1e-8, what=name
+        )
+
+
+@property_test
+@given(data=st.data(), sizes=st.lists(widths, min_size=1, max_size=4), sharing=sharings)
+def test_micro_batches_are_one_batch(data, sizes, sharing):
+    """k losses divided by k; ragged ones weighed by their share, as a user must."""
+    seed, n = data.draw(seeds), sum(sizes)
+    x, target = varied_batch(data, n)
+    whole, parts = varied(seed), varied(seed)
+    opt, opt_parts = (plain(net, damping=0.1, weight_sharing=sharing) for net in (whole, parts))
+    _, steps = first_step(opt, whole, half_square(whole(x), target))
+    equal = len(set(sizes)) == 1
+    for one_x, one_target in zip(x.split(sizes), target.split(sizes), strict=True):
+        weight = 1 / len(sizes) if equal else len(one_x) / n
+        (half_square(parts(one_x), one_target) * weight).backward()
+    steps_parts = ref.take_step(opt_parts, parts)
+    pairs = [(name, name) for name in COVERED]
+    assert_same(whole, opt, steps, parts, opt_parts, steps_parts, pairs, rtol=1e-8)
+
+
+@property_test
+@given(data=st.data(), n=widths, times=st.integers(2, 3), method=methods, sharing=sharings)
+def test_a_repeated_batch_has_the_same_factors(data, n, times, method, sharing):
+    """K at work: without it G would shrink by 1/times and damping would mean something else."""
+    seed = data.draw(seeds)
+    x, target = varied_batch(data, n)
+    once, repeated = varied(seed), varied(seed)
+    options = {"damping": 0.1, "weight_sharing": sharing}
+    opt, opt_repeated = (plain(net, method, **options) for net in (once, repeated))
+    _, steps = first_step(opt, once, half_square(once(x), target))
+    output = repeated(x.repeat(times, 1, 1, 1))
+    _, others = first_step(opt_repeated, repeated, half_square(output, target.repeat(times, 1)))
+    pairs = [(name, name) for name in COVERED]
+    assert_same(once, opt, steps, repeated, opt_repeated, others, pairs, rtol=1e-8)
+
+
+@property_test
+@given(
+    data=st.data(),
+    sharing=sharings,
+    decays=st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.95, 0.999]), min_size=2, max_size=5),
+)
+def test_the_running_average_is_weighed_and_unbiased(data, sharing, decays):
+    """x̂ ← x̂ + ((1−β)/w)(x − x̂), w ← βw + 1 − β: a convex mean, the first value exact."""
+    net = varied(data.draw(seeds))
+    opt = KFACSGD(
+        net,
+        lr=0.01,
+        factor_decay=decays[0],
+        factor_update_steps=1,
+        inv_update_steps=1,
+        weight_sharing=sharing,
+    )
+    values: dict[str, list] = {name: [] for name in COVERED}
+    for decay in decays:
+        x, target = varied_batch(data, 2)
+        fresh = copy.deepcopy(net)
+        single = plain(fresh, weight_sharing=sharing)
+        first_step(single, fresh, half_square(fresh(x), target))
+        opt.param_groups[0]["factor_decay"] = decay
+        opt.zero_grad()
+        half_square(net(x), target).backward()
+        opt.step()
+        for name in COVERED:
+            values[name].append(single.preconditioner.factors(name))
+    # The weight of each value, written out: (1 − β_i) times all later β, over their sum.
+    weights = [(1 - d) * math.prod(decays[i + 1 :]) for i, d in enumerate(decays)]
+    for name in COVERED:
+        for side, factor in enumerate(opt.preconditioner.factors(name)):
+            mean = sum(w * pair[side] for w, pair in zip(weights, values[name], strict=True))
+            ref.assert_close(factor, mean / sum(weights), what=f"{name}: {'AG'[side]}")
+
+
+@pytest.mark.parametrize("decay", [0.001, 0.95, 1.0])
+def test_the_first_value_is_exact_whatever_the_decay(decay):
+    net = varied(2)
+    opt = KFACSGD(net, lr=1.0, factor_decay=decay)
+    other = varied(2)
+    exact = plain(other, factor_decay=0.5)
+    x = torch.ones(2, 1, 3, 3, dtype=torch.float64).cumsum(-1)
+    first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3]))
+    first_step(exact, other, half_square(other(x), x.flatten(1)[:, :3]))
+    for name in COVERED:
+        for one, same in zip(
+            opt.preconditioner.factors(name), exact.preconditioner.factors(name), strict=True
+        ):
+            assert same.abs().max() > 0
+            ref.assert_close(one, same, what=name)
+
+
+# ---------------------------------------------------------------- per-example gradients
+
+
+@property_test
+@given(data=st.data(), n=widths)
+def test_reduce_rows_are_per_example_gradients(data, n):
+    """Against torch.func: an example's bias gradient is its ḡ, its norm gradient its row, and where
+    positions are averaged before any bend its weight gradient is ḡ āᵀ."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 2)
+            self.norm = nn.GroupNorm(1, 2)
+            self.tokens = nn.Linear(4, 3)
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.norm(self.conv(x))).flatten(2)
+            return self.head(torch.tanh(self.tokens(x).mean(1)))
+
+    net = seeded(Net(), data.draw(seeds))
+    x, target = data.draw(tensors(n, 1, 3, 3)), data.draw(tensors(n, 2)) + 2
+    own = {name: p.detach() for name, p in net.named_parameters()}
+
+    def one(p, x, target):
+        return half_square(torch.func.functional_call(net, p, (x[None],)), target[None])
+
+    each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(own, x, target)
+    opt = plain(net, weight_sharing="reduce")
+    first_step(opt, net, half_square(net(x), target))
+
+    def mean_square(rows: Tensor) -> Tensor:  # for G it is K Σ (r/K)(r/K)ᵀ: the loss is a mean
+        return torch.einsum("ni,nj->ij", rows, rows) / n
+
+    for name in ("conv", "tokens", "head"):
+        g = opt.preconditioner.factors(name)[1][0]
+        ref.assert_close(g, mean_square(each[f"{name}.bias"]), what=f"{name}: G")
+    pair = torch.stack([each["norm.weight"], each["norm.bias"]], dim=-1)
+    for unit, g in enumerate(opt.preconditioner.factors("norm")[1]):
+        ref.assert_close(g, mean_square(pair[:, unit]), what="norm: G")
+    summed = each["tokens.bias"]
+    if (summed.norm(dim=1) > 1e-3).all():
+        mean = torch.einsum("ngi,ng->ni", each["tokens.weight"], summed)
+        mean = mean / summed.square().sum(1, keepdim=True)
+        mean = torch.cat([mean, torch.ones(n, 1, dtype=torch.float64)], dim=1)
+        a = opt.preconditioner.factors("tokens")[0][0]
+        ref.assert_close(a, mean_square(mean), what="tokens: A")

@@ -1,0 +1,1025 @@
+"""Second-order state: storage, precision, failures, and the schedule of refreshes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim.curvature import refresh as second_order
+from kaisa_optim.layers import base as layer_base
+from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, products
+from tests.support.ranks import run
+from tests.support.training import (
+    EVERY_STEP,
+    assert_near,
+    assert_same,
+    backward,
+    batch,
+    difference,
+    factors,
+    network,
+    train,
+    values,
+)
+
+METHODS: dict[str, dict[str, Any]] = {
+    "eigen": {},
+    "outer product": {"compute_eigenvalue_outer_product": True},
+    "inverse": {"compute_method": "inverse"},
+    "full inverse": {"compute_method": "inverse", "damping_split": "full"},
+}
+LinAlgError = torch.linalg.LinAlgError
+
+
+def ready(opt: Any) -> set[str]:
+    return {layer.name for layer in opt.preconditioner.second_order.ready}
+
+
+def dense(factor: Tensor) -> Tensor:
+    """One block's factor as a matrix in float64."""
+    return (torch.diag(factor[0]) if factor.dim() == 2 else factor[0]).double()
+
+
+def expected(opt: Any, name: str, method: str, damping: float) -> Tensor:
+    """The preconditioned matrix gradient of a linear layer, from its running averages."""
+    layer = opt.preconditioner.layers[name]
+    a, g = (dense(f) for f in opt.preconditioner.factors(name))
+    gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).double()
+    eye_a, eye_g = torch.eye(len(a)).double(), torch.eye(len(g)).double()
+    if "inverse" in method:
+        pi = 1.0 if method == "full inverse" else (a.diagonal().mean() / g.diagonal().mean()) ** 0.5
+        root = damping if method == "full inverse" else damping**0.5
+        return (
+            torch.linalg.inv(g + root / pi * eye_g)
+            @ gradient
+            @ torch.linalg.inv(a + root * pi * eye_a)
+        )
+    fisher = torch.kron(g, a) + damping * torch.kron(eye_g, eye_a)
+    return torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient)
+
+
+def moved_matrix(before: dict[str, Tensor], model: nn.Module, name: str) -> Tensor:
+    change = difference(before, model)
+    return torch.cat([change[f"{name}.weight"], change[f"{name}.bias"][:, None]], 1)
+
+
+# ---- stacks ----
+
+
+class Parts(nn.Module):
+    """Layers of equal shapes, of which a batch may use some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(5)).double()
+        self.used = range(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.used:
+            x = torch.tanh(self.parts[i](x))
+        return x[:, :3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_in_one_stack_keep_to_themselves(method):
+    """Different dampings, a layer that is left out, and one that has not been used so far."""
+    model = Parts()
+    dampings = [0.1, 0.1, 0.02, 0.5, 0.5]
+    groups = [
+        {"params": part.parameters(), "damping": damping}
+        for part, damping in zip(model.parts, dampings, strict=True)
+    ]
+    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP, **METHODS[method])
+    for i, used in enumerate([(0, 1, 2), (2, 0), (0, 3, 4), (4, 3, 2, 1, 0)]):
+        model.used = used
+        before = values(model)
+        train(model, opt, [i])
+        for k in range(5):
+            moved = moved_matrix(before, model, f"parts.{k}")
+            if k in used:
+                assert_near(moved, expected(opt, f"parts.{k}", method, dampings[k]), rtol=1e-6)
+            else:
+                assert not moved.any()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_new_damping_reaches_the_eigenbasis_at_once_unless_the_product_is_stored(stored):
+    model = network()
+    options = {**EVERY_STEP, "inv_update_steps": 100, "factor_update_steps": 100}
+    opt = KFACSGD(model, 1.0, damping=0.1, compute_eigenvalue_outer_product=stored, **options)
+    train(model, opt, [0])
+    opt.param_groups[0]["damping"] = 0.3
+    before = values(model)
+    train(model, opt, [1])
+    moved = moved_matrix(before, model, "0")
+    assert_near(moved, expected(opt, "0", "eigen", 0.1 if stored else 0.3), rtol=1e-6)
+
+
+# ---- storage ----
+
+SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 0.3}
+
+
+def one_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=1.0, damping=0.1, **EVERY_STEP, **options)
+    before = values(model)
+    train(model, opt, [0])
+    return opt, difference(before, model)
+
+
+def norm_of_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    flat = [torch.cat([t.double().flatten() for t in each.values()]) for each in (one, two)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_storage_of_second_order_state(dtype, method, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    opt, moved = one_step(inv_dtype=dtype, **METHODS[method])
+    _, reference = one_step(**METHODS[method])
+    assert set(seen) <= {torch.float32, torch.float64}
+    assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
+    usage, size = opt.preconditioner.memory_usage(), SIZES[dtype]
+    squares = 5 * 5 + 6 * 6 + 7 * 7 + 3 * 3
+    if "inverse" in method:
+        assert usage["inverses"] == squares * size
+        assert "eigenvectors" not in usage
+    else:
+        assert usage["eigenvectors"] == squares * size
+        assert usage["eigenvalues"] == (5 + 6 + 7 + 3) * 4
+    assert usage.get("eigenvalue_products", 0) == (method == "outer product") * (30 + 21) * size
+    assert usage["factors"] == squares * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype, monkeypatch):
+    """On devices with instructions for it; elsewhere, and in float16, matrices are only stored."""
+    moved = []
+    for has in (False, True):
+        monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device, has=has: has)
+        moved.append(one_step(inv_dtype=dtype, **METHODS[method])[1])
+    rounded = norm_of_difference(moved[1], moved[0])
+    assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
+
+
+def test_cpus_multiply_in_bfloat16_where_they_say_so():
+    products._multiplies_brain_floats.cache_clear()
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    has = "avx512_bf16" in flags and torch.backends.mkldnn.is_available()
+    like = torch.ones(2, 2)
+    assert products.multiplies_in_half(torch.bfloat16, like) == has
+    assert not products.multiplies_in_half(torch.float16, like)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not products.multiplies_in_half(torch.bfloat16, like)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypatch):
+    products._multiplies_brain_floats.cache_clear()
+    asked = []
+
+    def supported(*, including_emulation: bool) -> bool:
+        asked.append(including_emulation)
+        return has
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert products._multiplies_brain_floats(torch.device("cuda", 1)) == has
+    assert asked == [False]
+    products._multiplies_brain_floats.cache_clear()
+
+
+def drifted(options: dict[str, Any], able: int) -> float:
+    """How far this rank's weights are from rank 0's, where so many of the ranks can."""
+    model = network(dtype=torch.float32)
+    cls = KFACAdam if "orthogonal" in options else KFACSGD
+    with mock.patch.object(
+        products, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
+    ):
+        opt = cls(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
+        train(model, opt, range(8))  # all ranks have the same batches
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    assert opt.preconditioner.second_order.halves == (able == dist.get_world_size())
+    return float((mine - first).norm() / first.norm())
+
+
+@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {"orthogonal": True}], ids=str)
+@pytest.mark.parametrize("able", [0, 1, 2])
+def test_ranks_multiply_in_bfloat16_only_together(options, able):
+    """Else the weights of one whose device has no instructions for it would drift apart."""
+    assert run(2, drifted, options, able) == [0.0, 0.0]
+
+
+def drifted_after_a_move(before: int, after: int) -> float:
+    """The same, where so many of the ranks can at first, and so many after the model was moved."""
+    model = network(dtype=torch.float32)
+    options = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+    opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
+    for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
+        has = mock.patch.object(
+            products, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
+        )
+        with has:
+            train(model, opt, steps)
+        # Between two exchanges it stays as it was.
+        agreed = before if steps.stop <= 4 else after
+        assert opt.preconditioner.second_order.halves == (agreed == dist.get_world_size())
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return float((mine - first).norm())
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 0)])
+def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
+    """Without an exchange of its own: in the one of the next step that has one."""
+    assert run(2, drifted_after_a_move, before, after) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP),
+        lambda m: KFACAdam(m, lr=0.01, moments="eigenbasis", nesterov=True),
+    ],
+    ids=["eigen", "inverse", "moments"],
+)
+def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
+    """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
+    found = []
+    for under in (False, True):
+        model = network(dtype=torch.float32)
+        opt = make(model)
+        for i in range(4):
+            opt.zero_grad()
+            backward(model, i)
+            with torch.autocast("cpu", dtype, enabled=under):
+                opt.step()
+        found.append(values(model))
+    assert_same(found[0], found[1])
+
+
+def test_float64_gradients_are_not_rounded(monkeypatch):
+    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: True)
+    model = network(dtype=torch.float64)
+    opt = KFACSGD(model, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
+    before = values(model)
+    train(model, opt, [0])
+    taken = difference(before, model)
+    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: False)
+    again = network(dtype=torch.float64)
+    opt = KFACSGD(again, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
+    train(again, opt, [0])
+    assert_same(taken, difference(before, again))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+def test_factors_are_decomposed_in_batches_of_a_bounded_size(tolerance, monkeypatch):
+    def trained() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
+        opt = KFACSGD(model, lr=0.01, basis_tolerance=tolerance, **EVERY_STEP)
+        for x in torch.randn(4, 32, 6, dtype=torch.float64):
+            opt.zero_grad()
+            model(x).pow(2).sum().backward()
+            opt.step()
+        return values(model)
+
+    whole, batches = trained(), []
+    real, follow = second_order._robustly, eigen.followed
+    monkeypatch.setattr(second_order, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
+    monkeypatch.setattr(
+        second_order, "_robustly", lambda m, *rest: batches.append(len(m)) or real(m, *rest)
+    )
+    monkeypatch.setattr(
+        eigen, "followed", lambda m, *rest: batches.append(len(m)) or follow(m, *rest)
+    )
+    assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
+    assert len(batches) > 2 and max(batches) < 5
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_storage_of_factors(dtype, method, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    opt, moved = one_step(factor_dtype=dtype, **METHODS[method])
+    reference_opt, reference = one_step(**METHODS[method])
+    assert set(seen) <= {torch.float32, torch.float64}
+    assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
+    assert opt.preconditioner.memory_usage()["factors"] == (25 + 36 + 49 + 9) * SIZES[dtype]
+    for name, pair in factors(opt).items():
+        for ours, exact in zip(pair, factors(reference_opt)[name], strict=True):
+            assert ours.dtype == dtype
+            assert_near(ours.float(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def spy_on_decompositions(monkeypatch: Any) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+
+    def spied(function: Any) -> Any:
+        def call(matrices: Tensor, *rest: Tensor) -> Any:
+            seen.append(matrices.dtype)
+            return function(matrices, *rest)
+
+        return call
+
+    for module, name in ((eigen, "eigendecompose"), (kronecker, "damped_inverse")):
+        monkeypatch.setattr(module, name, spied(getattr(module, name)))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_arithmetic_is_float32_or_the_parameters_float64(dtype, monkeypatch):
+    seen = spy_on_decompositions(monkeypatch)
+    model = network(dtype=dtype)
+    opt = KFACSGD(model, lr=0.01, **EVERY_STEP)
+    train(model, opt, range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert set(seen) == {wide}
+    assert {f.dtype for pair in factors(opt).values() for f in pair} == {wide}
+    assert all(p.isfinite().all() and p.dtype == dtype for p in model.parameters())
+
+
+def test_half_precision_averages_over_many_steps():
+    """Each update is computed in float32 and rounded once."""
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = network(dtype=torch.float32)
+        opt = KFACSGD(model, lr=1e-6, factor_dtype=dtype, **EVERY_STEP)
+        train(model, opt, range(20))
+        results[dtype] = factors(opt)
+    for name, pair in results[torch.float32].items():
+        for exact, rounded in zip(pair, results[torch.bfloat16][name], strict=True):
+            assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 4)
+        self.norm = nn.LayerNorm(4)
+        self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.words(x)).mT
+        return self.head(self.conv(x).mean(2))
+
+
+ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
+    "words": (1, (11, True), 4),
+    "norm": (4, (1, False), 2),
+    "conv": (2, (2 * 3 + 1, False), 3),
+    "head": (1, (7, False), 3),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_adds_up_to_the_byte(method, dtype):
+    model = Zoo()
+    opt = KFACSGD(
+        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **EVERY_STEP, **METHODS[method]
+    )
+    kfac = opt.preconditioner
+
+    def pass_backward() -> None:
+        x = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(0))
+        F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+
+    pass_backward()
+    size, full = (4 if dtype is None else 2), 4
+    a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
+    in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
+    # An A of ones is gathered once for all features of a normalization.
+    gathered = in_average - 3 * 1
+    assert kfac.memory_usage()["pending"] == gathered * full
+    opt.step()
+    usage = kfac.memory_usage()
+    assert usage["pending"] == 0
+    slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
+    wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
+    if "inverse" in method:
+        wanted["inverses"] = in_average * size
+        wanted["counters"] += slots * 4  # notes on those that have failed
+    else:
+        wanted["eigenvectors"] = (in_average - 11) * size
+        wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full
+    if method == "outer product":
+        wanted["eigenvalue_products"] = sum(b * a * g for b, (a, _), g in ZOO_SLOTS.values()) * size
+    assert usage == {**wanted, "total": sum(wanted.values()), "pending": 0}
+    # What the optimizer holds, each storage once; the counts beside it are of the checkpoint's.
+    held: dict[int, int] = {}
+    for entry in opt.state.values():
+        for key, tensor in entry.items():
+            if key.startswith("kfac") and not key.endswith(("step", "status")):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(held.values()) == usage["total"]
+
+
+def test_a_wide_side_is_a_vector():
+    model = network()
+    opt = KFACSGD(model, lr=1.0, damping=0.1, max_factor_size=6, **EVERY_STEP)
+    before = values(model)
+    train(model, opt, [0])
+    a, g = opt.preconditioner.factors("2")
+    assert a.shape == (1, 7) and g.shape == (1, 3, 3)
+    assert_near(moved_matrix(before, model, "2"), expected(opt, "2", "eigen", 0.1), rtol=1e-6)
+
+
+# ---- decompositions that fail ----
+
+
+def size_of(matrices: Tensor) -> int:
+    return matrices.shape[-1]
+
+
+class Planted:
+    """Stands in for a decomposition and fails at will."""
+
+    def __init__(self, monkeypatch: Any, method: str):
+        module: Any = eigen if method == "eigen" else kronecker
+        self.name = "eigendecompose" if method == "eigen" else "damped_inverse"
+        self.real = getattr(module, self.name)
+        self.seen: list[Tensor] = []
+        self.fails: Any = lambda matrices: False
+        self.raises: bool | Exception = True
+        monkeypatch.setattr(module, self.name, self)
+
+    def __call__(self, matrices: Tensor, *rest: Tensor) -> Any:
+        self.seen.append(matrices.clone())
+        result = self.real(matrices, *rest)
+        if not self.fails(matrices):
+            return result
+        if self.raises:
+            raise LinAlgError("planted") if self.raises is True else self.raises
+        parts = result if isinstance(result, tuple) else (result,)
+        parts[-1][:] = torch.nan
+        return result
+
+
+@pytest.fixture(params=["eigen", "inverse"])
+def method(request):
+    return request.param
+
+
+@pytest.fixture
+def planted(monkeypatch, method):
+    return Planted(monkeypatch, method)
+
+
+def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method], **options}
+    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
+    return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
+
+
+OF_CUSOLVER = RuntimeError(
+    "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSsyevd( ... )`"
+)
+OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `...`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate`"),
+]
+
+
+@pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
+@pytest.mark.parametrize("good_from", [1, 2, 3])
+def test_failures_are_retried(method, planted, raises, good_from):
+    """Alone, then in float64, then with jitter on the diagonal; nobody need know."""
+    model, opt, other, reference = pair_of_runs(method, planted)
+    train(other, reference, [0])
+    sizes = {5: 0, 6: 0, 7: 0, 3: 0}
+
+    def fails(matrices: Tensor) -> bool:
+        sizes[size_of(matrices)] += 1
+        return sizes[size_of(matrices)] <= good_from
+
+    planted.fails, planted.raises, planted.seen = fails, raises, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, [0])
+    assert_near(values(model), values(other), rtol=1e-3, atol=1e-4)
+    assert opt.preconditioner.second_order.failures == {}
+    attempts = [m for m in planted.seen if size_of(m) == 7]
+    assert len(attempts) == good_from + 1
+    wanted = [torch.float32, torch.float32, torch.float64, torch.float64]
+    assert [m.dtype for m in attempts] == wanted[: good_from + 1]
+    if good_from == 3:
+        jitter = (attempts[3] - attempts[2])[0]
+        scale = attempts[2][0].diagonal().mean()
+        assert_near(jitter, 1e-8 * scale * torch.eye(7).double(), rtol=1e-6, atol=1e-14)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("error", OF_MEMORY, ids=["torch", "cusolver", "its start"])
+def test_what_is_no_failure_of_a_solver_is_raised(planted, method, error, before):
+    """At once, or in an attempt after one."""
+    model, opt, _, _ = pair_of_runs(method, planted)
+
+    def fails(matrices: Tensor) -> bool:
+        planted.raises = error if len(planted.seen) > before else OF_CUSOLVER
+        return True
+
+    planted.fails = fails
+    backward(model, 0)
+    with pytest.raises(RuntimeError) as raised:
+        opt.step()
+    assert raised.value is error
+    assert len(planted.seen) == before + 1
+
+
+def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
+    """Of four equal layers one fails; the others are as they would be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method]}
+    twin = copy.deepcopy(model)
+    opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
+    train(model, opt, [0])
+    train(twin, reference, [0])
+    bad: list[Tensor] = []
+
+    def fails(matrices: Tensor) -> bool:
+        """The A of layer 2: by its content, whatever the batch around it."""
+        if not bad or size_of(matrices) != 5:
+            return False
+        return any((m.double() - bad[0]).norm() < 1e-5 for m in matrices)
+
+    opt.zero_grad()
+    backward(model, 1)
+    with torch.no_grad():  # the running average that the step will make
+        a = opt.preconditioner.factors("2")[0][0]
+        gathered = next(
+            g for x, g in opt.preconditioner.statistics.gathered.items() if x.name == "2"
+        )
+        new = gathered.a[0] / 8
+        share = 0.05 / (1 - 0.95**2)
+        bad.append((a + share * (new - a)).double())
+    planted.fails = fails
+    kept = [t.clone() for t in state_of(opt, "2")]
+    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state") as record:
+        opt.step()
+    assert len(record) == 1
+    planted.fails = lambda matrices: False
+    train(twin, reference, [1])
+    for name in ("0", "1", "3", "4"):
+        assert_near(state_of(opt, name), state_of(reference, name), rtol=1e-4, atol=1e-5)
+    # The part that failed is the old one; its other side may have been refreshed.
+    assert_same(state_of(opt, "2")[: len(kept) // 2], kept[: len(kept) // 2])
+
+
+def state_of(opt: Any, name: str) -> list[Tensor]:
+    """Second-order tensors of a layer, those of A first."""
+    kfac = opt.preconditioner
+    pair = [kfac.layout.factors[kfac.layers[name], side] for side in "ag"]
+    kinds = ("values", "vectors", "inverse")
+    return [f[k] for f in pair for k in kinds if k in f.tensors]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, raises):
+    model, opt, *_ = pair_of_runs(method, planted, max_failures=2)
+    planted.raises = raises
+    train(model, opt, [0])
+    kept = [t.clone() for t in state_of(opt, "2")]
+    planted.fails = lambda matrices: size_of(matrices) in (7, 3)
+
+    def failing(i: int, count: int) -> None:
+        with pytest.warns(UserWarning, match=f"layer '2' failed, {count} in a row") as record:
+            train(model, opt, [i])
+        assert len(record) == 1
+        assert_same(state_of(opt, "2"), kept)
+
+    failing(1, 1)
+    failing(2, 2)
+    planted.fails = lambda matrices: False
+    train(model, opt, [3])  # a recovery starts the count anew
+    assert opt.preconditioner.second_order.failures == {}
+    kept = [t.clone() for t in state_of(opt, "2")]
+    planted.fails = lambda matrices: size_of(matrices) in (7, 3)
+    failing(4, 1)
+    failing(5, 2)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"layer '2' failed, 3 in a row \(max_failures=2\)"):
+        train(model, opt, [6])
+    assert_same(values(model), before)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_no_failure_is_allowed_where_none_is_wanted(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted, max_failures=0)
+    planted.fails = lambda matrices: size_of(matrices) == 6
+    with pytest.raises(RuntimeError, match="layer '0' failed, 1 in a row"):
+        train(model, opt, [0])
+
+
+def test_without_older_state_the_gradient_is_raw(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted)
+    planted.fails = lambda matrices: size_of(matrices) == 7
+    before = values(model)
+    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its raw gradient"):
+        train(model, opt, [0])
+    moved = moved_matrix(before, model, "2")
+    raw = torch.cat([model[2].weight.grad, model[2].bias.grad[:, None]], 1)
+    assert_near(moved, 0.1 * raw, rtol=1e-4, atol=1e-7)
+    assert ready(opt) == {"0"}
+    planted.fails = lambda matrices: False
+    before = values(model)
+    train(model, opt, [1])
+    assert ready(opt) == {"0", "2"}
+    moved = moved_matrix(before, model, "2")
+    assert_near(moved.double(), 0.1 * expected(opt, "2", method, 0.1), rtol=1e-3, atol=1e-5)
+
+
+def test_other_errors_are_not_swallowed(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted)
+
+    def fails(matrices: Tensor) -> bool:
+        raise MemoryError
+
+    planted.fails = fails
+    with pytest.raises(MemoryError):
+        train(model, opt, [0])
+
+
+def test_an_inverse_of_an_indefinite_average_is_told():
+    """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
+    train(model, opt, [0])
+    kept = [t.clone() for t in state_of(opt, "0")]
+    a = opt.preconditioner.shelf.factors[opt.preconditioner.layers["0"], "a"]
+    a["average"].sub_(10 * torch.eye(5).double())
+    with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
+        train(model, opt, [1])
+    assert_same(state_of(opt, "0")[:1], kept[:1])
+
+
+# ---- statistics that are not finite ----
+
+
+def overflow(model: nn.Module, i: int) -> None:
+    """A backward pass whose statistics overflow, though the gradients do not."""
+    backward(model, i, lambda loss: loss * 1e25)
+    for p in model.parameters():
+        p.grad.mul_(1e-25)
+
+
+def test_sums_that_are_not_finite_are_left_out_and_reported():
+    options = {"lr": 0.1, "factor_update_steps": 1, "inv_update_steps": 4, "staggered": False}
+    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
+    opt, reference = KFACSGD(model, **options), KFACSGD(other, **options)
+    train(model, opt, range(2))
+    kept = {name: pair[1] for name, pair in factors(opt).items()}
+    opt.zero_grad()
+    overflow(model, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()  # no refresh is due: it is told then, without a wait for the device now
+    assert_same({name: pair[1] for name, pair in factors(opt).items()}, kept)
+    train(other, reference, range(2))
+    reference.zero_grad()
+    with reference.preconditioner.paused():
+        backward(other, 2)
+    reference.step()
+    train(other, reference, range(3, 5))
+    with pytest.warns(UserWarning, match="not finite have been left out for '0', '2'") as record:
+        train(model, opt, range(3, 5))
+    assert len(record) == 1
+    # G has gone on as though that batch had not been; its A was finite, and counted.
+    for name, (_, g) in factors(reference).items():
+        assert_near(factors(opt)[name][1], g, rtol=1e-3, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(5, 9))  # told once
+
+
+@pytest.mark.parametrize("feature", [0, -1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_input_leaves_the_averages_clean(value, feature):
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, range(2))
+    kept = factors(opt)
+    opt.zero_grad()
+    x, y = batch(2, torch.float32)
+    x[0, feature] = value
+    F.mse_loss(model(x), y).backward()
+    for p in model.parameters():
+        p.grad.zero_()
+    with pytest.warns(UserWarning, match="not finite have been left out for '0'"):
+        opt.step()
+    assert_same(factors(opt)["0"][0], kept["0"][0])
+    assert all(f.isfinite().all() for pair in factors(opt).values() for f in pair)
+    if value != value:  # behind an infinity tanh is finite, and its statistics are good
+        assert_same(factors(opt), kept)
+
+
+@pytest.mark.filterwarnings("ignore:statistics that were not finite")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method):
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(
+        model, lr=1.0, damping=0.1, kl_clip=None, factor_update_steps=5, **METHODS[method]
+    )
+    overflow(model, 0)
+    before = values(model)
+    with pytest.warns(UserWarning, match="failed, 1 in a row; its raw gradient") as record:
+        opt.step()
+    assert len(record) == 3  # of each layer, and of what was left out
+    moved = difference(before, model)
+    for name, p in model.named_parameters():
+        assert_near(moved[name], p.grad, rtol=1e-4, atol=1e-6)
+    # The next backward pass counts, though no update of factors is due.
+    before = values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, [1])
+    for name in ("0", "2"):
+        wanted = expected(opt, name, method, 0.1)
+        assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
+    mean_a, mean_g = torch.tensor([torch.inf, 0.0, 4.0]), torch.tensor([1.0, 1.0, 1.0])
+    of_a, of_g = kronecker.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
+    torch.testing.assert_close(of_a, torch.tensor([0.1, 0.1, 0.2]))
+    torch.testing.assert_close(of_g, torch.tensor([0.1, 0.1, 0.05]))
+
+
+@pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
+def test_broken_statistics_for_ever_raise():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.0, max_failures=2)
+    for i in range(2):
+        opt.zero_grad()
+        overflow(model, i)
+        opt.step()
+    opt.zero_grad()
+    overflow(model, 2)
+    with pytest.raises(RuntimeError, match="failed, 3 in a row"):
+        opt.step()
+
+
+# ---- when layers are refreshed ----
+
+
+def refreshes(
+    model: nn.Module, steps: int, inv_update_steps: Any, **options: Any
+) -> list[set[str]]:
+    """The layers that each step refreshed: those whose second-order state was written."""
+    opt = KFACSGD(
+        model, lr=0.01, factor_update_steps=1, inv_update_steps=inv_update_steps, **options
+    )
+    seen = []
+
+    def written() -> dict[str, list[Tensor]]:
+        return {
+            name: [t.clone() for t in state_of(opt, name)] for name in opt.preconditioner.layers
+        }
+
+    for i in range(steps):
+        before = written()
+        train(model, opt, [i])
+        after = written()
+        seen.append(
+            {
+                name
+                for name in after
+                if any(
+                    not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)
+                )
+            }
+        )
+    return seen
+
+
+NAMES = {f"parts.{i}" for i in range(5)}
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 7])
+def test_staggered_refreshes_once_per_interval(interval, method):
+    seen = refreshes(Parts(), 3 * interval, interval, **METHODS[method])
+    assert seen[0] == NAMES
+    for name in NAMES:
+        at = [step for step, names in enumerate(seen) if name in names and step > 0]
+        in_windows = [[s for s in at if w * interval <= s < (w + 1) * interval] for w in (1, 2)]
+        assert all(len(window) == 1 for window in in_windows)
+        assert in_windows[1][0] - in_windows[0][0] == interval
+    loads = [len(names) for names in seen[interval:]]
+    assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize(("at_once", "turns"), [(1, 5), (2, 3), (3.0, 2), (7, 1)])
+def test_so_many_layers_at_once(at_once, turns):
+    seen = refreshes(Parts(), 16, 8, staggered=at_once)[8:]
+    together = [names for names in seen if names]
+    assert len(together) == turns and set.union(*together) == NAMES
+    assert sorted(map(len, together), reverse=True)[: turns - 1] == [at_once] * (turns - 1)
+
+
+def test_turns_do_not_depend_on_what_is_frozen():
+    """Nor on when: a run that goes on may freeze before it builds the optimizer."""
+    found = []
+    for frozen in (False, True):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+        for layer in model[::2]:
+            layer.requires_grad_(not frozen)
+        account = KFACSGD(model, lr=0.1).preconditioner.account
+        turns = [account.refresh_turns(50, at_once) for at_once in (1, 2)]
+        found.append([{step: [n for n in x[step] if n in "1357"] for step in x} for x in turns])
+    assert all(all(step.values()) for step in found[1])
+    for trained, partly in zip(*found, strict=True):
+        assert partly == {step: names for step, names in trained.items() if names}
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_unstaggered_refreshes_all_at_once(interval):
+    seen = refreshes(Parts(), 7, interval, staggered=False)
+    assert seen == [NAMES if step % interval == 0 else set() for step in range(7)]
+
+
+def test_factors_between_their_updates_do_not_change():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False)
+    seen = []
+    train(model, opt, range(7), lambda i: seen.append(factors(opt)))
+    for step in range(1, 7):
+        same = all(
+            torch.equal(a, b)
+            for name in seen[step]
+            for a, b in zip(seen[step][name], seen[step - 1][name], strict=True)
+        )
+        assert same == (step % 3 != 0)
+
+
+def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
+    model = Parts()
+    model.used = (0, 1)
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=4, inv_update_steps=8)
+    train(model, opt, [0])
+    assert ready(opt) == {"parts.0", "parts.1"}
+    model.used = (0, 1, 2)
+    train(model, opt, [1])  # not due for the others
+    assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
+
+
+# ---- the user's float32 settings ----
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Puts the process's settings back, whatever a test made of them."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    for parts in (torch.backends.cudnn, torch.backends.mkldnn):
+        backends += [getattr(parts, name, None) for name in ("matmul", "conv", "rnn")]
+    backends = [b for b in backends if hasattr(b, "fp32_precision")]
+    saved = [b.fp32_precision for b in backends]
+    yield
+    for backend in backends:
+        backend.fp32_precision = "none"
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend, value in zip(backends, saved, strict=True):
+        backend.fp32_precision = value
+
+
+def snapshot() -> list[Any]:
+    found: list[Any] = []
+    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)):
+        found.append(getattr(backend, "fp32_precision", None))
+    try:
+        found.append(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        found.append("mixed")
+    return found
+
+
+def by_newer_api(name: str, value: str) -> Any:
+    def choose() -> None:
+        backend = torch.backends
+        for part in name.split("."):
+            backend = getattr(backend, part, None)
+        if not hasattr(backend, "fp32_precision"):
+            pytest.skip("this torch has no fp32_precision")
+        backend.fp32_precision = value
+
+    return choose
+
+
+CHOICES = {
+    "nothing": lambda: None,
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "cuda tf32": by_newer_api("cuda.matmul", "tf32"),
+    "cpu bf16": by_newer_api("mkldnn.matmul", "bf16"),
+    "all tf32": lambda: (
+        by_newer_api("cuda.matmul", "tf32")(),
+        by_newer_api("mkldnn.matmul", "tf32")(),
+    ),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_reduced_float32_stays_out_of_factors_and_decompositions(choice, settings, monkeypatch):
+    seen: list[list[Any]] = []
+
+    def spied(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(snapshot())
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(eigen, "eigendecompose", spied(eigen.eigendecompose))
+    monkeypatch.setattr(layer_base, "second_moment", spied(layer_base.second_moment))
+    reference = network(dtype=torch.float32)
+    expected_opt = KFACSGD(reference, lr=0.1, **EVERY_STEP)
+    train(reference, expected_opt, range(2))
+    CHOICES[choice]()
+    chosen = snapshot()
+    seen.clear()
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(2))
+    assert len(seen) >= 12
+    for state in seen:
+        assert not {"tf32", "bf16"} & set(state)
+        assert state[-1] == "highest"
+    assert snapshot() == chosen
+    assert_near(factors(opt), factors(expected_opt), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, monkeypatch):
+    """Nor does autocast come in, under which some call step()."""
+    seen: list[Any] = []
+
+    def spied(matrices: torch.Tensor, **how: bool) -> torch.Tensor:
+        seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
+        return original(matrices, **how)
+
+    original = orthogonal.orthogonalized
+    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
+    CHOICES[choice]()
+    chosen = snapshot()
+    model = network(dtype=torch.float32)
+    opt = KFACAdam(model, lr=0.01, orthogonal=True)
+    train(model, opt, range(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        opt.step()
+    assert len(seen) >= 4
+    for state, autocast in seen:
+        assert not {"tf32", "bf16"} & set(state) and state[-1] == "highest" and not autocast
+    assert snapshot() == chosen
+
+
+def test_a_setting_that_is_inherited_stays_inherited(settings):
+    """A later change of the general setting must still reach the backends."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    torch.backends.fp32_precision = "tf32"
+    chosen = snapshot()
+    with precision.full_precision():
+        assert not {"tf32", "bf16"} & set(snapshot())
+    assert snapshot() == chosen
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+def test_settings_come_back_after_an_error(settings):
+    torch.set_float32_matmul_precision("medium")
+    chosen = snapshot()
+    with pytest.raises(ZeroDivisionError), precision.full_precision():
+        raise ZeroDivisionError
+    assert snapshot() == chosen

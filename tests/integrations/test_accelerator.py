@@ -1,0 +1,545 @@
+"""On a device of its own, pretended on the CPU: no tensor of the host's, and no waiting for it.
+
+The device is registered with torch in a process of its own: elsewhere torch's own defaults would
+change with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import backend_registration
+
+from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACMuon, KFACParamScheduler
+from kaisa_optim.curvature import deferred as tracking
+from kaisa_optim.curvature import stacks
+from kaisa_optim.curvature.rules import truncated as truncation
+from kaisa_optim.layers import conv
+from kaisa_optim.linalg import products
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices written in Python",
+)
+Make = Callable[[nn.Module], Any]
+Elsewhere = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Elsewhere]:
+    """Calls a function in the process that has the device."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_begin) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def _begin() -> None:
+    from tests.support import accelerator
+
+    torch.set_num_threads(1)
+    # Notes go to the host as they do from CUDA: beside the work, whole when they are looked at.
+    stacks.WITH_STREAMS.add(accelerator.NAME)
+    event = SimpleNamespace(synchronize=lambda: None)
+    tracking._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
+
+
+class Images(nn.Module):
+    """All kinds of layers for images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.grouped = nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)
+        self.groups = nn.GroupNorm(2, 4)
+        # Of a kernel as wide as its stride A has each eigenvalue four times: any basis would do.
+        self.wider = nn.ConvTranspose2d(4, 2, 3, stride=2, padding=1, output_padding=1)
+        self.same = nn.Conv2d(2, 2, 3, padding=1)
+        self.last = nn.Linear(72, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.tanh(self.wider(self.groups(self.grouped(x))))
+        return self.last(self.same(x).flatten(1))
+
+
+class Tokens(nn.Module):
+    """All kinds of layers for sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 6)
+        self.near = nn.Conv1d(6, 6, 3, padding=1)
+        self.mix = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+        self.root = nn.RMSNorm(6)
+        self.hidden = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        x = x + self.near(x.mT).mT
+        x = self.norm(x + self.mix(x, x, x, need_weights=False)[0])
+        return self.last(torch.tanh(self.hidden(self.root(x))))
+
+
+def batches(network: type[nn.Module], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(steps):
+        if network is Images:
+            yield torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(5, (8,))
+        else:
+            yield torch.randint(9, (32, 5)), torch.randint(9, (32, 5))
+
+
+def loss_of(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, -2), target.flatten())
+
+
+def train(
+    network: type[nn.Module],
+    make: Make,
+    steps: int,
+    where: Any,
+    waits: Any = None,
+    after_forward: Callable[[Any, Tensor], None] = lambda opt, out: None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """The parameters, and for each step where the host waited in its passes and its update."""
+    torch.manual_seed(0)
+    model = network().to(dtype)
+    data = list(batches(network, steps))
+    model = model.to(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        opt = make(model)
+    found: list[list[str]] = []
+    for x, y in data:
+        x, y = (x.to(dtype) if x.is_floating_point() else x).to(where), y.to(where)
+        if waits is not None:
+            waits.taken()
+        opt.zero_grad()
+        out = model(x)
+        after_forward(opt, out)
+        loss_of(out, y).backward()
+        opt.step()
+        found.append([] if waits is None else waits.taken())
+    return {n: p.detach() for n, p in model.named_parameters()}, found
+
+
+def train_there(
+    network: type[nn.Module], make: Make, steps: int, **more: Any
+) -> tuple[dict[str, Tensor], list[list[str]]]:
+    from tests.support import accelerator
+
+    with accelerator.device() as waits:
+        weights, found = train(network, make, steps, accelerator.DEVICE, waits, **more)
+    return {name: accelerator.numbers_of(p) for name, p in weights.items()}, found
+
+
+SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
+OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
+BESIDE: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 3, "refresh_lag": 2}
+CASES: dict[str, Make] = {
+    "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
+    "Adam": lambda m: KFACAdam(
+        m, lr=0.01, nesterov=True, orthogonal=True, basis_tolerance=0.9, **OFTEN
+    ),
+    "Muon": lambda m: KFACMuon(m, lr=0.01, **SELDOM),
+    "LAMB": lambda m: KFACLAMB(m, lr=0.01, basis_tolerance=0.9, **OFTEN),
+    "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
+    "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
+    "beside": lambda m: KFACSGD(m, lr=0.05, **BESIDE),
+    "Adam, beside": lambda m: KFACAdam(
+        m, lr=0.01, moments="eigenbasis", basis_tolerance=0, early_refreshes=(), **BESIDE
+    ),
+    "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
+    "inverse": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **SELDOM),
+    "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),
+    "inverse, diagonal": lambda m: KFACSGD(
+        m, lr=0.05, compute_method="inverse", max_factor_size=5, **OFTEN
+    ),
+    "Muon, often": lambda m: KFACMuon(m, lr=0.01, **OFTEN),
+    "full": lambda m: KFACSGD(
+        m, lr=0.05, compute_method="inverse", damping_split="full", **SELDOM
+    ),
+    "stored products": lambda m: KFACSGD(
+        m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
+    ),
+    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, basis_tolerance=0.9, **OFTEN),
+    "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
+    "corrected": lambda m: KFACSGD(m, lr=0.05, eigenvalue_correction="gradients", **SELDOM),
+    "corrected by examples": lambda m: KFACSGD(
+        m, lr=0.05, eigenvalue_correction="examples", **SELDOM
+    ),
+    "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
+    "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **SELDOM),
+    "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **SELDOM),
+    "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **SELDOM),
+    "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
+    "halves": lambda m: KFACSGD(
+        m, lr=0.05, factor_dtype=torch.bfloat16, inv_dtype=torch.bfloat16, **SELDOM
+    ),
+    "scaled": lambda m: KFACSGD(
+        m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **SELDOM
+    ),
+    "Muon, lr a tensor": lambda m: KFACMuon(m, lr=torch.tensor(0.01), **SELDOM),
+    "LAMB, lr a tensor": lambda m: KFACLAMB(
+        m, lr=torch.tensor(0.01, dtype=torch.float64), basis_tolerance=0.9, **OFTEN
+    ),
+    "lr a tensor, clipped by it": lambda m: KFACSGD(
+        m, lr=torch.tensor([0.05], dtype=torch.float64), kl_clip_lr="current", **SELDOM
+    ),
+    "two groups": lambda m: KFACAdam(
+        [{"params": own, "lr": 0.01 * i, "betas": (0.9, 0.9 + 0.01 * i)} for i, own in _halves(m)],
+        model=m, basis_tolerance=0.9, **OFTEN,
+    ),
+}  # fmt: skip
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _halves(model: nn.Module) -> list[tuple[int, list[Tensor]]]:
+    modules = list(model.children())
+    return [(i, [p for m in modules[i - 1 :: 2] for p in m.parameters()]) for i in (1, 2)]
+
+
+CASES["two blocks"] = CASES["truncated"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("network", [Images, Tokens])
+def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name):
+    """And the host waits for it in full refreshes alone: in the first step."""
+    if name == "corrected by examples" and network is Images:
+        pytest.skip("it has layers that eigenvalues can't be corrected for by examples")
+    elsewhere(_check_blocks if name == "two blocks" else _check_training, network, name)
+
+
+def _check_blocks(network: type[nn.Module], name: str) -> None:
+    """As if no calls took time, for layers as small as these."""
+    blocks, numbers = truncation.Leading.blocks, set()
+
+    def noted(leading: truncation.Leading) -> list[tuple[slice, slice]]:
+        numbers.add(len(blocks(leading)))
+        return blocks(leading)
+
+    with (
+        mock.patch.multiple(truncation, _CALLS_ON_CPU=0, _CALLS_ELSEWHERE=0),
+        mock.patch.object(truncation.Leading, "blocks", noted),
+    ):
+        _check_training(network, name)
+    assert 2 in numbers
+
+
+def _check_training(network: type[nn.Module], name: str) -> None:
+    # What a CPU multiplies image by image a device takes as rows: that is rounded otherwise, and
+    # Adam's directions in bases that any rounding turns would end elsewhere.
+    with mock.patch.object(conv, "sums_images", lambda images: False):
+        wanted, _ = train(network, CASES[name], 7, "cpu")
+    got, found = train_there(network, CASES[name], 7)
+    # Sums are split otherwise there, and directions in which factors are nearly alike turn by that.
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-3, atol=1e-4, msg=_named(key))
+    assert found[0]  # else waits would not be seen
+    assert found[1:] == [[]] * 6
+
+
+def _named(name: str) -> Callable[[str], str]:
+    return lambda message: f"{name}: {message}"
+
+
+@pytest.mark.parametrize("name", ["Adam", "halves"])
+@pytest.mark.parametrize("network", [Images, Tokens])
+def test_products_in_bfloat16_are_taken_there_without_waiting(elsewhere, network, name):
+    elsewhere(_check_halves, network, name)
+
+
+def _check_halves(network: type[nn.Module], name: str) -> None:
+    with mock.patch.object(products, "_multiplies_brain_floats", lambda device: True):
+        wanted, _ = train(network, CASES[name], 7, "cpu", dtype=torch.float32)
+        got, found = train_there(network, CASES[name], 7, dtype=torch.float32)
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, rtol=0.1, atol=0.02, msg=_named(key))
+    assert found[0] and found[1:] == [[]] * 6
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_labels_are_drawn_without_waiting(elsewhere, exact):
+    elsewhere(_check_draws, exact)
+
+
+def _check_draws(exact: bool) -> None:
+    # The device has no generators.
+    generator = None if exact else torch.Generator()
+
+    def draw(opt: Any, out: Tensor) -> None:
+        opt.preconditioner.sample_fisher(out, "cross_entropy", exact=exact, generator=generator)
+
+    _, found = train_there(Images, CASES["SGD"], 5, after_forward=draw)
+    assert found[0] and found[1:] == [[]] * 4
+
+
+def test_what_is_saved_on_the_cpu_goes_on_there(elsewhere):
+    elsewhere(_check_checkpoint)
+
+
+def _check_checkpoint() -> None:
+    from tests.support import accelerator
+
+    torch.manual_seed(0)
+    model, data = Images().double(), list(batches(Images, 6))
+
+    def make(model: nn.Module) -> Any:
+        return KFACAdam(model, lr=0.01, basis_tolerance=0.9, **OFTEN)
+
+    def steps(model: nn.Module, opt: Any, part: slice, where: Any) -> None:
+        for x, y in data[part]:
+            opt.zero_grad()
+            loss_of(model(x.to(where)), y.to(where)).backward()
+            opt.step()
+
+    opt = make(model)
+    steps(model, opt, slice(3), "cpu")
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    steps(model, opt, slice(3, 6), "cpu")
+    with accelerator.device():
+        again = Images().double().to(accelerator.DEVICE)
+        again.load_state_dict(saved[0])
+        loaded = make(again)
+        loaded.load_state_dict(saved[1])
+        steps(again, loaded, slice(3, 6), accelerator.DEVICE)
+        tensors = [x for state in loaded.state.values() for x in state.values()]
+    assert {x.device for x in tensors if x.dim() > 1} == {accelerator.DEVICE}
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        got = accelerator.numbers_of(q.detach())
+        torch.testing.assert_close(got, p.detach(), rtol=1e-3, atol=1e-4, msg=_named(name))
+
+
+def test_adaptive_damping_waits_in_steps_that_decide_alone(elsewhere):
+    elsewhere(_check_damping)
+
+
+def _check_damping() -> None:
+    from tests.support import accelerator
+
+    torch.manual_seed(0)
+    model, found = Images().double(), []
+    with accelerator.device() as waits:
+        model = model.to(accelerator.DEVICE)
+        opt = KFACSGD(model, lr=0.05, **SELDOM)
+        schedule = KFACParamScheduler(opt, factor_decay=lambda step: 0.9)
+        adaptive = AdaptiveDamping(opt, interval=3)
+        for x, y in batches(Images, 6):
+            x, y = x.to(accelerator.DEVICE), y.to(accelerator.DEVICE)
+            opt.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            opt.step()
+            waits.taken()
+            adaptive.step(loss, lambda x=x, y=y: loss_of(model(x), y))
+            schedule.step()
+            found.append(bool(waits.taken()))
+    assert found == [False, False, True] * 2
+
+
+# ---- what is launched ----
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+            for _ in range(depth)
+        )
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+QUIET: dict[str, Any] = {**SELDOM, "staggered": False}  # in every second step
+# And how much more for each block.
+LAUNCHING: dict[str, tuple[Make, int]] = {
+    "SGD": (lambda m: KFACSGD(m, lr=0.1, foreach=True, **QUIET), 0),
+    "inverse": (
+        lambda m: KFACSGD(m, lr=0.1, compute_method="inverse", foreach=True, **QUIET), 0
+    ),
+    "corrected": (
+        lambda m: KFACSGD(m, lr=0.1, eigenvalue_correction="gradients", foreach=True, **QUIET), 0
+    ),
+    "Adam": (lambda m: KFACAdam(m, lr=0.1, **QUIET), 0),
+    "LAMB": (lambda m: KFACLAMB(m, lr=0.1, **QUIET), 0),
+    # Broken sums are blotted out one by one, and the norm's A is written for each feature.
+    "gathering": (
+        lambda m: KFACSGD(m, lr=0.1, foreach=True, **{**QUIET, "factor_update_steps": 1}), 3 * 2 + 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHING)
+def test_a_step_of_more_layers_launches_as_much(elsewhere, name):
+    few, many = elsewhere(_launches, name)
+    assert few > 0 and many - few == 3 * LAUNCHING[name][1]
+
+
+def _launches(name: str) -> list[int]:
+    from tests.support import accelerator
+
+    found, make = [], LAUNCHING[name][0]
+    for depth in (2, 5):
+        torch.manual_seed(0)
+        model, data = Deep(depth), torch.randn(16, 6)
+        with accelerator.device():
+            model, x = model.to(accelerator.DEVICE), data.to(accelerator.DEVICE)
+            opt = make(model)
+            for _ in range(4):
+                opt.zero_grad()
+                model(x).square().mean().backward()
+                with accelerator.Launches() as launches:
+                    opt.step()
+        found.append(launches.count)
+    return found
+
+
+# ---- the device itself ----
+
+
+def test_tensors_of_both_devices_do_not_meet(elsewhere):
+    elsewhere(_check_meeting)
+
+
+def _check_meeting() -> None:
+    from tests.support import accelerator
+
+    with accelerator.device():
+        there, here = torch.ones(3, device=accelerator.DEVICE), torch.ones(3)
+        with pytest.raises(RuntimeError, match=r"aten.add.Tensor: tensors \[\(3,\)\] on the CPU"):
+            there + here
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            here.mul_(there)
+        places = torch.tensor([0, 2], device=accelerator.DEVICE)
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            there[places] = torch.ones(2)
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            here[places]
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            here[places] = torch.ones(2)
+        there[places] = 2.0
+        there[places] = torch.ones(2, device=accelerator.DEVICE)
+        assert (there + torch.tensor(2.0)).device == accelerator.DEVICE  # one number may
+        assert torch.equal((there + here.to(there.device)).cpu(), torch.full((3,), 2.0))
+
+
+WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "a look at numbers"),
+    "bool": (lambda x: bool((x > 0).all()), "a look at numbers"),
+    "cpu": (lambda x: x.cpu(), "a copy to cpu"),
+    "tensor": (lambda x: torch.tensor([1.0, 2.0], device=x.device), "a copy to pretended"),
+    "copy": (lambda x: x.copy_(torch.ones(3)), "a copy between devices"),
+    "overlapping": (lambda x: x.to("cpu", non_blocking=True), "a copy to cpu"),
+    "onto the host": (lambda x: torch.ones(3).copy_(x, non_blocking=True), "a copy between"),
+    "mask": (lambda x: x[x > 0], "indices from a mask"),
+    "index": (lambda x: x[torch.tensor([0, 2])], "indices on the host"),
+    "eigh": (lambda x: torch.linalg.eigh(torch.outer(x, x)), "a look at numbers"),
+    "cholesky": (lambda x: torch.linalg.cholesky(torch.outer(x, x).exp().diag().diag()),
+                 "a look at numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_noted(elsewhere, name):
+    elsewhere(_check_wait, name)
+
+
+def _check_wait(name: str) -> None:
+    from tests.support import accelerator
+
+    wait, why = WAITS[name]
+    with accelerator.device() as waits:
+        x = torch.tensor([1.0, -2.0, 3.0], device=accelerator.DEVICE)
+        waits.taken()
+        wait(x)
+        assert [why in found for found in waits.taken()] == [True]
+
+
+def test_what_does_not_wait_is_not_noted(elsewhere):
+    elsewhere(_check_no_wait)
+
+
+def _check_no_wait() -> None:
+    from tests.support import accelerator
+
+    with accelerator.device() as waits:
+        x = torch.tensor([1.0, -2.0, 3.0], device=accelerator.DEVICE)
+        waits.taken()
+        y = torch.ones(3).to(x.device, non_blocking=True)
+        y.copy_(torch.zeros(3), non_blocking=True)
+        x = torch.where(x > 0, x, y)[1:].sum() + x.new_zeros(())
+        torch.linalg.qr(torch.eye(3, device=x.device))
+        torch.linalg.cholesky_ex(torch.eye(3, device=x.device))
+        assert waits.taken() == []
+
+
+# ---- DataParallel's replicas on other devices ----
+
+
+def test_sums_of_a_replica_come_to_the_layers_device(elsewhere):
+    elsewhere(_check_replica)
+
+
+def _check_replica() -> None:
+    from tests.support import accelerator
+
+    weights = []
+    for where in ("cpu", accelerator.DEVICE):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        x = torch.randn(8, 4, dtype=torch.float64)
+        model(x)
+        model.eval()
+        opt = KFACSGD(model, lr=0.1)
+        layers = opt.preconditioner.layers
+        capture = opt.preconditioner._capture
+        add = capture.sink
+
+        def sink(layer, run, covers, moments, drawn, add=add, where=where):
+            add(layer, run, covers, _moved(moments, where), drawn)
+
+        for layer in layers.values():
+            _run_on(layer, where)
+        capture.sink = sink
+        with accelerator.device():
+            model(x).square().mean().backward()
+            opt.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-12)
+
+
+def _moved(moments: Any, where: Any) -> Any:
+    return moments._replace(a=moments.a.to(where), g=moments.g.to(where))
+
+
+def _run_on(layer: Any, where: Any) -> None:
+    """Its rows lie there; what its forward noted, as the original's buffers, does not."""
+    moments = layer.moments
+
+    def there(x: Tensor, grad: Tensor, *args: Any, **more: Any) -> Any:
+        return moments(x.to(where), grad.to(where), *args, **more)
+
+    layer.moments = there

@@ -1,0 +1,815 @@
+"""LAMB against its written equations, tensor by tensor in float64, and its choice of kernels."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+import math
+import pickle
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import MultiplicativeLR
+
+import kaisa_optim.optim.lamb as lamb_module
+from kaisa_optim.optim.lamb import LAMB
+
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-6,
+    "weight_decay": 0.01,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "max_grad_norm": 1.0,
+    "use_nvlamb": False,
+    "maximize": False,
+}
+SHAPES: list[tuple[int, ...]] = [(3, 4), (5,), (), (2, 1, 3), (2, 2)]
+
+
+class Reference:
+    """The equations for one tensor after another; `stored` rounds what is kept between steps."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups = [{**DEFAULTS, **g} for g in groups]
+        for group in self.groups:
+            group["step"] = 0
+            group["dtypes"] = [p.dtype for p in group["params"]]
+            group["params"] = [p.detach().double().numpy().copy() for p in group["params"]]
+            group["m"] = [np.zeros_like(p) for p in group["params"]]
+            group["v"] = [np.zeros_like(p) for p in group["params"]]
+
+    @staticmethod
+    def stored(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+        if dtype == torch.float64:
+            return x
+        return torch.tensor(x).to(dtype).double().numpy()
+
+    def step(self, grads: list[list[torch.Tensor | None]]) -> None:
+        total = 0.0
+        for group_grads in grads:
+            for raw in group_grads:
+                if raw is not None:
+                    total += sum(float(x) ** 2 for x in raw.double().flatten())
+        norm = math.sqrt(total)
+        for o, group_grads in zip(self.groups, grads, strict=True):
+            if all(g is None for g in group_grads):
+                continue
+            o["step"] += 1
+            b1, b2 = o["betas"]
+            b3 = 1 - b1 if o["grad_averaging"] else 1.0
+            c1, c2 = (1 - b1 ** o["step"], 1 - b2 ** o["step"]) if o["bias_correction"] else (1, 1)
+            limit = o["max_grad_norm"]
+            clip = norm / limit if limit is not None and limit > 0 and norm > limit else 1.0
+            for i, raw in enumerate(group_grads):
+                if raw is None:
+                    continue
+                p, m, v = o["params"][i], o["m"][i], o["v"][i]
+                g: Any = raw.double().numpy() / clip
+                if o["maximize"]:
+                    g = -g
+                if not o["adam_w_mode"]:
+                    g = g + o["weight_decay"] * p
+                m = b1 * m + b3 * g
+                v = b2 * v + (1 - b2) * g * g
+                u = (m / c1) / (np.sqrt(v / c2) + o["eps"])
+                if o["adam_w_mode"]:
+                    u = u + o["weight_decay"] * p
+                ratio = 1.0
+                if o["use_nvlamb"] or o["weight_decay"] != 0:
+                    p_norm, u_norm = math.sqrt((p * p).sum()), math.sqrt((u * u).sum())
+                    if p_norm > 0 and u_norm > 0:
+                        ratio = p_norm / u_norm
+                dtype = o["dtypes"][i]
+                o["params"][i] = self.stored(p - o["lr"] * ratio * u, dtype)
+                o["m"][i], o["v"][i] = self.stored(m, dtype), self.stored(v, dtype)
+
+
+def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype))
+        for s in shapes
+    ]
+
+
+def set_grads(opt: torch.optim.Optimizer, seed: int, scale: float = 1.0) -> list[Any]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for group in opt.param_groups:
+        for p in group["params"]:
+            g = scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad = g.to(p.dtype)
+    return read_grads(opt)
+
+
+def read_grads(opt: torch.optim.Optimizer) -> list[Any]:
+    return [
+        [None if p.grad is None else p.grad.clone() for p in group["params"]]
+        for group in opt.param_groups
+    ]
+
+
+def compare(opt: LAMB, ref: Reference, tolerance: float = 1e-12) -> None:
+    for group, expected in zip(opt.param_groups, ref.groups, strict=True):
+        assert group.get("step", 0) == expected["step"]
+        for i, p in enumerate(group["params"]):
+            state = opt.state[p]
+            pairs = [(p, expected["params"][i])]
+            if state:
+                pairs += [
+                    (state["exp_avg"], expected["m"][i]),
+                    (state["exp_avg_sq"], expected["v"][i]),
+                ]
+            for actual, wanted in pairs:
+                assert actual.dtype == p.dtype
+                np.testing.assert_allclose(
+                    actual.detach().double().numpy(), wanted, rtol=tolerance, atol=tolerance
+                )
+
+
+def run_both(
+    opt: LAMB, ref: Reference, steps: int = 3, tolerance: float = 1e-12, zero: bool = False
+) -> None:
+    for step in range(steps):
+        grads = set_grads(opt, step)
+        if zero:
+            opt.param_groups[0]["params"][-1].grad.zero_()
+            grads = read_grads(opt)
+        opt.step()
+        ref.step(grads)
+        compare(opt, ref, tolerance)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 1e6, 0.0, -1.0, None])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_written_equations(
+    adam_w_mode: bool, weight_decay: float, max_grad_norm: float | None
+) -> None:
+    for averaging, nvlamb, correction, maximize in itertools.product([True, False], repeat=4):
+        options: dict[str, Any] = {
+            "lr": 0.05,
+            "betas": (0.8, 0.95),
+            "adam_w_mode": adam_w_mode,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "grad_averaging": averaging,
+            "use_nvlamb": nvlamb,
+            "bias_correction": correction,
+            "maximize": maximize,
+        }
+        params = parameters(SHAPES)
+        params[1].data.zero_()  # a zero-norm parameter and a zero gradient: trust ratio 1
+        opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
+        run_both(opt, ref, zero=True)
+
+
+def test_the_options_that_the_product_varies_matter() -> None:
+    """A control: were one of them ignored, the product could still pass with a wrong reference."""
+    base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"adam_w_mode": False},
+        {"grad_averaging": False},
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.0, "use_nvlamb": True},
+        {"bias_correction": False},
+        {"maximize": True},
+        {"max_grad_norm": 0, "adam_w_mode": False},
+        {"eps": 0.1},
+        {"eps": 0.1, "max_grad_norm": None},
+        {"betas": (0.5, 0.999)},
+        {"betas": (0.9, 0.5)},
+    ]
+    results = []
+    for change in changes:
+        params = parameters(SHAPES)
+        opt = LAMB(params, **{**base, **change})
+        for step in range(2):
+            set_grads(opt, step)
+            opt.step()
+        results.append(torch.cat([p.detach().flatten() for p in params]))
+    for one, two in itertools.combinations(results, 2):
+        assert not torch.allclose(one, two, rtol=1e-9)
+
+
+def test_defaults_are_those_of_apex() -> None:
+    names = (
+        "params lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging "
+        "set_grad_none max_grad_norm use_nvlamb"
+    )
+    signature = inspect.signature(LAMB)
+    positional = [n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == names.split()
+    params = parameters(SHAPES)
+    opt = LAMB(params)
+    assert {key: opt.defaults[key] for key in DEFAULTS} == DEFAULTS
+    run_both(opt, Reference([{"params": params}]))
+
+
+def test_clipping_is_over_all_groups() -> None:
+    params = parameters(SHAPES)
+    groups: list[dict[str, Any]] = [
+        {"params": params[:2], "lr": 0.1, "weight_decay": 0.0, "betas": (0.5, 0.6)},
+        {"params": params[2:4], "adam_w_mode": False, "grad_averaging": False, "eps": 0.01},
+        {"params": params[4:], "max_grad_norm": None, "bias_correction": False},
+    ]
+    opt, ref = LAMB(copy.copy(groups), lr=0.02, eps=0.1), Reference(groups)
+    for group in ref.groups:
+        group["lr"] = group["lr"] if group["lr"] == 0.1 else 0.02
+        group["eps"] = group["eps"] if group["eps"] == 0.01 else 0.1
+    run_both(opt, ref)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[list[list[Any]]]]:
+    number = st.floats(-100, 100, allow_subnormal=False).map(lambda x: round(x, 3))
+    groups, grads = [], []
+    steps = draw(st.integers(1, 3))
+    for _ in range(draw(st.integers(1, 3))):
+        shapes = draw(st.lists(st.sampled_from([(), (1,), (0,), (2, 3), (4,)]), max_size=3))
+        sizes = [math.prod(s) for s in shapes]
+
+        def tensors(sizes: list[int] = sizes, shapes: list[Any] = shapes) -> list[torch.Tensor]:
+            return [
+                torch.tensor(
+                    draw(st.lists(number, min_size=n, max_size=n)), dtype=torch.float64
+                ).reshape(shape)
+                for n, shape in zip(sizes, shapes, strict=True)
+            ]
+
+        groups.append(
+            {
+                "params": [torch.nn.Parameter(t) for t in tensors()],
+                "lr": draw(st.sampled_from([0.0, 1e-3, 0.5])),
+                "betas": draw(st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.5, 0.0)])),
+                "eps": draw(st.sampled_from([1e-6, 1e-2])),
+                "weight_decay": draw(st.sampled_from([0.0, 0.3])),
+                "max_grad_norm": draw(st.sampled_from([None, -2.0, 0.0, 0.5, 50.0])),
+                **{
+                    name: draw(st.booleans())
+                    for name in (
+                        *("adam_w_mode", "grad_averaging", "use_nvlamb"),
+                        *("bias_correction", "maximize"),
+                    )
+                },
+            }
+        )
+        grads.append(
+            [[g if draw(st.booleans()) else None for g in tensors()] for _ in range(steps)]
+        )
+    return groups, [list(step) for step in zip(*grads, strict=True)]
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(problems())
+def test_any_groups_follow_the_equations(problem: Any) -> None:
+    groups, steps = problem
+    opt, ref = LAMB([dict(g) for g in groups]), Reference(groups)
+    for grads in steps:
+        for group, group_grads in zip(opt.param_groups, grads, strict=True):
+            for p, g in zip(group["params"], group_grads, strict=True):
+                p.grad = None if g is None else g.clone()
+        opt.step()
+        ref.step(grads)
+        compare(opt, ref, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precisions(dtype: torch.dtype) -> None:
+    params = parameters(SHAPES, dtype)
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+    opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
+    # What float32 arithmetic leaves is far below one rounding of the stored value.
+    run_both(opt, ref, steps=1, tolerance=max(1e-6, 1.01 * torch.finfo(dtype).eps))
+    run_both(opt, ref, steps=3, tolerance=max(1e-6, 4 * torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_calculated_in_float32(dtype: torch.dtype) -> None:
+    # The squares (1e-9) vanish in float16, eps too; so would the sum of the gradients' squares.
+    for value, limit in ((1e-3, None), (300.0, 1.0)):
+        p = torch.nn.Parameter(torch.zeros(70000, dtype=dtype))
+        p.grad = torch.full_like(p, value)
+        LAMB([p], lr=1.0, max_grad_norm=limit, weight_decay=0.0).step()
+        g = float(p.grad[0])
+        g = g if limit is None else g / (abs(g) * math.sqrt(70000))
+        expected = -g / (abs(g) + 1e-6)
+        torch.testing.assert_close(
+            p.detach().double(), torch.full((70000,), expected).double(), rtol=4e-3, atol=0
+        )
+
+
+def test_half_precision_moments_are_rounded_once_from_float32() -> None:
+    p = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    opt = LAMB([p], max_grad_norm=None, betas=(0.9, 0.9), weight_decay=0.0)
+    expected = torch.zeros(1)
+    for value in (1.0, 0.3, -0.7, 0.2):
+        p.grad = torch.full_like(p, value)
+        expected = (0.9 * expected + (1 - 0.9) * p.grad.float()).bfloat16().float()
+        opt.step()
+        assert torch.equal(opt.state[p]["exp_avg"].float(), expected)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float32]
+    params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False}
+    opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
+    grads = set_grads(opt, 0)
+    opt.step()
+    ref.step(grads)
+    for p, expected in zip(params, ref.groups[0]["params"], strict=True):
+        # The clip norm of float64 gradients is float64, whatever else is in the list.
+        tolerance = 1e-6 if p.dtype == torch.float64 else 2 * torch.finfo(p.dtype).eps
+        np.testing.assert_allclose(p.detach().double().numpy(), expected, rtol=tolerance)
+
+
+def test_layouts() -> None:
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    base = parameters([(2, 3, 2, 2), (4, 3), (6,)])
+    params = [
+        torch.nn.Parameter(base[0].detach().to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(base[1].detach().t()),
+        torch.nn.Parameter(base[2].detach()),
+    ]
+    opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
+    run_both(opt, ref)
+    assert opt.state[params[0]]["exp_avg"].stride() == params[0].stride()
+    params[2].grad = torch.full((1,), 0.3, dtype=torch.float64).expand(6)
+    grads = read_grads(opt)
+    opt.step()
+    ref.step(grads)
+    compare(opt, ref)
+
+
+def test_infinities_and_nans_reach_the_parameters() -> None:
+    for bad in (math.nan, math.inf):
+        params = parameters([(3,), (2,)])
+        opt = LAMB(params)
+        set_grads(opt, 0)
+        params[0].grad = torch.full_like(params[0], bad)
+        opt.step()
+        assert params[0].isnan().all()
+
+
+def test_gradients_are_left_alone_and_steps_count_gradients() -> None:
+    params = parameters(SHAPES)
+    opt = LAMB([{"params": params[:2]}, {"params": params[2:]}], lr=0.1, maximize=True)
+    opt.step()
+    assert not opt.state and "step" not in opt.param_groups[0]
+    before = set_grads(opt, 0)
+    for p in params[2:]:
+        p.grad = None
+    params[1].grad = None
+    frozen = params[1].detach().clone()
+    opt.step()
+    assert torch.equal(params[0].grad, before[0][0]) and torch.equal(params[1], frozen)
+    assert opt.param_groups[0]["step"] == 1 and "step" not in opt.param_groups[1]
+    assert list(opt.state) == [params[0]]
+    assert set(opt.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
+
+
+def trained(steps: int, **options: Any) -> tuple[LAMB, list[Any]]:
+    params = parameters(SHAPES, torch.float32)
+    params[0] = parameters([SHAPES[0]], torch.bfloat16)[0]
+    groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.3}]
+    opt = LAMB(groups, lr=0.1, **options)
+    for step in range(steps):
+        set_grads(opt, step)
+        opt.step()
+    return opt, params
+
+
+def test_resumes_bit_for_bit() -> None:
+    through, expected = trained(6)
+    opt, params = trained(3)
+    buffer = io.BytesIO()
+    torch.save(opt.state_dict(), buffer)
+    buffer.seek(0)
+    fresh, copied = trained(0, eps=1.0)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    for p, q in zip(copied, params, strict=True):
+        p.data.copy_(q)
+    resumed = [(fresh, copied)]
+    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        resumed.append((other, [p for g in other.param_groups for p in g["params"]]))
+    for other, values in resumed:
+        for step in range(3, 6):
+            set_grads(other, step)
+            other.step()
+        for p, q in zip(values, expected, strict=True):
+            assert torch.equal(p, q)
+            for key, value in other.state[p].items():
+                assert value.dtype == p.dtype and torch.equal(value, through.state[q][key])
+
+
+def test_loads_a_checkpoint_with_apex_keys() -> None:
+    opt, _ = trained(2, adam_w_mode=False)
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        for key in ("adam_w_mode", "use_nvlamb", "maximize"):
+            del group[key]
+    other, _ = trained(0, adam_w_mode=False, use_nvlamb=True)
+    other.load_state_dict(saved)
+    assert all(not g["adam_w_mode"] and g["use_nvlamb"] for g in other.param_groups)
+    assert all(g["step"] == 2 and not g["maximize"] for g in other.param_groups)
+
+
+def test_closure_schedulers_and_hooks() -> None:
+    (p,) = parameters([(3,)])
+    opt = LAMB([p], lr=0.1)
+    scheduler = MultiplicativeLR(opt, lambda _: 0.5)
+    calls: list[str] = []
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> Any:
+        opt.zero_grad()
+        loss = p.square().sum()
+        torch.autograd.backward(loss)
+        calls.append("closure")
+        return loss
+
+    expected = p.detach().square().sum()
+    assert torch.equal(opt.step(closure), expected)
+    assert calls == ["pre", "closure", "post"] and p.grad is not None
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.05
+
+
+def test_compiled_step() -> None:
+    through, expected = trained(3)
+    opt, params = trained(0)
+    step = torch.compile(opt.step, backend="eager")
+    for seed in range(3):
+        set_grads(opt, seed)
+        step()
+    assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+    assert opt.param_groups[1]["step"] == through.param_groups[1]["step"] == 3
+
+
+def test_state_of_a_sub_class_is_no_first_step() -> None:
+    p, q = parameters([(3,)])[0], parameters([(3,)])[0]
+    opt, plain = LAMB([p]), LAMB([q])
+    opt.state[p]["kfac_entry"] = torch.zeros(1)
+    for optimizer in (opt, plain):
+        set_grads(optimizer, 0)
+        optimizer.step()
+    assert torch.equal(p, q) and "kfac_entry" in opt.state[p]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr(shape: tuple[int, ...], weight_decay: float) -> None:
+    results = []
+    for lr in (0.25, torch.full(shape, 0.25)):
+        params = parameters(SHAPES, torch.float32)
+        opt = LAMB(params, lr=lr, weight_decay=weight_decay)
+        set_grads(opt, 0)
+        opt.step()
+        results.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_read_by_the_host(dtype: torch.dtype, weight_decay: float) -> None:
+    """Tensors on the meta device have no values: whatever reads one on the host raises."""
+    params = [torch.nn.Parameter(torch.ones(2, 3, device="meta", dtype=dtype)) for _ in range(3)]
+    opt = LAMB(params, weight_decay=weight_decay, maximize=True)
+    for lr in (0.1, torch.ones(1), torch.ones(1, device="meta")):
+        opt.param_groups[0]["lr"] = lr
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    with pytest.raises(RuntimeError):
+        params[0].sum().item()
+
+
+def test_several_devices_in_one_group() -> None:
+    params: list[Any] = [
+        torch.nn.Parameter(torch.ones(2, device=d)) for d in ("cpu", "meta", "cpu")
+    ]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt = LAMB(params, lr=torch.tensor(0.5), max_grad_norm=None)  # meta has no norm to give away
+    opt.step()
+    assert torch.equal(params[0], params[2]) and not torch.equal(params[0], torch.ones(2))
+    assert opt.state[params[1]]["exp_avg"].device.type == "meta"
+    norm = lamb_module.global_norm([params[1].grad, params[0].grad.double()])
+    assert norm.device.type == "meta" and norm.dtype == torch.float64 and norm.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1}, "Invalid learning rate: -1"),
+        ({"lr": math.nan}, "Invalid learning rate: nan"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"eps": -0.1}, "Invalid epsilon value: -0.1"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": (0.9, 0.9, 0.9)}, "Invalid betas"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.9))}, "Invalid betas"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
+        ({"max_grad_norm": math.nan}, "Invalid max_grad_norm value: nan"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LAMB(parameters(SHAPES), **options)
+    opt = LAMB(parameters(SHAPES))
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": parameters([(2,)]), **options})
+    assert len(opt.param_groups) == 1
+
+
+def test_refused_options() -> None:
+    params = parameters(SHAPES)
+    with pytest.raises(NotImplementedError, match="amsgrad"):
+        LAMB(params, amsgrad=True)
+    with pytest.raises(NotImplementedError, match=r"zero_grad\(set_to_none=False\)"):
+        LAMB(params, set_grad_none=False)
+    with pytest.raises(ValueError, match="Invalid backend: 'cuda'"):
+        LAMB(params, backend="cuda")
+    with pytest.raises(TypeError):
+        LAMB(params).add_param_group(params)  # type: ignore[arg-type]
+
+
+def test_refused_gradients_leave_no_trace() -> None:
+    dense, embedding = parameters([(3,)])[0], torch.nn.Embedding(4, 2, sparse=True)
+    opt = LAMB([dense, embedding.weight])
+    dense.grad = torch.ones_like(dense)
+    embedding(torch.tensor([1])).sum().backward()
+    before = dense.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        opt.step()
+    number = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    number.grad = torch.ones_like(number)
+    other = LAMB([dense, number])
+    with pytest.raises(RuntimeError, match="complex parameters"):
+        other.step()
+    assert torch.equal(dense, before)
+    for optimizer in (opt, other):
+        assert not optimizer.state and "step" not in optimizer.param_groups[0]
+
+
+def test_capture_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = LAMB(parameters(SHAPES))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        opt.step()
+
+
+# The kernel's own side: a stand-in for amp_C that follows apex's source on CPU tensors. What it
+# cannot show is that a real build accepts the same call.
+
+
+class FakeAmp(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("amp_C")
+        self.calls: list[tuple[Any, ...]] = []
+
+    def multi_tensor_lamb(self, *args: Any) -> None:
+        self.calls.append((*args[:2], [list(ts) for ts in args[2]], *args[3:]))
+        chunk, noop, lists, lr, b1, b2, eps, step, correction, decay, averaging, mode = args[:12]
+        norm, limit, nvlamb = args[12:]
+        assert chunk == 65536 and noop.dtype == torch.int32 and noop.tolist() == [0]
+        assert norm.dtype == torch.float32 and norm.shape == (1,)
+        assert [type(x) for x in (step, correction, averaging, mode)] == [int] * 4
+        assert type(nvlamb) is bool and all(type(x) is float for x in (lr, b1, b2, eps, limit))
+        with torch.no_grad():
+            clip = norm / limit if norm > limit else torch.ones(1)
+            c1, c2 = (1 - b1**step, 1 - b2**step) if correction == 1 else (1.0, 1.0)
+            for g, p, m, v in zip(*lists, strict=True):
+                scaled = g.float() / clip.reshape(())
+                if mode == 0:
+                    scaled = scaled + decay * p.float()
+                new_m = b1 * m.float() + ((1 - b1) if averaging == 1 else 1.0) * scaled
+                new_v = b2 * v.float() + (1 - b2) * scaled * scaled
+                m.copy_(new_m)
+                v.copy_(new_v)
+                update = (new_m / c1) / ((new_v / c2).sqrt() + eps)
+                g.copy_(update + decay * p.float() if mode == 1 else update)
+                p_norm, u_norm = p.float().norm(), g.float().norm()
+                ratio = 1.0
+                if (nvlamb or decay != 0) and p_norm != 0 and u_norm != 0:
+                    ratio = float(p_norm / u_norm)
+                p.data.copy_(p.float() - lr * ratio * g.float())  # autograd does not see it
+
+
+@pytest.fixture
+def amp(monkeypatch: pytest.MonkeyPatch) -> FakeAmp:
+    module = FakeAmp()
+    monkeypatch.setitem(sys.modules, "amp_C", module)
+    return module
+
+
+@pytest.fixture
+def cpu_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "cpu")
+
+
+def test_apex_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None makes the import raise ImportError; another package of that name lacks the function.
+    for module in (None, types.ModuleType("amp_C")):
+        monkeypatch.setitem(sys.modules, "amp_C", module)
+        with pytest.raises(RuntimeError) as error:
+            LAMB(parameters(SHAPES), backend="apex")
+        for part in ("from its source", "APEX_CUDA_EXT=1", "public index", 'backend="torch"'):
+            assert part in str(error.value)
+        opt = LAMB(parameters(SHAPES))
+        set_grads(opt, 0)
+        opt.step()
+
+
+def test_apex_is_left_out_where_tensors_do_not_suit_or_torch_is_asked(
+    amp: FakeAmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in (None, "torch"):  # the parameters are on the CPU
+        opt = LAMB(parameters(SHAPES), backend=backend)
+        set_grads(opt, 0)
+        opt.step()
+    opt = LAMB(parameters(SHAPES), backend="apex")
+    set_grads(opt, 0)
+    with pytest.raises(RuntimeError, match='backend="apex" cannot step parameters on cpu'):
+        opt.step()
+    monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "cpu")
+    opt = LAMB(parameters(SHAPES, torch.float32), backend="torch")
+    set_grads(opt, 0)
+    opt.step()
+    assert not amp.calls
+
+
+@pytest.mark.usefixtures("cpu_suits")
+def test_apex_call(amp: FakeAmp) -> None:
+    params = parameters([(2,), (3,), (4,)], torch.float32)
+    opt = LAMB(
+        [
+            {"params": params[:2], "lr": torch.tensor(0.5, dtype=torch.float64)},
+            {"params": params[2:], "max_grad_norm": -1, "maximize": True, "use_nvlamb": True},
+        ],
+        weight_decay=0.25,
+        max_grad_norm=2.0,
+        adam_w_mode=False,
+        grad_averaging=False,
+        bias_correction=False,
+    )
+    grads = set_grads(opt, 0)
+    expected = [p.detach().clone() for p in params]
+    opt.step()
+    norm = torch.cat([g.flatten() for group in grads for g in group]).norm().reshape(1)
+    first, second = amp.calls
+    assert first[3:12] == (0.5, 0.9, 0.999, 1e-6, 1, 0, 0.25, 0, 0)
+    assert second[3:12] == (1e-3, 0.9, 0.999, 1e-6, 1, 0, 0.25, 0, 0)
+    assert first[13:] == (2.0, False) and second[13:] == (math.inf, True)
+    for call, group, signed in ((first, params[:2], 1), (second, params[2:], -1)):
+        torch.testing.assert_close(call[12], norm)
+        lists = call[2]
+        assert all(x is y for x, y in zip(lists[1], group, strict=True))
+        for g, p, m, v in zip(*lists, strict=True):
+            assert m is opt.state[p]["exp_avg"] and v is opt.state[p]["exp_avg_sq"]
+            # The kernel turned its copy into the update; the moment shows what it was given.
+            assert g is not p.grad
+            limit = 2.0 if signed == 1 else math.inf
+            scaled = signed * p.grad / max(1.0, float(norm) / limit)
+            start = next(e for e, q in zip(expected, params, strict=True) if q is p)
+            torch.testing.assert_close(m, scaled + 0.25 * start)
+    for p, g in zip(params, [g for group in grads for g in group], strict=True):
+        assert torch.equal(p.grad, g)
+
+
+@pytest.mark.usefixtures("cpu_suits")
+def test_apex_options_default_and_on(amp: FakeAmp) -> None:
+    opt = LAMB(parameters([(2,)], torch.float32))
+    for step in range(2):
+        set_grads(opt, step)
+        opt.step()
+    assert amp.calls[1][3:12] == (1e-3, 0.9, 0.999, 1e-6, 2, 1, 0.01, 1, 1)
+    assert amp.calls[1][13:] == (1.0, False)
+
+
+@pytest.mark.usefixtures("cpu_suits", "amp")
+def test_backends_agree_and_share_their_state() -> None:
+    for mode, averaging, decay, limit in itertools.product(
+        [True, False], [True, False], [0.0, 0.1], [1.0, None]
+    ):
+        options: dict[str, Any] = {
+            "lr": 0.05,
+            "adam_w_mode": mode,
+            "grad_averaging": averaging,
+            "weight_decay": decay,
+            "max_grad_norm": limit,
+        }
+        mine, other = (parameters(SHAPES, torch.float32) for _ in range(2))
+        one, two = LAMB(mine, backend="torch", **options), LAMB(other, backend="apex", **options)
+        for step in range(4):
+            for opt in (one, two):
+                set_grads(opt, step)
+                opt.step()
+            if step == 1:  # go on from each other's checkpoint
+                saved = copy.deepcopy(one.state_dict())
+                one.load_state_dict(copy.deepcopy(two.state_dict()))
+                two.load_state_dict(saved)
+                assert two.backend == "apex" and one.backend == "torch"
+        for p, q in zip(mine, other, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(one.state[p][key], two.state[q][key])
+
+
+@pytest.mark.usefixtures("cpu_suits")
+def test_buckets_choose_for_themselves(amp: FakeAmp) -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float32]
+    params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
+    opt, ref = LAMB(params), Reference([{"params": params}])
+    grads = set_grads(opt, 0)
+    opt.step()
+    ref.step(grads)
+    taken = {p.dtype: len(call[2][1]) for call in amp.calls for p in call[2][1]}
+    assert taken == {torch.float32: 2, torch.float16: 1}
+    for p, expected in zip(params, ref.groups[0]["params"], strict=True):
+        tolerance = max(1e-6, 2 * torch.finfo(p.dtype).eps)
+        np.testing.assert_allclose(p.detach().double().numpy(), expected, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("cpu_suits", "amp")
+def test_autograd_notices_the_kernel() -> None:
+    (p,) = parameters([(2,)], torch.float32)
+    opt = LAMB([p], backend="apex")
+    loss = p.square().sum()
+    torch.autograd.backward(loss, retain_graph=True)
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+
+
+def test_pickles_with_its_backend(amp: FakeAmp, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {b: pickle.dumps(LAMB(parameters(SHAPES), backend=b)) for b in (None, "torch", "apex")}
+    for backend, data in saved.items():
+        opt = pickle.loads(data)
+        assert opt.backend == backend and (opt._kernel is None) == (backend == "torch")
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    assert pickle.loads(saved[None])._kernel is None
+    with pytest.raises(RuntimeError, match="from its source"):
+        pickle.loads(saved["apex"])
+
+
+def objection(p: torch.Tensor, lr: Any = 0.1, **others: torch.Tensor) -> str | None:
+    same = {name: torch.empty_like(p) for name in ("grad", "m", "v")}
+    grad, m, v = ([t] for t in {**same, **others}.values())
+    return lamb_module._apex_objection([p], grad, m, v, lr)
+
+
+def test_what_suits_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert objection(torch.ones(2)) == "parameters on cpu"
+    monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "meta")
+
+    def meta(*shape: int, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*shape, device="meta", **kwargs)
+
+    assert objection(meta(2**31 - 1)) is None
+    assert objection(meta(2, dtype=torch.float16)) is None
+    assert objection(meta(2, 3, 4, 5).to(memory_format=torch.channels_last)) is None
+    assert objection(meta(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)) is None
+    assert objection(torch.nn.Parameter(meta(2))) is None
+    refused = {
+        "elements": [objection(meta(2**31)), objection(meta(0))],
+        "float64": [objection(meta(2, dtype=torch.float64))],
+        "bfloat16": [objection(meta(2, dtype=torch.bfloat16))],
+        "not contiguous": [objection(meta(2, 3).t()), objection(meta(4, 4)[::2])],
+        "Tensor lr on meta": [objection(meta(2), lr=meta(1))],
+        "other strides": [
+            objection(meta(2, 3), **{name: meta(3, 2).t()}) for name in ("grad", "m", "v")
+        ],
+    }
+    for part, answers in refused.items():
+        assert all(part in str(answer) for answer in answers), (part, answers)
+
+
+def test_tensor_subclasses_do_not_suit_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "cpu")
+    assert objection(torch.ones(2)) is None
+    assert "subclasses" in str(objection(torch.ones(2).as_subclass(Marked)))
+
+
+def test_apex_is_for_cuda() -> None:
+    for device in ("cuda", "cuda:3"):  # past the device, the next objection is the dtype
+        stub = types.SimpleNamespace(device=torch.device(device), dtype=torch.int32)
+        answer = lamb_module._apex_objection([stub], [], [], [], 0.1)  # type: ignore[list-item]
+        assert answer == "torch.int32 parameters"

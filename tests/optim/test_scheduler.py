@@ -1,0 +1,316 @@
+"""Schedules of K-FAC's hyperparameters: factors of the epoch on the values of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACSGD, KFACAdam, KFACParamScheduler, decay_at
+from tests.support.training import EVERY_STEP, assert_same, network, train
+
+NAMES = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
+START = {
+    "damping": 0.1,
+    "factor_decay": 0.9,
+    "kl_clip": 0.01,
+    "factor_update_steps": 10,
+    "inv_update_steps": 100,
+}
+
+
+def optimizer(**changed: Any) -> KFACSGD:
+    return KFACSGD(network(), lr=0.1, **{**START, **changed})
+
+
+def read(opt: Any, name: str) -> Any:
+    if name in ("damping", "factor_decay"):
+        return opt.param_groups[0][name]
+    return getattr(opt.preconditioner, name)
+
+
+def course(opt: Any, name: str, schedule: Any, epochs: int, **options: Any) -> list[Any]:
+    scheduler = KFACParamScheduler(opt, **{name: schedule}, **options)
+    seen = [read(opt, name)]
+    for _ in range(epochs):
+        scheduler.step()
+        seen.append(read(opt, name))
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_callables_multiply_the_initial_value(name):
+    opt = optimizer()
+    seen = course(opt, name, lambda epoch: (1.0, 0.5, 0.8)[epoch], 2)
+    assert seen == pytest.approx([START[name] * f for f in (1.0, 0.5, 0.8)])
+    for other in set(NAMES) - {name}:
+        assert read(opt, other) == START[other]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_milestones_multiply_once_their_epoch_has_come(name):
+    seen = course(optimizer(), name, {2: 0.5, 4: 0.2}, 5)
+    assert seen == pytest.approx([START[name] * f for f in (1, 1, 0.5, 0.5, 0.1, 0.1)])
+
+
+def test_a_callables_factor_at_epoch_zero_applies_at_once():
+    assert course(optimizer(), "damping", lambda epoch: 2.0 + epoch, 1) == pytest.approx([0.2, 0.3])
+
+
+def test_factors_never_compound_unless_asked():
+    constant = course(optimizer(), "damping", lambda epoch: 0.5 if epoch else 1.0, 3)
+    assert constant == pytest.approx([0.1, 0.05, 0.05, 0.05])
+    compound = course(optimizer(), "damping", lambda epoch: 0.5, 3, compound=True)
+    assert compound == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+
+
+def test_compounding_follows_torchs_multiplicative_lr():
+    opt = optimizer()
+    factor = lambda epoch: 1 / (1 + epoch)  # noqa: E731
+    lr = torch.optim.lr_scheduler.MultiplicativeLR(opt, factor)
+    kfac = KFACParamScheduler(opt, damping=factor, compound=True)
+    for _ in range(4):
+        assert opt.param_groups[0]["damping"] == pytest.approx(opt.param_groups[0]["lr"])
+        train(opt.preconditioner.model, opt, [0])
+        lr.step()
+        kfac.step()
+
+
+def test_compound_milestones_are_those_of_the_plain_kind():
+    seen = course(optimizer(), "damping", {1: 0.5, 3: 0.5}, 4, compound=True)
+    assert seen == pytest.approx([0.1, 0.05, 0.05, 0.025, 0.025])
+
+
+@pytest.mark.parametrize("name", ["factor_update_steps", "inv_update_steps"])
+@pytest.mark.parametrize("compound", [False, True])
+def test_intervals_are_whole_and_never_below_one(name, compound):
+    seen = course(optimizer(**{name: 10}), name, lambda epoch: 0.26, 4, compound=compound)
+    assert seen == ([10, 3, 1, 1, 1] if compound else [3] * 5)
+    assert all(type(value) is int for value in seen)
+    opt = optimizer(**{name: 3})
+    scheduler = KFACParamScheduler(opt, **{name: {1: 0.01, 2: 100}})
+    scheduler.step()
+    assert read(opt, name) == 1
+    train(opt.preconditioner.model, opt, range(2))
+    scheduler.step()
+    assert read(opt, name) == 3  # rounding is not remembered
+
+
+def test_compound_intervals_do_not_stick_to_their_rounding():
+    seen = course(
+        optimizer(inv_update_steps=1), "inv_update_steps", lambda e: 1.3, 4, compound=True
+    )
+    assert seen == [max(1, round(1.3**epoch)) for epoch in range(5)]
+
+
+def test_the_values_reach_the_step():
+    """A scheduled optimizer trains as one whose values are set by hand."""
+    model, expected = network(), network()
+    options = {**EVERY_STEP, "kl_clip": 1e-3, "damping": 0.5, "inv_update_steps": 2}
+    opt, by_hand = KFACSGD(model, lr=0.1, **options), KFACSGD(expected, lr=0.1, **options)
+    scheduler = KFACParamScheduler(
+        opt,
+        damping=decay_at([1, 2], 0.1),
+        factor_decay=lambda epoch: 0.9**epoch,
+        kl_clip={2: 0.1},
+        factor_update_steps={1: 2},
+        inv_update_steps={2: 2},
+    )
+    group, kfac = by_hand.param_groups[0], by_hand.preconditioner
+    for epoch in range(3):
+        group["damping"] = 0.5 * math.prod([0.1] * epoch)
+        group["factor_decay"] = 0.95 * 0.9**epoch
+        kfac.kl_clip = 1e-3 * (0.1 if epoch == 2 else 1)
+        kfac.factor_update_steps = 2 if epoch else 1
+        kfac.inv_update_steps = 4 if epoch == 2 else 2
+        steps = range(3 * epoch, 3 * epoch + 3)
+        train(model, opt, steps)
+        train(expected, by_hand, steps)
+        assert_same(model, expected)
+        scheduler.step()
+
+
+# ---- the papers' examples ----
+
+
+def test_the_papers_damping_decay():
+    """Damping 0.003 halved at epochs 40 and 80, say: 0.003, 0.0015, 0.00075."""
+    opt = optimizer(damping=0.003)
+    scheduler = KFACParamScheduler(opt, damping=decay_at([40, 80], 0.5))
+    expected = {0: 0.003, 39: 0.003, 40: 0.0015, 79: 0.0015, 80: 0.00075, 100: 0.00075}
+    for epoch in range(101):
+        if epoch in expected:
+            assert opt.param_groups[0]["damping"] == pytest.approx(expected[epoch])
+        scheduler.step()
+
+
+def test_the_papers_update_frequency_decay():
+    opt = optimizer(factor_update_steps=1, inv_update_steps=10)
+    scheduler = KFACParamScheduler(
+        opt, factor_update_steps=decay_at([2, 4], 10), inv_update_steps=decay_at([2, 4], 10)
+    )
+    seen = []
+    for _ in range(6):
+        seen.append((read(opt, "factor_update_steps"), read(opt, "inv_update_steps")))
+        scheduler.step()
+    assert seen == [(1, 10), (1, 10), (10, 100), (10, 100), (100, 1000), (100, 1000)]
+
+
+def test_decay_at():
+    assert decay_at([40, 80], 0.5) == {40: 0.5, 80: 0.5}
+    assert decay_at(range(2), 3) == {0: 3, 1: 3}
+    for milestones in (40, "40"):
+        with pytest.raises(ValueError, match=rf"Invalid milestones: {milestones!r}; .*\[40, 80\]"):
+            decay_at(milestones, 0.5)
+    for factor in ("x", None, 0, -1.0, float("nan"), True):
+        with pytest.raises(ValueError, match=f"Invalid factor: {factor!r}; .*such as 0.5"):
+            decay_at([40], factor)
+
+
+# ---- groups ----
+
+
+def grouped() -> Any:
+    model = network()
+    groups = [
+        {"params": model[0].parameters(), "damping": 0.1},
+        {"params": model[2].parameters(), "damping": 0.4},
+    ]
+    return model, KFACSGD(groups, lr=0.1, model=model)
+
+
+def test_each_group_from_its_own_value():
+    _, opt = grouped()
+    scheduler = KFACParamScheduler(opt, damping={1: 0.5})
+    scheduler.step()
+    assert [g["damping"] for g in opt.param_groups] == pytest.approx([0.05, 0.2])
+
+
+@pytest.mark.parametrize("compound", [False, True])
+def test_a_group_that_came_later(compound):
+    model = network()
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model, damping=0.1)
+    scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=compound)
+    scheduler.step()
+    opt.add_param_group({"params": model[2].parameters(), "damping": 0.8})
+    scheduler.step()
+    expected = [0.025, 0.4] if compound else [0.05, 0.4]
+    assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
+    again = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=compound)
+    again.load_state_dict(scheduler.state_dict())
+    assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
+
+
+# ---- state ----
+
+
+SCHEDULES: dict[str, Any] = {
+    "damping": lambda epoch: 0.9**epoch,
+    "factor_decay": {2: 0.9},
+    "kl_clip": {1: 0.5, 3: 0.5},
+    "factor_update_steps": {2: 0.1},
+    "inv_update_steps": lambda epoch: 0.7,
+}
+
+
+@pytest.mark.parametrize("compound", [False, True])
+@pytest.mark.parametrize("taken", range(5))
+def test_resume(compound, taken, tmp_path):
+    opt = optimizer()
+    scheduler = KFACParamScheduler(opt, compound=compound, **SCHEDULES)
+    for _ in range(taken):
+        scheduler.step()
+    torch.save(scheduler.state_dict(), tmp_path / "state")
+    at_save = {name: read(opt, name) for name in NAMES}
+    other = optimizer()
+    resumed = KFACParamScheduler(other, compound=compound, **SCHEDULES)
+    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert resumed.last_epoch == taken
+    assert {name: read(other, name) for name in NAMES} == at_save
+    for _ in range(4):
+        scheduler.step()
+        resumed.step()
+        for name in NAMES:
+            assert read(other, name) == read(opt, name)
+
+
+def test_a_saved_state_is_no_view_of_the_scheduler():
+    opt = optimizer()
+    scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=True)
+    saved = scheduler.state_dict()
+    kept = copy.deepcopy(saved)
+    scheduler.step()
+    assert saved == kept
+
+
+def test_a_state_of_other_schedules_is_refused():
+    saved = KFACParamScheduler(optimizer(), damping={1: 0.5}).state_dict()
+    other = KFACParamScheduler(optimizer(), kl_clip={1: 0.5})
+    with pytest.raises(ValueError, match=r"Invalid state_dict.*damping.*kl_clip"):
+        other.load_state_dict(saved)
+
+
+# ---- errors ----
+
+
+def test_another_optimizer_is_refused():
+    with pytest.raises(TypeError, match="Invalid optimizer: SGD has no K-FAC"):
+        KFACParamScheduler(torch.optim.SGD(network().parameters()), damping={1: 0.5})
+
+
+@pytest.mark.parametrize("bad", [0.5, "half", [0.5, 0.25]])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_schedule_is_refused(name, bad):
+    with pytest.raises(ValueError, match=f"Invalid {name}"):
+        KFACParamScheduler(optimizer(), **{name: bad})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_callable_in_the_optimizer_and_here_is_refused(name):
+    opt = optimizer(**{name: lambda step: START[name]})
+    with pytest.raises(ValueError, match=f"Invalid {name}: the optimizer was given a callable"):
+        KFACParamScheduler(opt, **{name: {1: 0.5}})
+    for other in set(NAMES) - {name}:
+        KFACParamScheduler(opt, **{other: {1: 0.5}})
+
+
+def test_a_callable_of_one_group_is_refused():
+    model = network()
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "damping": lambda step: 0.1},
+    ]
+    opt = KFACSGD(groups, model=model)
+    with pytest.raises(ValueError, match="Invalid damping: the optimizer was given a callable"):
+        KFACParamScheduler(opt, damping={1: 0.5})
+
+
+def test_a_clip_that_is_off_is_refused():
+    with pytest.raises(ValueError, match="Invalid kl_clip: the optimizer's clip is off"):
+        KFACParamScheduler(optimizer(kl_clip=None), kl_clip={1: 0.5})
+
+
+@pytest.mark.parametrize("name", ["damping", "kl_clip"])
+def test_what_the_eigenbasis_does_not_use_is_refused(name):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=f"Invalid {name}: .* build the optimizer with moments="):
+        KFACParamScheduler(KFACAdam(model), **{name: {1: 0.5}})
+    KFACParamScheduler(KFACAdam(model, moments="parameters"), **{name: {1: 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("damping", 0.0), ("damping", -1.0), ("factor_decay", 2.0)]
+)
+def test_a_factor_out_of_range_is_named(name, factor):
+    scheduler = KFACParamScheduler(optimizer(), **{name: {1: factor}})
+    with pytest.raises(ValueError, match=f"Invalid {name}"):
+        scheduler.step()
+
+
+def test_options_are_by_keyword():
+    with pytest.raises(TypeError):
+        KFACParamScheduler(optimizer(), {1: 0.5})

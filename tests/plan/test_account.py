@@ -1,0 +1,322 @@
+"""The account of bytes against real runs, against a spy on torch.distributed, and by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.plan.account import KEPT, MOVED, Account
+from tests.support.cluster import Scattered, average, batch, network
+from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import as_on_a_gpu
+
+WINDOWS = 2  # whole intervals that are counted
+
+
+class Mixed(nn.Module):
+    """Layers of two precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.second = nn.Linear(9, 9).double()
+        self.third = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x.float()).tanh().double()).tanh()
+        return self.head(self.third(x.float()).double())
+
+
+class Case(NamedTuple):
+    network: str = "images"
+    options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes into it)
+    intervals: tuple[int, int] = (2, 3)
+    dtype: torch.dtype = torch.float32
+    frozen: str = ""
+    sharded: bool = False
+
+
+class Measured(NamedTuple):
+    """What one rank saw."""
+
+    account: Account
+    memory: dict[str, int]
+    first: Counter[str]  # received in the first step
+    compared: int  # of it, to compare weights and gradients
+    counted: Counter[str]  # received in some intervals
+    pending: list[int]  # sums that wait, in each step of an interval
+    spied: Counter[str]  # the same, as the arguments of torch.distributed tell
+    sent: int
+    volume: dict[str, float]
+
+
+def build(case: Case) -> tuple[nn.Module, KFACSGD]:
+    torch.manual_seed(0)
+    model = Mixed() if case.network == "mixed" else network(case.network, dtype=case.dtype)
+    if case.frozen:
+        model.get_submodule(case.frozen).requires_grad_(False)
+    if case.sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        every, refreshed = case.intervals
+        intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
+        return model, KFACSGD(model, lr=0.01, damping=0.1, **intervals, **case.options)
+
+
+@contextlib.contextmanager
+def spy() -> Iterator[Counter[str]]:
+    """Count what collectives are asked to move, by their names; each still does its work."""
+    counts: Counter[str] = Counter()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    real = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
+
+    def all_to_all_single(output, input, output_split_sizes, input_split_sizes, **options):
+        assert output.numel() == sum(output_split_sizes)
+        assert input.numel() == sum(input_split_sizes)
+        arriving = sum(output_split_sizes) - output_split_sizes[rank]
+        leaving = sum(input_split_sizes) - input_split_sizes[rank]
+        counts["all_to_all_single"] += arriving * output.element_size()
+        counts["sent"] += leaving * input.element_size()
+        sizes = output_split_sizes, input_split_sizes
+        return real["all_to_all_single"](output, input, *sizes, **options)
+
+    def all_reduce(tensor, **options):
+        counts["all_reduce"] += 2 * tensor.nbytes * (world - 1) // world
+        return real["all_reduce"](tensor, **options)
+
+    spies = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce}
+    others = "all_gather all_gather_into_tensor all_gather_object all_to_all broadcast gather"
+    others += " broadcast_object_list irecv isend recv reduce reduce_scatter_tensor scatter send"
+    for name in others.split():
+        spies[name] = lambda *_, name=name, **__: pytest.fail(f"{name} is not in the account")
+    try:
+        for name, function in spies.items():
+            setattr(dist, name, function)
+        yield counts
+    finally:
+        for name in spies:
+            setattr(dist, name, real[name])
+
+
+def train(
+    case: Case, model: nn.Module, opt: KFACSGD, steps: range, pending: list[int] | None = None
+) -> tuple[Counter[str], ...]:
+    kfac = opt.preconditioner
+    pending = [] if pending is None else pending
+    before, spied = Counter(kfac.ranks.received), Counter[str]()
+    for step in steps:
+        assert kfac.steps == step
+        inputs = "chain" if case.network == "mixed" else case.network
+        x, y = batch(inputs, step, 4, torch.float64 if case.network == "mixed" else case.dtype)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        pending.append(kfac.memory_usage()["pending"])
+        if dist.is_initialized():
+            if not case.sharded:
+                average(model.parameters())
+            with spy() as counts:
+                opt.step()
+            spied += counts
+        else:
+            opt.step()
+    return Counter(kfac.ranks.received) - before, spied
+
+
+def measure(case: Case) -> Measured:
+    model, opt = build(case)
+    period = math.lcm(*case.intervals)
+    first, _ = train(case, model, opt, range(1))
+    # Two numbers for each weight and each gradient, compared by an all-reduce in the first step.
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    covered = [p for layer in opt.preconditioner.active for p in layer.parameters]
+    compared = 2 * (2 * 16 * len(covered) * (not case.sharded) * (world - 1) // world)
+    pending: list[int] = []
+    train(case, model, opt, range(1, period + 1), pending)
+    counted, spied = train(case, model, opt, range(period + 1, 1 + (1 + WINDOWS) * period))
+    kfac = opt.preconditioner
+    memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
+    sent = spied.pop("sent", 0)
+    volume = kfac.communication_volume()
+    return Measured(kfac.account, memory, first, compared, counted, pending, spied, sent, volume)
+
+
+def check(case: Case, ranks: list[Measured]) -> None:
+    account = ranks[0].account
+    assert all(one.account == account for one in ranks)
+    every, refreshed = case.intervals
+    staggered = case.options.get("staggered", "normalization" not in case.options)
+    period = math.lcm(every, refreshed)
+    fed = account.gathering_turns(every, staggered)
+    due = account.refresh_turns(refreshed, staggered)
+    steps = [
+        account.step(
+            factors=fed.get(step % every, ()),
+            refresh=due.get(step % refreshed, ()),
+            asked=due.get((step - 1) % refreshed, ()) if account.tracked else (),
+        )
+        for step in range(period)
+    ]
+    # The first interval's steps from 1 on; its last is the next one's first.
+    sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
+    everything = account.step(factors=account.names, refresh=account.names, first=True)
+    for rank, one in enumerate(ranks):
+        kept = account.memory()[rank]
+        # A rank that keeps nothing says so.
+        shown = {kind: size for kind, size in kept.items() if size or kind == "total"}
+        assert shown == one.memory
+        assert list(kept) == [*KEPT, "total"]
+        assert one.first == pick(everything[rank]) + Counter(status=one.compared)
+        expected = sum((pick(step[rank]) for step in steps), Counter[str]())
+        assert one.counted == Counter({kind: WINDOWS * n for kind, n in expected.items()})
+        for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
+            # A norm layer's A, all ones, waits as one number.
+            turn = fed.get(step % every, ())
+            ones = [w.task.blocks for w in account.active if w.task.a == 1 and w.task.name in turn]
+            assert most - sum(ones) * case.dtype.itemsize <= waiting <= most
+            assert bool(waiting) == bool(turn)
+        assert one.counted.total() == one.spied.total()
+        assert one.counted["status"] <= one.spied["all_reduce"]
+        assert list(one.volume) == [*MOVED, "total"]
+        for kind in MOVED:
+            mean = pytest.approx(expected[kind] / period, rel=1e-9, abs=1e-9)
+            if account.tracked and kind == "status":  # of it that is the most
+                assert expected[kind] / period < one.volume[kind] < 2 * expected[kind] / period
+            else:
+                assert one.volume[kind] == mean
+        assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
+        if not account.tracked:
+            assert one.volume["total"] == pytest.approx(expected.total() / period)
+    assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
+
+
+def pick(step: dict[str, int]) -> Counter[str]:
+    """The kinds that move."""
+    assert step["total"] == sum(step[kind] for kind in MOVED)
+    return Counter({kind: step[kind] for kind in MOVED if step[kind]})
+
+
+half, brain = torch.float16, torch.bfloat16
+inverse = {"compute_method": "inverse"}
+CASES = {
+    "defaults": Case(),
+    "double": Case(dtype=torch.float64),
+    "layer-wise": Case(options={"assignment": "layer-wise"}),
+    "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
+    "layer-wise in parts": Case("chain", {"assignment": "layer-wise", "bucket_cap_mb": 1e-3}),
+    "layer-wise tokens in parts": Case(
+        "tokens", {"assignment": "layer-wise", "bucket_cap_mb": 3e-3}
+    ),
+    "tokens": Case("tokens"),
+    "all at once": Case(options={"staggered": False}, intervals=(2, 4)),
+    "intervals": Case("chain", {"bucket_cap_mb": 3e-4}, intervals=(3, 2)),
+    "parts": Case(options={"bucket_cap_mb": 1e-3}),
+    "colocated": Case(options={"colocate_factors": True, "bucket_cap_mb": 5e-4}),
+    "bfloat16": Case(options={"comm_dtype": brain}),
+    "float16": Case(options={"comm_dtype": half, "bucket_cap_mb": 5e-4}),
+    "float16 layer-wise": Case("tokens", {"comm_dtype": half, "assignment": "layer-wise"}),
+    "float16 layer-wise in parts": Case(
+        "chain", {"comm_dtype": half, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
+    ),
+    "inverse": Case("tokens", inverse),
+    "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
+    "inverse, full split": Case(options=inverse | {"damping_split": "full"}),
+    "inverse, layer-wise": Case(options=inverse | {"assignment": "layer-wise"}),
+    "products": Case(options={"compute_eigenvalue_outer_product": True, "inv_dtype": brain}),
+    "stored": Case("tokens", {"factor_dtype": brain, "inv_dtype": half}),
+    "stored inverses": Case(options=inverse | {"factor_dtype": torch.float64, "inv_dtype": half}),
+    "diagonal": Case(options={"max_factor_size": 6}),
+    "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
+    "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
+    "corrected": Case("tokens", {"eigenvalue_correction": True, "factor_dtype": brain}),
+    "corrected in parts": Case(
+        options={"eigenvalue_correction": True, "bucket_cap_mb": 5e-4, "comm_dtype": brain}
+    ),
+    "corrected, mixed": Case("mixed", {"eigenvalue_correction": True, "bucket_cap_mb": 2e-4}),
+    "corrected by gradients": Case(
+        options={"eigenvalue_correction": "gradients", "assignment": "layer-wise"}
+    ),
+    "truncated": Case("tokens", {"truncation": 0.1}),
+    "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
+    "mixed inverses": Case("mixed", inverse),
+    "frozen": Case(frozen="again"),
+    "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
+}
+AT_FOUR = {
+    "half": Case(options={"grad_worker_fraction": 0.5}),
+    "half apart": Case("tokens", {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+    "half float16": Case("tokens", {"grad_worker_fraction": 0.5, "comm_dtype": half}),
+    "half inverse": Case(
+        options=inverse | {"grad_worker_fraction": 0.5, "colocate_factors": False}
+    ),
+    "a user's": Case("chain", {"assignment": Scattered(2), "colocate_factors": False}),
+    "half mixed": Case("mixed", {"grad_worker_fraction": 0.5, "bucket_cap_mb": 2e-4}),
+}
+SHARDED = {
+    "sharded": Case("chain", {"bucket_cap_mb": 2e-4}, sharded=True),
+    "sharded bfloat16": Case("images", {"inv_dtype": brain}, sharded=True),
+}
+
+
+def measure_all(cases: list[Case]) -> list[Measured]:
+    return [measure(case) for case in cases]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process(name):
+    one = measure(CASES[name])
+    check(CASES[name], [one])
+    assert not one.counted
+    assert one.volume == dict.fromkeys((*MOVED, "total"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *((name, 3) for name in (*CASES, *SHARDED)),  # which divides nothing evenly
+        *(
+            (name, world)
+            for name in ("defaults", "layer-wise tokens", "inverse")
+            for world in (2, 4)
+        ),
+    ],
+)
+def test_ranks(name, world):
+    if name in SHARDED and not CAN_SHARD:
+        pytest.skip("fully_shard on CPUs needs torch 2.7")
+    case = {**CASES, **SHARDED}[name]
+    check(case, run(world, measure, case))
+
+
+def measure_as_on_a_gpu(case: Case) -> Measured:
+    with as_on_a_gpu():
+        return measure(case)
+
+
+@pytest.mark.parametrize("name", ["inverse, layer-wise", "diagonal inverses", "half inverse"])
+def test_inverses_that_no_host_waits_for(name):
+    case = {**CASES, **AT_FOUR}[name]
+    results = run(4, measure_as_on_a_gpu, case)
+    assert results[0].account.tracked
+    check(case, results)
+
+
+@pytest.mark.parametrize("name", AT_FOUR)
+def test_four_ranks(name):
+    check(AT_FOUR[name], run(4, measure, AT_FOUR[name]))
