@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
 from ..curvature.sums import Statistics
-from .hooks import Capture, Run
+from .hooks import Capture, ForwardPass
 
 KINDS = ("cross_entropy", "mse", "bce")
 _NAMES = ", ".join(f'"{name}"' for name in KINDS)
@@ -87,7 +87,7 @@ class Fisher:
         summed = statistics.loss_reduction == "sum" or callable(self.kind)
         counted = isinstance(statistics.loss_terms, str)
 
-        def scale(runs: Iterable[Run]) -> float:
+        def scale(runs: Iterable[ForwardPass]) -> float:
             if summed:
                 return 1.0
             # A mean over all losses; a number of terms is one of positions.
@@ -225,7 +225,7 @@ def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
 
 def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
     """Some passes of a step had their gradients drawn and others not: name them on all ranks."""
-    theirs = ranks.all_of((calls, own[:3]), "naming passes that were not drawn for")
+    theirs = ranks.gather_objects((calls, own[:3]), "naming passes that were not drawn for")
     said = "; ".join(
         f"rank {rank}: {calls} calls" + (f", not for {', '.join(names)}" if names else "")
         for rank, (calls, names) in enumerate(theirs)

@@ -41,10 +41,10 @@ _NOTHING = contextlib.nullcontext()
 
 _Covers = tuple[bool, bool]
 # The last: whether the moments are of gradients that were drawn.
-Sink = Callable[[Layer, "Run", _Covers, Moments | None, bool], None]
+Sink = Callable[[Layer, "ForwardPass", _Covers, Moments | None, bool], None]
 
 
-class Run:
+class ForwardPass:
     """One forward pass of the model: how many terms its loss averages if it trains."""
 
     __slots__ = (
@@ -177,7 +177,7 @@ class _Passage(NamedTuple):
     """One call of a layer in a forward pass, as its backward pass has to know it."""
 
     layer: Layer
-    run: Run
+    run: ForwardPass
     anchor: Tensor  # the parameter that its gradients go to
     covers: _Covers
     outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
@@ -290,7 +290,7 @@ class Capture:
         self.tapped = False  # whether a pass since then may gather
         # A layer, and its positions and examples, of which K counts the former.
         self.misread: tuple[str, int, int] | None = None
-        self._drawing: dict[_Drawn, tuple[Run, Moments]] | None = None
+        self._drawing: dict[_Drawn, tuple[ForwardPass, Moments]] | None = None
         # An input of every tap that gathers: differentiating by it runs them, and no parameter.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
@@ -299,10 +299,10 @@ class Capture:
         self._handed: dict[Layer, tuple[Tensor, Tensor]] = {}
         self._local = _OfThread()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
-        self._recent: deque[Run] = deque(maxlen=1024)
-        self._loose: Run | None = None
-        self._left_open: list[Run] = []  # until their own thread is here again
-        self._recomputed: tuple[int, Run] | None = None
+        self._recent: deque[ForwardPass] = deque(maxlen=1024)
+        self._loose: ForwardPass | None = None
+        self._left_open: list[ForwardPass] = []  # until their own thread is here again
+        self._recomputed: tuple[int, ForwardPass] | None = None
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
         self.shared = Shared()
@@ -361,7 +361,7 @@ class Capture:
             given = (*args, *kwargs.values())
             value = next(filter(_has_examples, given), given)
             self._close_loose()
-            run = self._remember(Run(value, paused=self.paused > 0))
+            run = self._remember(ForwardPass(value, paused=self.paused > 0))
         calls.append(_Entered(run, _frame_of_call()))
 
     def _run_ends(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -383,11 +383,11 @@ class Capture:
                 mode.__exit__(None, None, None)
             modes.pop()
 
-    def _remember(self, run: Run) -> Run:
+    def _remember(self, run: ForwardPass) -> ForwardPass:
         self._recent.append(run)
         return run
 
-    def _current_run(self, layer: Layer, x: Tensor) -> Run:
+    def _current_run(self, layer: Layer, x: Tensor) -> ForwardPass:
         calls = self._local.calls
         run = (calls[-1].what if calls else None) or self._run_again()
         if run is None:
@@ -398,7 +398,7 @@ class Capture:
             run.examples = 1
         return run
 
-    def _run_again(self) -> Run | None:
+    def _run_again(self) -> ForwardPass | None:
         """The forward pass of which a reentrant checkpoint runs its part again."""
         if _graph_task() is None:
             return None
@@ -409,7 +409,7 @@ class Capture:
                 return run
         return None
 
-    def _loose_run(self, layer: Layer, x: Tensor) -> Run:
+    def _loose_run(self, layer: Layer, x: Tensor) -> ForwardPass:
         """A pass through layers that are called without the model around them.
 
         It lasts until a backward pass or until the layer that began it is called again; what one
@@ -418,11 +418,11 @@ class Capture:
         task = _graph_task()
         if task is not None:
             if self._recomputed is None or self._recomputed[0] != task:
-                self._recomputed = task, Run(x, paused=self.paused > 0, first=layer)
+                self._recomputed = task, ForwardPass(x, paused=self.paused > 0, first=layer)
             return self._recomputed[1]
         if self._loose is None or self._loose.first is layer:
             self._close_loose()
-            self._loose = self._remember(Run(x, paused=self.paused > 0, first=layer))
+            self._loose = self._remember(ForwardPass(x, paused=self.paused > 0, first=layer))
         return self._loose
 
     def _close_loose(self) -> None:
@@ -451,7 +451,7 @@ class Capture:
         self,
         outputs: Tensor,
         columns: Iterable[Tensor],
-        scale_of: Callable[[Iterable[Run]], float],
+        scale_of: Callable[[Iterable[ForwardPass]], float],
     ) -> None:
         """Send ``columns``, gradients of the outputs, back to the layers that gather.
 
@@ -460,7 +460,7 @@ class Capture:
         """
         self.draws += 1
         self.misread = None  # what is drawn has a scale of its own
-        drawing: dict[_Drawn, tuple[Run, Moments]] = {}
+        drawing: dict[_Drawn, tuple[ForwardPass, Moments]] = {}
         self._drawing = drawing
         try:
             for column in columns:

@@ -44,7 +44,7 @@ def compare(
     """
     code = checksum(mine)
     numbers = [float(error is not None), code, code**2]
-    failed, once, squared = ranks.add_up(
+    failed, once, squared = ranks.sum_numbers(
         torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
     ).tolist()
     if failed and not (told and failed == ranks.world):
@@ -67,19 +67,19 @@ def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None
     if not named:
         return
     names, codes = list(named), _bits(named.values())
-    once, squared = ranks.add_up(
+    once, squared = ranks.sum_numbers(
         torch.stack([codes, codes**2]).double(), "comparing weights and gradients"
     ).tolist()
     for name, total, squares in zip(names, once, squared, strict=True):
         if not alike(ranks.world, total, squares):
-            theirs = ranks.all_of(int(codes[names.index(name)]), "naming what differs")
+            theirs = ranks.gather_objects(int(codes[names.index(name)]), "naming what differs")
             others = [rank for rank, code in enumerate(theirs) if code != theirs[0]]
             raise RuntimeError(f"{name} on ranks {others} is not the one of rank 0: {remedy}")
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
     """Raise on all ranks what has failed on some."""
-    texts = ranks.all_of(
+    texts = ranks.gather_objects(
         None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
     )
     if error is not None:
@@ -90,7 +90,7 @@ def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
 
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
     """Name one thing that differs, and the ranks."""
-    theirs = ranks.all_of(mine, f"comparing {what}")
+    theirs = ranks.gather_objects(mine, f"comparing {what}")
     for rank, values in enumerate(theirs[1:], 1):
         # A layer too many changes a group's sizes too, and says more.
         for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):

@@ -22,7 +22,7 @@ from ..plan.assignment import Grid
 from ..plan.routes import (
     Bucket,
     Moves,
-    Piece,
+    Shard,
     adder_to_all,
     cargo_bytes,
     chunks,
@@ -33,7 +33,7 @@ from ..plan.routes import (
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
 
 
-class Parcel(NamedTuple):
+class ReduceItem(NamedTuple):
     """A flat tensor of which the owner wants the sum over all ranks."""
 
     key: Any  # what the sum is known by
@@ -43,7 +43,7 @@ class Parcel(NamedTuple):
     dtype: torch.dtype  # of the sum
 
 
-class Shipment(NamedTuple):
+class BroadcastItem(NamedTuple):
     """Tensors that ``root`` has and the other members of its group want; shaped alike on all."""
 
     root: int
@@ -53,14 +53,14 @@ class Shipment(NamedTuple):
     ahead: Callable[[], object] | None = None  # work of the root that need not wait for others
 
 
-class Circle(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that share what one of them has."""
 
     members: Sequence[int]
-    shipments: list[Shipment]
+    shipments: list[BroadcastItem]
 
 
-class Thing(NamedTuple):
+class GatherItem(NamedTuple):
     """A tensor that one rank has, as all ranks know it."""
 
     key: Any
@@ -78,7 +78,7 @@ class Thing(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    bucket: Bucket[Parcel]
+    bucket: Bucket[ReduceItem]
     sent: Tensor  # alive until it has arrived
     received: Tensor
     scales: Tensor | None
@@ -86,7 +86,7 @@ class _Flight(NamedTuple):
 
 
 class _Added(NamedTuple):
-    bucket: Bucket[Parcel]
+    bucket: Bucket[ReduceItem]
     part: Tensor  # the sum of what this rank adds up
     scales: Tensor | None
 
@@ -98,7 +98,7 @@ class _Round(NamedTuple):
     relay: Callable[[], None] | None  # waits for what this rank is to pass on
     moves: Moves  # from there to all
     targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
-    shipments: list[Shipment]
+    shipments: list[BroadcastItem]
 
 
 def _is_group(group: Any) -> bool:
@@ -151,7 +151,7 @@ class Ranks:
                 self._host = device
 
     @property
-    def on_device(self) -> str | None:
+    def status_device(self) -> str | None:
         """The device whose backend carries the words that the host reads, if the CPU has none."""
         return None if self._host.type == "cpu" else self._host.type
 
@@ -161,7 +161,7 @@ class Ranks:
 
     # ---- on the host ----
 
-    def add_up(self, numbers: Tensor, during: str) -> Tensor:
+    def sum_numbers(self, numbers: Tensor, during: str) -> Tensor:
         """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
@@ -172,14 +172,14 @@ class Ranks:
         self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
         return total
 
-    def add_up_there(self, numbers: Tensor, kind: str) -> Tensor:
+    def sum_on_device(self, numbers: Tensor, kind: str) -> Tensor:
         """Sums over all ranks of a few numbers where they are, without a look from the host."""
         with _named(f"exchanging {kind}"):
             dist.all_reduce(numbers, group=self.group)
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 
-    def all_of(self, thing: Any, during: str) -> list[Any]:
+    def gather_objects(self, thing: Any, during: str) -> list[Any]:
         """What every rank says, in the order of ranks; for the rare cases."""
         if self.world == 1:
             return [thing]
@@ -190,8 +190,8 @@ class Ranks:
 
     # ---- sums ----
 
-    def reduce(
-        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+    def reduce_to_owners(
+        self, parcels: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
     ) -> Iterator[dict[Any, Tensor]]:
         """Bring every parcel's sum to its owner, in buckets; yields what is mine of some of them.
 
@@ -220,7 +220,7 @@ class Ranks:
             yield self._pass_on(added, kind)
 
     def _buckets_added_up(
-        self, parcels: list[Parcel], fill: Callable[[list[Parcel]], list[Tensor]], kind: str
+        self, parcels: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
     ) -> Iterator[_Added]:
         """One after the other, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
@@ -231,14 +231,14 @@ class Ranks:
         while on_the_way:
             yield self._add_up(on_the_way.popleft(), kind)
 
-    def buckets(self, parcels: list[Parcel]) -> Iterator[Bucket[Parcel]]:
+    def buckets(self, parcels: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
         for same in _by_place(parcels):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
             for chunk in chunks(same, lambda parcel: parcel.size, limit):
                 yield Bucket(chunk, self.world)
 
-    def _send(self, bucket: Bucket[Parcel], terms: list[Tensor], kind: str) -> _Flight:
+    def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
         place = bucket.parcels[0]
         wire = self.comm_dtype or place.dtype
         scales = None
@@ -257,7 +257,7 @@ class Ranks:
         work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
         return _Flight(bucket, flat, received, scales, work)
 
-    def _starts(self, bucket: Bucket[Parcel]) -> tuple[list[int], list[Parcel]]:
+    def _starts(self, bucket: Bucket[ReduceItem]) -> tuple[list[int], list[ReduceItem]]:
         return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
@@ -312,7 +312,7 @@ class Ranks:
             targets, sources = zip(*kept, strict=True)
             torch._foreach_copy_(targets, sources)
         if any(one.bucket.passed_on for one in added):
-            self.swap(outgoing, incoming, added[0].part.device, kind)
+            self.all_to_all(outgoing, incoming, added[0].part.device, kind)
         added.clear()
         if scales:
             scaled, by = zip(*scales, strict=True)
@@ -351,14 +351,14 @@ class Ranks:
 
     # ---- copies ----
 
-    def from_one(self, root: int, tensors: list[Tensor], kind: str) -> None:
+    def broadcast_from(self, root: int, tensors: list[Tensor], kind: str) -> None:
         """Give ``root``'s tensors to all ranks."""
         if tensors:
             size = cargo_bytes(tensor.nbytes for tensor in tensors)
-            shipment = Shipment(root, size, lambda: tensors)
-            self.spread([Circle(range(self.world), [shipment])], tensors[0].device, kind)
+            shipment = BroadcastItem(root, size, lambda: tensors)
+            self.broadcast([RankGroup(range(self.world), [shipment])], tensors[0].device, kind)
 
-    def swap(
+    def all_to_all(
         self,
         outgoing: list[list[Tensor]],
         incoming: list[list[Tensor]],
@@ -381,11 +381,11 @@ class Ranks:
         if targets:
             torch._foreach_copy_(targets, _views(received, targets))
 
-    def collect(self, things: list[Thing], to: int, kind: str) -> dict[Any, Tensor]:
+    def gather_to(self, things: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         found: dict[Any, Tensor] = {}
         for same in _by_device(things):
-            for chunk in chunks(same, Thing.bytes, self.bucket_bytes):
+            for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
                 mine = [x for x in chunk if x.source == self.rank]
                 sizes_in = [
                     cargo_bytes(x.bytes() for x in chunk if x.source == rank and to == self.rank)
@@ -408,7 +408,7 @@ class Ranks:
                     found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
         return found
 
-    def spread(self, groups: Sequence[Circle], device: torch.device, kind: str) -> None:
+    def broadcast(self, groups: Sequence[RankGroup], device: torch.device, kind: str) -> None:
         """Give each group's shipments from their roots to all its members.
 
         Groups have no rank in common. One may stand for all, if the others' shipments are of the
@@ -438,9 +438,9 @@ class Ranks:
             on_the_way.append(functools.partial(_unload, finish, targets, shipments))
 
         for i in range(max(map(len, rounds), default=0)):
-            pieces: tuple[Piece, ...] = ()
+            pieces: tuple[Shard, ...] = ()
             members: Sequence[int] = ()
-            shipments: list[Shipment] = []
+            shipments: list[BroadcastItem] = []
             relayed = False
             for group, parts in zip(groups, rounds, strict=True):
                 if i < len(parts):
@@ -466,7 +466,7 @@ class Ranks:
             on_the_way.popleft()()
 
     def _loaded(
-        self, shipments: list[Shipment], device: torch.device
+        self, shipments: list[BroadcastItem], device: torch.device
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """What this rank sends as bytes, with room for the rest; and what that will fill."""
         flat = torch.empty(sum(x.size for x in shipments), dtype=torch.uint8, device=device)
@@ -486,7 +486,7 @@ class Ranks:
 def _unload(
     finish: Callable[[], None],
     targets: list[tuple[Tensor, Tensor]],
-    shipments: list[Shipment],
+    shipments: list[BroadcastItem],
 ) -> None:
     """Wait for what has been sent here, and put it where it belongs."""
     finish()
@@ -535,15 +535,15 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _by_device(things: list[Thing]) -> list[list[Thing]]:
-    devices: dict[torch.device, list[Thing]] = {}
+def _by_device(things: list[GatherItem]) -> list[list[GatherItem]]:
+    devices: dict[torch.device, list[GatherItem]] = {}
     for thing in things:
         devices.setdefault(thing.device, []).append(thing)
     return list(devices.values())
 
 
-def _by_place(parcels: list[Parcel]) -> list[list[Parcel]]:
-    places: dict[tuple[torch.device, torch.dtype], list[Parcel]] = {}
+def _by_place(parcels: list[ReduceItem]) -> list[list[ReduceItem]]:
+    places: dict[tuple[torch.device, torch.dtype], list[ReduceItem]] = {}
     for parcel in parcels:
         places.setdefault((parcel.device, parcel.dtype), []).append(parcel)
     return list(places.values())

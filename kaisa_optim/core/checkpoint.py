@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.ranks import Thing
+from ..comm.ranks import GatherItem
 from ..curvature.stacks import Specs, stack_key
 from ..curvature.underway import COPIED
 from ..layers import Layer
@@ -172,7 +172,7 @@ def _status(kfac: Preconditioner, layer: Layer, convention: int) -> list[int]:
 def _convention(kfac: Preconditioner) -> int:
     """A code of what the factors mean; those of another convention are no factors here."""
     o = kfac.options
-    return 4 * o.papers + 2 * (o.weight_sharing == "reduce") + (o.loss_reduction == "sum")
+    return 4 * o.kaisa_scaling + 2 * (o.weight_sharing == "reduce") + (o.loss_reduction == "sum")
 
 
 def absent(kfac: Preconditioner) -> list[str]:
@@ -195,7 +195,7 @@ def consolidate(kfac: Preconditioner, to: int) -> Entries:
         for thing in _everywhere(kfac, layer)
         if thing.source != to
     ]
-    gathered = kfac.ranks.collect(things, to, "checkpoint")
+    gathered = kfac.ranks.gather_to(things, to, "checkpoint")
     entries: Entries = {}
     for (home, name), tensor in gathered.items():
         entries.setdefault(home, {})[name] = tensor
@@ -218,7 +218,7 @@ def complete(
             state_dict.setdefault(UNDER_WAY, {})[index] = apart
 
 
-def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
+def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[GatherItem]:
     """A layer's tensors on all ranks, with the rank that sends each."""
     here = {**dict(_named(kfac, layer)), **dict(_begun(kfac, layer))}
     specs = _kept(kfac, layer)
@@ -230,7 +230,7 @@ def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[Thing]:
     for prefix, source, tensors in specs:
         for kind, (shape, dtype) in tensors.items():
             name = f"{PREFIX}{layer.tag}{prefix}{kind}"
-            yield Thing((_home(layer), name), source, shape, dtype, device, here.get(name))
+            yield GatherItem((_home(layer), name), source, shape, dtype, device, here.get(name))
 
 
 def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:

@@ -284,7 +284,7 @@ class Options:
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("statistics_precision", self.statistics_precision, ("highest", "high", "medium"))
         plain = (self.weight_sharing, self.loss_terms, self.loss_reduction)
-        if self.papers and plain != ("expand", "examples", "mean"):
+        if self.kaisa_scaling and plain != ("expand", "examples", "mean"):
             raise ValueError(
                 'Invalid normalization: "kaisa" leaves out weight_sharing, loss_terms and '
                 'loss_reduction; remove them, or use normalization="fisher"'
@@ -310,7 +310,7 @@ class Options:
                 f"Invalid basis_tolerance: {self.basis_tolerance!r}; it must be a share in [0, 1), "
                 "such as 0.1, or 0 for a new decomposition at every refresh"
             )
-        if self.basis_tolerance and (self.compute_method != "eigen" or self.papers):
+        if self.basis_tolerance and (self.compute_method != "eigen" or self.kaisa_scaling):
             raise ValueError(
                 f"Invalid basis_tolerance: {self.basis_tolerance!r} belongs to "
                 'compute_method="eigen" and normalization="fisher"; leave it out'
@@ -369,18 +369,18 @@ class Options:
         self._settle("early_refreshes", _step_numbers("early_refreshes", self.early_refreshes))
         self._settle("skip_layers", _patterns(self.skip_layers))
         if self.kl_clip_lr is None:
-            self._settle("kl_clip_lr", "current" if self.papers else "initial")
+            self._settle("kl_clip_lr", "current" if self.kaisa_scaling else "initial")
         _one_of("kl_clip_lr", self.kl_clip_lr, ("initial", "current"))
         if self.compute_method == "inverse":
             if self.damping_split is None:
-                self._settle("damping_split", "full" if self.papers else "pi")
+                self._settle("damping_split", "full" if self.kaisa_scaling else "pi")
             _one_of("damping_split", self.damping_split, ("pi", "full"))
         self._check_staggered()
 
     def _check_staggered(self) -> None:
         value = self.staggered
         if value is None:
-            self._settle("staggered", not self.papers)
+            self._settle("staggered", not self.kaisa_scaling)
         elif not isinstance(value, bool):
             if not _is_whole(value) or value < 1:
                 raise ValueError(
@@ -394,7 +394,7 @@ class Options:
         """Bases of Adam's moments are followed, and often, where they can be."""
         rounded = self.inv_dtype in _HALVES
         if self.basis_tolerance is None:
-            follows = self.moments == "eigenbasis" and not (rounded or self.papers)
+            follows = self.moments == "eigenbasis" and not (rounded or self.kaisa_scaling)
             self._settle("basis_tolerance", _FOLLOWED if follows else 0.0)
         if self.inv_update_steps is None:
             follows = self.moments == "eigenbasis" and bool(self.basis_tolerance)
@@ -528,7 +528,7 @@ class Options:
         return float(self.basis_tolerance or 0)
 
     @property
-    def papers(self) -> bool:
+    def kaisa_scaling(self) -> bool:
         """Whether the papers' own scaling is asked for."""
         return self.normalization == "kaisa"
 

@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..capture import fisher
 from ..capture.hooks import Capture
 from ..comm import agreement, sharding
-from ..comm.ranks import Circle, Ranks, Shipment
+from ..comm.ranks import BroadcastItem, RankGroup, Ranks
 from ..curvature.refresh import Outcome, SecondOrder
 from ..curvature.rules import adam as eigenbasis
 from ..curvature.rules import ekfac as correction
@@ -107,7 +107,7 @@ class Preconditioner:
         self.skipped: dict[str, str] = {}
         self.statistics = Statistics(
             self.ranks,
-            papers=options.papers,
+            kaisa_scaling=options.kaisa_scaling,
             loss_reduction=options.loss_reduction,
             factor_dtype=options.factor_dtype,
         )
@@ -185,10 +185,10 @@ class Preconditioner:
         text = self._of_wide_factors()
         if text:
             agreement.warn(self.ranks, text, stacklevel=4)
-        if self.ranks.on_device:
+        if self.ranks.status_device:
             agreement.warn(
                 self.ranks,
-                f"the process group has no backend for the CPU, only for {self.ranks.on_device}, "
+                f"the process group has no backend for the CPU, only for {self.ranks.status_device}, "
                 "so that in most steps the host waits for that device to hear what ranks agree on; "
                 "add gloo for the CPU where the group is made, as in "
                 'init_process_group("cpu:gloo,cuda:nccl")',
@@ -302,7 +302,7 @@ class Preconditioner:
     @loss_terms.setter
     def loss_terms(self, value: str | float) -> None:
         value = checks.check_loss_terms(value)
-        if self.options.papers and value != "examples":
+        if self.options.kaisa_scaling and value != "examples":
             raise ValueError(
                 f'Invalid loss_terms: {value!r} has no meaning under normalization="kaisa", which '
                 'leaves K out; use normalization="fisher"'
@@ -356,7 +356,7 @@ class Preconditioner:
         place of a draw, with one backward pass for each number of an example's outputs.
         ``generator`` draws; without one it is seeded by step and rank, whatever torch's seed is.
         """
-        if self.options.papers:
+        if self.options.kaisa_scaling:
             raise ValueError(
                 'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
                 'normalization="fisher"'
@@ -385,7 +385,7 @@ class Preconditioner:
         """Once: that K counts positions for examples, where it does and where that matters."""
         capture, options = self._capture, self.options
         assert capture is not None
-        indifferent = options.papers or self.second_order.moments
+        indifferent = options.kaisa_scaling or self.second_order.moments
         if indifferent or options.loss_reduction == "sum" or self.loss_terms != "examples":
             capture.misread = None
         if capture.misread is None or self._named_misread:
@@ -574,7 +574,7 @@ class Preconditioner:
         notes = self.second_order.tracking.flags(self.shelf)
         numbers = [*head, *with_gradient, *notes]
         mine = [*numbers, *counts, *(count > 0 for count in counts)]
-        word = self.ranks.add_up(
+        word = self.ranks.sum_numbers(
             torch.tensor(mine, dtype=torch.float64, device="cpu"), f"agreeing on step {self.steps}"
         ).tolist()
         failed, captured, graded, drawn, trained, once, squared, terms, lacking, *flags = word[
@@ -663,7 +663,9 @@ class Preconditioner:
     def _check_gradients(self, layers: list[Layer], mine: list[bool], present: list[float]) -> None:
         partly = [i for i, n in enumerate(present) if 0 < n < self.ranks.world]
         if partly:
-            theirs = self.ranks.all_of([mine[i] for i in partly], "looking for missing gradients")
+            theirs = self.ranks.gather_objects(
+                [mine[i] for i in partly], "looking for missing gradients"
+            )
             without = [rank for rank, flags in enumerate(theirs) if not flags[0]]
             raise RuntimeError(
                 f"layer {layers[partly[0]].name!r} has no gradient on ranks {without}, but has one "
@@ -707,7 +709,7 @@ class Preconditioner:
     def _settle(self, due: list[Layer], outcome: Outcome) -> list[Layer]:
         """Agree on what the owners made of the layers that were due; those with a state."""
         flags = [float(outcome.error is not None), *outcome.flags(due)]
-        failed, *flags = self.ranks.add_up(
+        failed, *flags = self.ranks.sum_numbers(
             torch.tensor(flags, dtype=torch.float64, device="cpu"),
             f"decomposing factors in step {self.steps}",
         ).tolist()
@@ -737,7 +739,7 @@ class Preconditioner:
         counts = [self.second_order.failures.get(x, 0) for x in layers]
         mine = [self._lacks_halves(), *flags, *counts]
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        lacking, *word = self.ranks.add_up(numbers, "agreeing on a loaded state").tolist()
+        lacking, *word = self.ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
         self.second_order.halves = not lacking
         fed, ready, overdue, squares, failures = (
             word[i : i + len(layers)] for i in range(0, len(word), len(layers))
@@ -761,7 +763,7 @@ class Preconditioner:
         """Where states differ in what a layer covers, it starts anew, with what is not frozen."""
         layers = list(self.layers.values())
         mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
-        sums = self.ranks.add_up(mine.flatten(), "agreeing on what a loaded state covers")
+        sums = self.ranks.sum_numbers(mine.flatten(), "agreeing on what a loaded state covers")
         apart = ((sums != 0) & (sums != self.ranks.world)).view(-1, 2).any(1).tolist()
         for layer in itertools.compress(layers, apart):
             layer.covers = layer.covers_now()
@@ -897,7 +899,7 @@ class Preconditioner:
                 for column, shipments in self._shipped(same)
             ]
             device = stack_key(same[0], "g").device
-            self.ranks.spread([Circle(members, in_turn(by_column))], device, "gradients")
+            self.ranks.broadcast([RankGroup(members, in_turn(by_column))], device, "gradients")
         return [wire.unpack() for wire in wires]
 
     def _shipped(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
@@ -923,7 +925,7 @@ class Preconditioner:
         shapes: list[list[Layer]],
         wires: list[gradients.Wire],
         apply: Apply,
-    ) -> Shipment:
+    ) -> BroadcastItem:
         """What a root sends of the layers of its column, or room for it elsewhere."""
         own = root == self.ranks.rank
 
@@ -938,7 +940,7 @@ class Preconditioner:
             return [tensor for wire in new for tensor in wire.tensors]
 
         size = sum(gradients.wire_bytes(one, self.options.comm_dtype) for one in shapes)
-        return Shipment(root, size, tensors, ahead=made if own else None)
+        return BroadcastItem(root, size, tensors, ahead=made if own else None)
 
     def _returned(self, apply: Apply) -> tuple[dict[Tensor, Tensor], dict[Layer, Tensor]]:
         """New gradients of sharded layers, each rank its shards, and what the clip needs of them.
@@ -978,7 +980,7 @@ class Preconditioner:
                     for rank in ranks:
                         if shards.sends(rank, me):
                             incoming[rank].append(shards.part(whole[p], rank))
-        self.ranks.swap(outgoing, incoming, layers[0].parameters[0].device, "gradients")
+        self.ranks.all_to_all(outgoing, incoming, layers[0].parameters[0].device, "gradients")
         return whole
 
     def _return(
@@ -1007,7 +1009,7 @@ class Preconditioner:
                 dtype = stack_key(layer, "g").dtype
                 terms[layer] = torch.empty(2, dtype=dtype, device=layer.parameters[0].device)
             incoming[owner].append(terms[layer])
-        self.ranks.swap(outgoing, incoming, layers[0].parameters[0].device, "gradients")
+        self.ranks.all_to_all(outgoing, incoming, layers[0].parameters[0].device, "gradients")
 
     def _shards(self, layer: Layer) -> list[sharding.Shards]:
         both = zip(self.sharded[layer], layer.covers, strict=True)
@@ -1172,7 +1174,7 @@ class Preconditioner:
                 dict.fromkeys(p for p in self._group_of if p not in left),
                 skip_layers=tuple(self.options.skip_layers),
                 max_factor_size=self.options.max_factor_size,
-                papers_only=self.options.papers,
+                papers_only=self.options.kaisa_scaling,
                 warn=functools.partial(agreement.warn, self.ranks)
                 if self._capture is None
                 else None,

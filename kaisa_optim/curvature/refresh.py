@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm import agreement
-from ..comm.ranks import Circle, Ranks, Shipment
+from ..comm.ranks import BroadcastItem, RankGroup, Ranks
 from ..layers import Basis, Layer
 from ..linalg import eigen, kronecker, moments, orthogonal, precision, products
 from ..plan.routes import cargo_bytes, chunks, in_turn, side_by_side
@@ -411,10 +411,10 @@ class SecondOrder:
                     ]
                     for root, own in by_root.items()
                 ]
-                circles.append(Circle(grid.workers_of(column), in_turn(shipments)))
-            self.ranks.spread(circles, device, "second_order")
+                circles.append(RankGroup(grid.workers_of(column), in_turn(shipments)))
+            self.ranks.broadcast(circles, device, "second_order")
 
-    def _shipment(self, layout: Layout, root: int, keys: list[Key], size: int) -> Shipment:
+    def _shipment(self, layout: Layout, root: int, keys: list[Key], size: int) -> BroadcastItem:
         """State of some factors; halves of matrices live from their packing to their arrival."""
         packed: list[tuple[Factor, Tensor]] = []
 
@@ -424,7 +424,9 @@ class SecondOrder:
                 factor[self.method].copy_(whole.triu_() if self.method == "root" else whole)
             packed.clear()
 
-        return Shipment(root, size, functools.partial(self._states, layout, keys, packed), unpack)
+        return BroadcastItem(
+            root, size, functools.partial(self._states, layout, keys, packed), unpack
+        )
 
     def _bytes(self, key: Key) -> int:
         layer, side = key
@@ -556,7 +558,7 @@ class SecondOrder:
             sides.append(means)
         both = torch.stack(sides)
         # Where A and G of a layer lie on two ranks, each needs to know the other's.
-        return self.ranks.add_up_there(both, "second_order") if self.parted else both
+        return self.ranks.sum_on_device(both, "second_order") if self.parted else both
 
     def _refresh_stack(
         self, stack: Stack, factors: list[Factor], layout: Layout, shifts: dict[Key, Tensor]

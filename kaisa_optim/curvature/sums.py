@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..capture.hooks import Run
-from ..comm.ranks import Parcel, Ranks
+from ..capture.hooks import ForwardPass
+from ..comm.ranks import Ranks, ReduceItem
 from ..layers import Layer, Moments
 from ..linalg.moments import lower_parts, pack, packed_size, unpack
 from ..linalg.precision import full_precision
@@ -42,7 +42,7 @@ class Gathered:
         self.projected: Tensor | None = None
         # Of rows, for each section; of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
-        self.runs: set[Run] = set()
+        self.runs: set[ForwardPass] = set()
         self.drawn = False  # whether drawn gradients are in G
         self.own = False  # whether gradients that train are in G, and not drawn ones alone
 
@@ -91,12 +91,12 @@ class Statistics:
         self,
         ranks: Ranks,
         *,
-        papers: bool,
+        kaisa_scaling: bool,
         loss_reduction: str,
         factor_dtype: torch.dtype | None,
     ) -> None:
         self.ranks = ranks
-        self.papers = papers
+        self.kaisa_scaling = kaisa_scaling
         self.loss_reduction = loss_reduction
         self.factor_dtype = factor_dtype
         self.loss_terms: str | float = "examples"
@@ -108,7 +108,7 @@ class Statistics:
     def add(
         self,
         layer: Layer,
-        run: Run,
+        run: ForwardPass,
         covers: tuple[bool, bool],
         moments: Moments | None,
         drawn: bool = False,
@@ -136,7 +136,7 @@ class Statistics:
                 if sums is not None:
                     sums.div_(scale).div_(scale)
         count: float = moments.rows
-        if self.papers:
+        if self.kaisa_scaling:
             # Each pass is a covariance of rows over the positions; passes are then averaged.
             share = moments.rows * (moments.positions**2 if layer.divided_by_positions else 1)
             moments.a.div_(share)
@@ -171,7 +171,7 @@ class Statistics:
             return self.loss_terms if self.gathered else 0.0
         return self.terms_of(set().union(*(x.runs for x in self.gathered.values())))
 
-    def terms_of(self, runs: Iterable[Run]) -> float:
+    def terms_of(self, runs: Iterable[ForwardPass]) -> float:
         """How many examples or positions these forward passes had."""
         assert isinstance(self.loss_terms, str)
         return float(sum(getattr(run, self.loss_terms) for run in runs))
@@ -192,7 +192,7 @@ class Statistics:
     def allocate(self, shelf: Shelf) -> None:
         for stack in shelf.stacks.values():
             stack.new(self.specs(stack.key, stack.count))
-            if self.papers:
+            if self.kaisa_scaling:
                 # No bias correction there: averages start at the identity, at full weight.
                 stack.tensors["weight"].fill_(1.0)
                 average = stack.tensors["average"]
@@ -228,13 +228,13 @@ class Statistics:
             key = stack_key(layer, side)
             size = layer.blocks * _width(key)
             parcels.append(
-                Parcel((layer, side), owner_of(layer, side), size, key.device, key.dtype)
+                ReduceItem((layer, side), owner_of(layer, side), size, key.device, key.dtype)
             )
 
-        def flat(bucket: list[Parcel]) -> list[Tensor]:
+        def flat(bucket: list[ReduceItem]) -> list[Tensor]:
             return [v.flatten() for v in self._contributions([p.key for p in bucket], tally)]
 
-        for arrived in self.ranks.reduce(parcels, flat, "factors"):
+        for arrived in self.ranks.reduce_to_owners(parcels, flat, "factors"):
             sums = {}
             for (layer, side), total in arrived.items():
                 key = stack_key(layer, side)
@@ -286,7 +286,7 @@ class Statistics:
 
     def _scales(self, layer: Layer, side: str, gathered: Gathered, tally: Tally) -> list[float]:
         """What to multiply each section of a sum with, on the host."""
-        if self.papers:
+        if self.kaisa_scaling:
             # Each rank's passes are averaged, then the ranks.
             both = zip(gathered.count, tally.givers[layer], strict=True)
             return [1 / (max(1, count) * max(1, givers)) for count, givers in both]

@@ -123,7 +123,7 @@ class AdaptiveDamping:
             after = _loss("closure", closure(), "it must return")
             own = [_loss("loss", loss, "it must be"), after, float(foreseen)]
         numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
-        before, after, foreseen_by_all = ranks.add_up(numbers, "adapting the damping").tolist()
+        before, after, foreseen_by_all = ranks.sum_numbers(numbers, "adapting the damping").tolist()
         self._adapt((after - before) / ranks.world, foreseen_by_all)
 
     def _adapt(self, change: float, foreseen: float) -> None:
@@ -247,7 +247,7 @@ def _check_options(optimizer: KFACMixin) -> None:
     elif options.compute_method != "eigen" or options.compute_eigenvalue_outer_product:
         wrong = "stored inverses or eigenvalue products"
         why = 'they keep the damping of their refresh: take compute_method="eigen" alone'
-    elif options.papers:
+    elif options.kaisa_scaling:
         wrong, why = 'normalization="kaisa"', "its factors are not on the scale of the loss"
     elif any(group.get("maximize") for group in optimizer.param_groups):
         wrong, why = "maximize=True", "negate the loss instead"

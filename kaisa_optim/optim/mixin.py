@@ -506,7 +506,7 @@ class KFACMixin(Optimizer, Joinable):
         parameters = [p for group in self.param_groups for p in group["params"]]
         kfac = self.preconditioner
         mine = _settings(self), [p.grad is not None for p in parameters]
-        told = kfac.ranks.all_of(None if self._has_joined else mine, "joining")
+        told = kfac.ranks.gather_objects(None if self._has_joined else mine, "joining")
         if all(told):
             return {}
         root = next(rank for rank, said in enumerate(told) if said)
@@ -515,7 +515,7 @@ class KFACMixin(Optimizer, Joinable):
             _adopt(self, settings)
         taken = [p for p, has in zip(parameters, graded, strict=True) if has]
         new = {p: p.grad if kfac.ranks.rank == root else torch.empty_like(p) for p in taken}
-        kfac.ranks.from_one(root, list(new.values()), "gradients")
+        kfac.ranks.broadcast_from(root, list(new.values()), "gradients")
         return new if self._has_joined else {}
 
     @torch.compiler.disable

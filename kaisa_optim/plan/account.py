@@ -15,8 +15,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .assignment import Grid, Placement, Task, WorkAssignment, rounds, turns
+from .assignment import Grid, Placement, Task, WorkAssignment
 from .routes import Bucket, cargo_bytes, chunks, side_by_side
+from .schedule import rounds, turns
 
 if TYPE_CHECKING:
     from ..comm.sharding import Shards

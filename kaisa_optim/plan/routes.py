@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Sized)
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A part of a flat buffer on its way."""
 
     start: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
+def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
     """Who adds up which part of a bucket of ``(owner, size)`` segments.
 
     Owners add up their own, except where one has more than twice the mean. The terms of every rank
@@ -65,13 +65,13 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Piece, ...]:
     for owner, size in segments:
         stop, own = start + size, min(size, left[owner])
         if own:
-            pieces.append(Piece(start, start + own, owner, owner))
+            pieces.append(Shard(start, start + own, owner, owner))
             left[owner] -= own
         start += own
         while start < stop:
             helper = next(iter(room))
             step = min(stop - start, room[helper])
-            pieces.append(Piece(start, start + step, helper, owner))
+            pieces.append(Shard(start, start + step, helper, owner))
             start += step
             room[helper] -= step
             if not room[helper]:
@@ -95,7 +95,7 @@ class Bucket(Generic[P]):
             at += size
         self.size = at
         self.pieces = cut(tuple(segments), world)
-        self.to_add: list[list[Piece]] = [[] for _ in range(world)]  # by rank
+        self.to_add: list[list[Shard]] = [[] for _ in range(world)]  # by rank
         self.sizes = [0] * world  # of that
         self.owned = [(0, 0)] * world  # from where to where each rank's parcels lie
         self.passed_on: Counter[int] = Counter()  # what comes to owners from other adders
@@ -119,7 +119,7 @@ class Moves(NamedTuple):
 
 
 def _moves(
-    outgoing: Iterable[tuple[int, Piece]], incoming: Iterable[tuple[int, Piece]], world: int
+    outgoing: Iterable[tuple[int, Shard]], incoming: Iterable[tuple[int, Shard]], world: int
 ) -> Moves:
     """From pieces with the rank that each goes to, or comes from."""
     parts, sizes = [], []
@@ -140,14 +140,14 @@ def _moves(
 
 
 @functools.lru_cache(maxsize=1024)
-def owner_to_adder(pieces: tuple[Piece, ...], me: int, world: int) -> Moves:
+def owner_to_adder(pieces: tuple[Shard, ...], me: int, world: int) -> Moves:
     away = [p for p in pieces if p.adder != p.owner]
     outgoing = [(p.adder, p) for p in away if p.owner == me]
     return _moves(outgoing, [(p.owner, p) for p in away if p.adder == me], world)
 
 
 @functools.lru_cache(maxsize=1024)
-def adder_to_all(pieces: tuple[Piece, ...], members: tuple[int, ...], me: int, world: int) -> Moves:
+def adder_to_all(pieces: tuple[Shard, ...], members: tuple[int, ...], me: int, world: int) -> Moves:
     mine = [p for p in pieces if p.adder == me]
     outgoing = [(rank, p) for rank in members if rank != me for p in mine if p.owner != rank]
     incoming = [(p.adder, p) for p in pieces if me not in (p.adder, p.owner)]
@@ -155,11 +155,11 @@ def adder_to_all(pieces: tuple[Piece, ...], members: tuple[int, ...], me: int, w
 
 
 @functools.lru_cache(maxsize=1024)
-def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Shard, ...]:
     """Which member passes on which part of what the roots have."""
     place = {rank: i for i, rank in enumerate(members)}
     pieces = cut(tuple((place[root], size) for root, size in segments), len(members))
-    return tuple(Piece(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
+    return tuple(Shard(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
 from kaisa_optim.comm.agreement import alike, checksum
-from kaisa_optim.comm.ranks import Parcel, Ranks
+from kaisa_optim.comm.ranks import Ranks, ReduceItem
 from kaisa_optim.curvature import refresh as second_order
 from kaisa_optim.curvature.refresh import SecondOrder
 from kaisa_optim.curvature.rules import truncated as truncation
@@ -456,11 +456,13 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
     ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
     mine = terms(ranks.rank, parcels, seed)
     things = [
-        Parcel(i, owner, size, torch.device("cpu"), dtype)
+        ReduceItem(i, owner, size, torch.device("cpu"), dtype)
         for i, (owner, size, dtype) in enumerate(parcels)
     ]
     found: dict[int, Tensor] = {}
-    for sums in ranks.reduce(things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"):
+    for sums in ranks.reduce_to_owners(
+        things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"
+    ):
         found |= {key: value.clone() for key, value in sums.items()}
     buckets = [
         (len(b.parcels), sum(p.size * p.dtype.itemsize for p in b.parcels))
@@ -512,7 +514,9 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 def alive_when_filled(owners: list[int]) -> int:
     """The most buckets that are still in memory when the next one is filled."""
     ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
-    parcels = [Parcel(i, r, size, torch.device("cpu"), torch.float32) for i, r in enumerate(owners)]
+    parcels = [
+        ReduceItem(i, r, size, torch.device("cpu"), torch.float32) for i, r in enumerate(owners)
+    ]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
     send = ranks._send
@@ -522,12 +526,12 @@ def alive_when_filled(owners: list[int]) -> int:
         received.append(weakref.ref(flight.received.untyped_storage()))
         return flight
 
-    def fill(bucket: list[Parcel]) -> list[Tensor]:
+    def fill(bucket: list[ReduceItem]) -> list[Tensor]:
         counts.append(alive(received, at_most=2))
         return [torch.ones(size)]
 
     with mock.patch.object(ranks, "_send", noted):
-        for sums in ranks.reduce(parcels, fill, "x"):
+        for sums in ranks.reduce_to_owners(parcels, fill, "x"):
             del sums
     return max(counts)
 
@@ -542,14 +546,15 @@ def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
     """Errors, over the magnitudes, of sums that travel in float16, an owner's two in a bucket."""
     ranks = Ranks(None, bucket_cap_mb=2 * size * 2 / 2**20, comm_dtype=torch.float16)
     parcels = [
-        Parcel(i, i // 2, size, torch.device("cpu"), torch.float32) for i in range(len(magnitudes))
+        ReduceItem(i, i // 2, size, torch.device("cpu"), torch.float32)
+        for i in range(len(magnitudes))
     ]
 
-    def fill(bucket: list[Parcel]) -> list[Tensor]:
+    def fill(bucket: list[ReduceItem]) -> list[Tensor]:
         return [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket]
 
     errors = {}
-    for sums in ranks.reduce(parcels, fill, "x"):
+    for sums in ranks.reduce_to_owners(parcels, fill, "x"):
         for key, value in sums.items():
             exact = ranks.world * torch.linspace(-1, 1, size)
             errors[key] = float((value / magnitudes[key] - exact).abs().max())

@@ -30,9 +30,8 @@ from kaisa_optim.plan.assignment import (
     colocated,
     loads,
     make_grid,
-    rounds,
-    turns,
 )
+from kaisa_optim.plan.schedule import rounds, turns
 
 property_test = settings(max_examples=100)
 NEARLY = 1 + 1e-9  # sums of floats in another order

@@ -110,7 +110,7 @@ def _summed(
             terms = statistics.projected(chunk, tally)
             if ranks.world > 1:
                 flat = torch.cat([term.flatten() for term in terms])
-                parts = ranks.add_up_there(flat, "second_order").split(list(map(_elements, chunk)))
+                parts = ranks.sum_on_device(flat, "second_order").split(list(map(_elements, chunk)))
                 terms = [part.view_as(term) for part, term in zip(parts, terms, strict=True)]
             yield from zip(chunk, terms, strict=True)
 

@@ -1,0 +1,10 @@
+"""The form that errors about arguments have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def invalid(name: str, value: Any, must: str) -> ValueError:
+    """Return the error for a bad argument: its name, its value, and what it must be instead."""
+    return ValueError(f"Invalid {name}: {value!r}; {must}")
