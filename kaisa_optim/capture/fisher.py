@@ -11,17 +11,26 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
-from ..curvature.sums import Statistics
 from .hooks import Capture, ForwardPass
 
 KINDS = ("cross_entropy", "mse", "bce")
 _NAMES = ", ".join(f'"{name}"' for name in KINDS)
 Kind = str | Callable[[Tensor], Tensor]
+
+
+class Sums(Protocol):
+    """How K counts."""
+
+    loss_reduction: str
+    loss_terms: str | float
+
+    def terms_of(self, passes: Iterable[ForwardPass]) -> float: ...
 
 
 class Fisher:
@@ -82,16 +91,16 @@ class Fisher:
             self.generator = torch.Generator(self.outputs.device)
             self.generator.manual_seed(int.from_bytes(digest, "big"))
 
-    def draw(self, capture: Capture, statistics: Statistics) -> None:
+    def draw(self, capture: Capture, sums: Sums) -> None:
         """Gather G; its scale is that of the sum of the terms that K counts."""
-        summed = statistics.loss_reduction == "sum" or callable(self.kind)
-        counted = isinstance(statistics.loss_terms, str)
+        summed = sums.loss_reduction == "sum" or callable(self.kind)
+        counted = isinstance(sums.loss_terms, str)
 
         def scale(runs: Iterable[ForwardPass]) -> float:
             if summed:
                 return 1.0
             # A mean over all losses; a number of terms is one of positions.
-            return statistics.terms_of(runs) / max(1, self.count) if counted else 1 / self.width
+            return sums.terms_of(runs) / max(1, self.count) if counted else 1 / self.width
 
         capture.draw(self.outputs, self.columns(relative=counted and not summed), scale)
 
@@ -236,3 +245,16 @@ def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
         "the loss is of. Layers under torch.utils.checkpoint can be reached with "
         "use_reentrant=False only"
     )
+
+
+def draw_before_backward(fisher: Fisher, capture: Capture, sums: Sums) -> None:
+    """Gather G, and name the remedy where the graph is gone already."""
+    try:
+        fisher.draw(capture, sums)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "sample_fisher came after loss.backward(), which freed the graph of outputs; "
+            "call it before, right after the forward pass"
+        ) from error

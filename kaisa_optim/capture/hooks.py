@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..layers import Basis, Layer, Moments, Shared
 from ..layers.sampling import WHOLE, Part, Sample
-from ..linalg.moments import mirrored
 from ..linalg.precision import statistics_precision, without_autocast
 from .saving import UNKNOWN, saving_hooks
 
@@ -342,7 +341,7 @@ class Capture:
         self._handed.clear()
         self.was_paused = self.paused > 0
 
-    def go_on(self, former: Capture) -> None:
+    def resume(self, former: Capture) -> None:
         """In a step that another one has begun, on a model of which other layers train by now."""
         self.backwards, self.was_paused = former.backwards, former.was_paused
         self.draws, self.tapped = former.draws, former.tapped
@@ -642,7 +641,7 @@ class Capture:
             return moments
         g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
         x, grad = None if x is None else part.of(x), part.of(grad)
-        moment_g = mirrored(moments.g) if part.weight == 1 else mirrored(moments.g / part.weight)
+        moment_g = moments.g if part.weight == 1 else moments.g / part.weight
         found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self.reduce)
         return moments._replace(projected=part.weighted(found))
 

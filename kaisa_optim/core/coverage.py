@@ -19,8 +19,7 @@ class Coverage:
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
-    # Of those that were never to be covered, the reason.
-    left: dict[Tensor, str] = field(default_factory=dict)
+    excluded: dict[Tensor, str] = field(default_factory=dict)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -207,7 +206,39 @@ def _skipped_modules(
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
                 "names (as in model.named_modules()) and class names"
             )
-            warn(text, 8)  # the line that builds the optimizer
+            warn(text, 9)  # the line that builds the optimizer
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())
     return skipped
+
+
+def refuse_meta(on_meta: dict[str, Tensor]) -> None:
+    """Refuse a step of parameters that were on the meta device at construction."""
+    for name, p in on_meta.items():
+        if p.is_meta:
+            raise RuntimeError(
+                f"Invalid params: {name} was on the meta device when the optimizer was built, "
+                "which would never change what has taken its place; call to_empty, load or "
+                "initialize the weights, and build the optimizer then"
+            )
+
+
+def check_rows(layer: Layer) -> None:
+    """Refuse a kind that tells its moments but not the rows that they are made of."""
+    kind = type(layer)
+    if kind.input_rows is Layer.input_rows and kind.projected_moment is Layer.projected_moment:
+        raise ValueError(
+            f'Invalid eigenvalue_correction: "examples" needs the rows of layer {layer.name!r}, '
+            f"but {kind.__name__} has no input_rows; add them or projected_moment, use "
+            'eigenvalue_correction="gradients", or skip the layer with skip_layers'
+        )
+
+
+def check_workers(workers: int, world: int) -> None:
+    """Refuse ranks that see examples of a layer but do not have its basis."""
+    if workers < world:
+        raise ValueError(
+            'Invalid eigenvalue_correction: "examples" needs all bases on all ranks, but only '
+            f"{workers} of {world} are gradient workers of a layer; use "
+            'eigenvalue_correction="gradients", or, without fully_shard, assignment="opt"'
+        )

@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.sharding import parts_here
+from ..comm.sharding import local, parts_here
 from ..curvature.stacks import alike, stack_key
 from ..layers import Layer
 from ..plan.routes import cargo_bytes, chunks
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
-
 _PLAIN = Tensor, nn.Parameter  # and no subclass that would take views in ways of its own
 
 
 class _View(NamedTuple):
-    """Of a contiguous tensor."""
+    """A view of a contiguous tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -37,20 +36,22 @@ class _View(NamedTuple):
         return tensor.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
 
     def of_one(self) -> _View:
-        """Of a single block, without that dimension."""
+        """Return the view of a single block, without that dimension."""
         return _View(self.size[1:], self.stride[1:], self.offset)
 
     def moved(self, by: int) -> _View:
         return self._replace(offset=self.offset + by)
 
     def of_each(self, count: int, apart: int) -> _View:
-        """Of so many, which lie so far apart: with a dimension for them."""
+        """Return the views of ``count`` tensors that lie ``apart``, with a dimension for them."""
         return _View(torch.Size((count, *self.size)), (apart, *self.stride), self.offset)
 
 
 class Places(NamedTuple):
-    """Where a layer's parameters have their numbers: found once, as it takes as long as a small
-    layer's products."""
+    """Where a layer's parameters have their numbers.
+
+    Found once: finding them takes as long as a small layer's products.
+    """
 
     matrix: list[_View]  # of each parameter, in the layer's own ``[blocks, g, a]``
     own: list[_View]  # of the same numbers, in a tensor like the parameter
@@ -68,7 +69,7 @@ class Places(NamedTuple):
         return cls(*both)
 
 
-class Members:
+class GradientStack:
     """Layers of one shape, whose gradients make one tensor ``[count, g, a]``."""
 
     def __init__(self, layers: list[Layer], places: Mapping[Layer, Places]) -> None:
@@ -85,7 +86,7 @@ class Members:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
-        # A view for all takes no longer than one for each of them does.
+        # One view for all layers takes no longer than one for each of them does.
         first, count, apart = places[layers[0]], len(layers), layers[0].blocks * g.size * a.size
         shapes = [p.shape for p in layers[0].parameters]  # norms may differ in these alone
         self._are_alike = all(
@@ -100,19 +101,42 @@ class Members:
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
+    def collect(self, gradient_of: GradientOf) -> Tensor:
+        """Return the layers' gradients as one tensor; a missing gradient is zero there."""
+        raw = self.empty()
+        found = [(p, gradient_of(p)) for p in self.parameters]
+        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
+        torch._foreach_copy_(self.matrix_parts(raw), self.parameter_parts(gradients))
+        return raw
+
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
-        """Views of the tensor of all, one for each parameter."""
+        """Return views of the stacked tensor, one for each parameter."""
         if self._are_alike:
             parts = [view.of(stacked).unbind() for view in self._matrix_of_each]
             return [part for of_layer in zip(*parts, strict=True) for part in of_layer]
         return [view.of(stacked) for view in self._matrix]
 
-    def apart(
+    def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return views of tensors like the parameters, shaped like their part of the stack."""
+        if all(type(t) is Tensor and t.is_contiguous() for t in tensors):
+            return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
+        counts = [len(layer.parameters) for layer in self.layers]
+        own = iter(tensors)
+        parts = [
+            part
+            for layer, count in zip(self.layers, counts, strict=True)
+            for part in layer.parameter_parts(list(itertools.islice(own, count)))
+        ]
+        both = zip(parts, self._own, strict=True)
+        return [part if part.dim() == len(view.size) else part[0] for part, view in both]
+
+    def copies(
         self, stacked: Tensor, like: list[Tensor], scale: Tensor | None
     ) -> list[Tensor] | None:
-        """Copies, times a scale, of what each parameter has of the tensor of all, or None where one
-        copy of each kind can't do it. They are shaped like the parameters, of which there are none
-        in parts."""
+        """Return a scaled copy of each parameter's part, shaped like it, or ``None``.
+
+        It takes one call for each kind of parameter, where their layouts allow it.
+        """
         dtype = like[0].dtype
         plain = all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in like)
         if not (self._are_alike and plain and all(p.is_contiguous() for p in self.parameters)):
@@ -131,90 +155,65 @@ class Members:
             result[i::kinds] = copies.unbind()
         return result
 
-    def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Views of tensors like the parameters, shaped like their parts of the tensor of all."""
-        if all(type(t) is Tensor and t.is_contiguous() for t in tensors):
-            return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
-        counts = [len(layer.parameters) for layer in self.layers]
-        own = iter(tensors)
-        parts = [
-            part
-            for layer, count in zip(self.layers, counts, strict=True)
-            for part in layer.parameter_parts(list(itertools.islice(own, count)))
-        ]
-        both = zip(parts, self._own, strict=True)
-        return [part if part.dim() == len(view.size) else part[0] for part, view in both]
+    def of_layers(self, values: Tensor) -> Tensor:
+        """Return sums over the blocks of each layer, ``[blocks, n]`` to ``[layers, n]``."""
+        sizes = self.blocks
+        if sum(sizes) == len(sizes):
+            return values
+        if len(set(sizes)) == 1:
+            return values.unflatten(0, (len(sizes), -1)).sum(1)
+        return torch.stack([part.sum(0) for part in values.split(sizes)])
+
+    def of_blocks(self, values: Tensor) -> Tensor:
+        """Return a number of each layer for each of its blocks, ``[layers]`` to ``[blocks]``."""
+        sizes = self.blocks
+        if len(set(sizes)) == 1:
+            return values.repeat_interleave(sizes[0])
+        pairs = zip(values.unbind(), sizes, strict=True)
+        return torch.cat([value.expand(size) for value, size in pairs])
 
 
-class Preconditioned(NamedTuple):
-    """New gradients of some layers."""
+class NewGradients(NamedTuple):
+    """New gradients of the layers of a stack."""
 
-    members: Members
+    stack: GradientStack
     new: Tensor
-    products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [members, 2]
+    products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [layers, 2]
+
+    @classmethod
+    def awaited(cls, stack: GradientStack) -> NewGradients:
+        """Return room for gradients that another rank preconditions."""
+        new = stack.empty()
+        return cls(stack, new, new.new_empty(len(stack.layers), 2))
 
     def terms(self) -> dict[Layer, Tensor]:
-        return dict(zip(self.members.layers, self.products.unbind(), strict=True))
+        return dict(zip(self.stack.layers, self.products.unbind(), strict=True))
 
 
-def products(members: Members, raw: Tensor, new: Tensor) -> Tensor:
-    """What the clip needs to know of gradients: ⟨new, raw⟩, that of the last column beside it.
+def products(stack: GradientStack, raw: Tensor, new: Tensor) -> Tensor:
+    """Return the clip's terms: ⟨new, raw⟩ of each layer, and that of the last column beside it.
 
     ``raw`` is overwritten.
     """
     columns = raw.mul_(new).sum(1)
-    return _of_layers(members, torch.stack([columns.sum(1), columns[:, -1]], 1))
+    return stack.of_layers(torch.stack([columns.sum(1), columns[:, -1]], 1))
 
 
-def _of_layers(members: Members, values: Tensor) -> Tensor:
-    """Sums over the blocks of each layer, ``[blocks, n]`` to ``[members, n]``."""
-    sizes = members.blocks
-    if sum(sizes) == len(sizes):
-        return values
-    if len(set(sizes)) == 1:
-        return values.unflatten(0, (len(sizes), -1)).sum(1)
-    return torch.stack([part.sum(0) for part in values.split(sizes)])
-
-
-def _of_blocks(members: Members, values: Tensor) -> Tensor:
-    """A number of each layer for each of its blocks, ``[members]`` to ``[blocks]``."""
-    sizes = members.blocks
-    if len(set(sizes)) == 1:
-        return values.repeat_interleave(sizes[0])
-    pairs = zip(values.unbind(), sizes, strict=True)
-    return torch.cat([value.expand(size) for value, size in pairs])
-
-
-def graft(members: Members, raw: Tensor, new: Tensor) -> None:
-    """Give each layer's ``new`` gradient the length of its raw one; where that is 0, it is 0."""
+def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:
+    """Give each layer's new gradient the length of its raw one; a zero gradient stays zero."""
     squares = torch.stack([x.square().sum((1, 2)) for x in (raw, new)], 1)
-    wanted, own = _of_layers(members, squares).sqrt_().unbind(1)
+    wanted, own = stack.of_layers(squares).sqrt_().unbind(1)
     scale = torch.where(own == 0, 0, wanted / own)
-    new.mul_(_of_blocks(members, scale)[:, None, None])
+    new.mul_(stack.of_blocks(scale)[:, None, None])
 
 
-def blend(new: dict[Tensor, Tensor], share: float) -> None:
-    """Mix raw gradients into ``new`` ones, of which ``share`` stays; in place."""
-    raw = {p: p.grad for p in new if p.grad is not None}
-    if raw:
-        sides = list(raw.values()), [new[p] for p in raw]
-        theirs, mine = map(parts_here, sides)
-        torch._foreach_lerp_(mine, theirs, 1 - share)
-
-
-def stack(members: Members, gradient_of: GradientOf) -> Tensor:
-    """The gradients of ``members`` as one tensor ``[count, g, a]``; a missing one is zero there."""
-    raw = members.empty()
-    found = [(p, gradient_of(p)) for p in members.parameters]
-    gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
-    torch._foreach_copy_(members.matrix_parts(raw), members.parameter_parts(gradients))
-    return raw
+# ---- new gradients on the wire ----
 
 
 class Wire:
     """New gradients as they travel: in ``comm_dtype``, scaled if that has few exponents."""
 
-    def __init__(self, one: Preconditioned, comm_dtype: torch.dtype | None) -> None:
+    def __init__(self, one: NewGradients, comm_dtype: torch.dtype | None) -> None:
         self.one = one
         self.scales: Tensor | None = None
         self.new = one.new
@@ -229,44 +228,82 @@ class Wire:
         scales = [] if self.scales is None else [self.scales]
         return [self.new, self.one.products, *scales]
 
-    def unpack(self) -> Preconditioned:
-        """As all ranks have them, their sender included: rounded alike."""
+    def unpack(self) -> NewGradients:
+        """Return the gradients as all ranks have them, their sender included: rounded alike."""
         new = self.new.to(self.one.new.dtype)
         if self.scales is not None:
             new = new * self.scales[:, None, None]
         return self.one._replace(new=new)
 
 
-def awaited(members: Members) -> Preconditioned:
-    """Room for gradients that another rank preconditions."""
-    new = members.empty()
-    return Preconditioned(members, new, new.new_empty(len(members.layers), 2))
+def elements(layers: list[Layer]) -> int:
+    """Return how many numbers the gradients of these layers of one shape have."""
+    g, a = stack_key(layers[0], "g"), stack_key(layers[0], "a")
+    return sum(layer.blocks for layer in layers) * g.size * a.size
 
 
-def elements(members: list[Layer]) -> int:
-    g, a = stack_key(members[0], "g"), stack_key(members[0], "a")
-    return sum(layer.blocks for layer in members) * g.size * a.size
-
-
-def wire_bytes(members: list[Layer], comm_dtype: torch.dtype | None) -> int:
-    """What a :class:`Wire` of these layers takes."""
-    own = stack_key(members[0], "g").dtype
-    sizes = [elements(members) * (comm_dtype or own).itemsize, 2 * len(members) * own.itemsize]
+def wire_bytes(layers: list[Layer], comm_dtype: torch.dtype | None) -> int:
+    """Return the bytes that a :class:`Wire` of these layers takes."""
+    own = stack_key(layers[0], "g").dtype
+    sizes = [elements(layers) * (comm_dtype or own).itemsize, 2 * len(layers) * own.itemsize]
     if comm_dtype == torch.float16:
-        sizes.append(sum(layer.blocks for layer in members) * own.itemsize)
+        sizes.append(sum(layer.blocks for layer in layers) * own.itemsize)
     return cargo_bytes(sizes)
 
 
-def shipped_together(
+def wire_buckets(
     layers: list[Layer], comm_dtype: torch.dtype | None, limit: int
 ) -> Iterator[list[list[Layer]]]:
-    """What of these layers makes up one shipment; each list of it is of one shape."""
+    """Yield the layers of each bucket; each list of a bucket has layers of one shape."""
 
-    def size(members: list[Layer]) -> int:
-        return wire_bytes(members, comm_dtype)
+    def size(of_shape: list[Layer]) -> int:
+        return wire_bytes(of_shape, comm_dtype)
 
-    shapes = [chunks(members, lambda layer: size([layer]), limit) for members in alike(layers)]
+    shapes = [chunks(same, lambda layer: size([layer]), limit) for same in alike(layers)]
     return chunks([*itertools.chain(*shapes)], size, limit)
+
+
+# ---- all new gradients of a step ----
+
+
+class Updates:
+    """The new gradients of one step: stacks of whole ones, and this rank's shards of others."""
+
+    def __init__(self) -> None:
+        self.stacks: list[NewGradients] = []
+        self.shards: dict[Tensor, Tensor] = {}
+        self._terms: dict[Layer, Tensor] = {}  # of sharded layers
+        self._scale: Tensor | None = None
+
+    def add(self, one: NewGradients) -> None:
+        self.stacks.append(one)
+
+    def add_shards(self, shards: dict[Tensor, Tensor], terms: dict[Layer, Tensor]) -> None:
+        """Add shards of new gradients, and their layers' terms of the clip."""
+        self.shards |= {p: new for p, new in shards.items() if p.grad is not None}
+        self._terms |= terms
+
+    @property
+    def layers(self) -> set[Layer]:
+        """The layers whose gradients are in stacks."""
+        return {layer for one in self.stacks for layer in one.stack.layers}
+
+    def clip(self, limit: float, alpha_of: Callable[[Tensor], Any]) -> None:
+        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look of the host."""
+        terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
+        if not terms:
+            return
+        self._scale = scale = clip_scale(terms, limit, alpha_of)
+        for shard in map(local, self.shards.values()):
+            shard.mul_(scale.to(shard.device, shard.dtype))
+
+    def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
+        """Return new gradients for the parameters that have one.
+
+        ``in_parts`` are parameters of which several layers cover a part each; a part whose layer is
+        not among the stacks keeps its raw gradient.
+        """
+        return unstack(self.stacks, in_parts, scale=self._scale)
 
 
 def own_gradient(parameter: Tensor) -> Tensor | None:
@@ -274,26 +311,22 @@ def own_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def unstack(
-    stacks: list[Preconditioned],
+    stacks: list[NewGradients],
     in_parts: Collection[Tensor] = (),
     gradient_of: GradientOf = own_gradient,
     scale: Tensor | None = None,
 ) -> dict[Tensor, Tensor]:
-    """New gradients times a scale, shaped like their parameters, for those that have a gradient.
-
-    ``in_parts`` are parameters of which several layers cover a part each; a part whose layer is not
-    among the stacks keeps its raw gradient.
-    """
+    """Return new gradients times a scale, shaped like their parameters."""
     new: dict[Tensor, Tensor] = {}
     targets, sources, absent = [], [], []
     for one in stacks:
-        parameters, stacked = one.members.parameters, one.new.contiguous()
+        parameters, stacked = one.stack.parameters, one.new.contiguous()
         raw = [gradient_of(p) for p in parameters]
         absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
         like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
         whole = not in_parts or not any(p in in_parts for p in parameters)
         own_scale = None if scale is None else scale.to(stacked.device, stacked.dtype)
-        copies = one.members.apart(stacked, like, own_scale) if whole else None
+        copies = one.stack.copies(stacked, like, own_scale) if whole else None
         if copies is not None:
             new.update(zip(parameters, copies, strict=True))
             continue
@@ -302,29 +335,42 @@ def unstack(
         for p, gradient in zip(parameters, like, strict=True):
             if p not in new:
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
-        targets += one.members.parameter_parts([new[p] for p in parameters])
-        sources += one.members.matrix_parts(stacked)
+        targets += one.stack.parameter_parts([new[p] for p in parameters])
+        sources += one.stack.matrix_parts(stacked)
     for dtype in dict.fromkeys(target.dtype for target in targets):
         # Not all at once: CUDA's call, before torch 2.11, took all targets for the first one's.
-        alike = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
-        torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
+        same = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([t for t, _ in same], [s for _, s in same])
     for p in set(absent):
         del new[p]
     return new
 
 
 def _room(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Laid out as the parameter is; of a gradient laid out otherwise not all kinds have a view."""
-    alike = gradient.stride() == parameter.stride()
-    layout = torch.preserve_format if alike else torch.contiguous_format
+    """Return room laid out as the parameter is: other layouts may have no view of its parts."""
+    same = gradient.stride() == parameter.stride()
+    layout = torch.preserve_format if same else torch.contiguous_format
     return torch.empty_like(gradient, memory_format=layout)
 
 
-def clip(terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor], Any]) -> Tensor:
-    """ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look from the host.
+def blend(new: dict[Tensor, Tensor], share: float) -> None:
+    """Mix raw gradients into new ones, of which ``share`` stays; in place."""
+    raw = {p: p.grad for p in new if p.grad is not None}
+    if raw:
+        sides = list(raw.values()), [new[p] for p in raw]
+        theirs, mine = map(parts_here, sides)
+        torch._foreach_lerp_(mine, theirs, 1 - share)
 
-    ``terms`` are rows of :func:`products`. They are added up in the layers' order, wherever they
-    come from, so that ν has the same bits on all ranks.
+
+# ---- the clip ----
+
+
+def clip_scale(
+    terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor], Any]
+) -> Tensor:
+    """Return ν; ``terms`` are rows of :func:`products`.
+
+    The rows are added up in the layers' order, so that ν has the same bits on all ranks.
     """
     layers = sorted(terms, key=lambda layer: layer.number)
     device = terms[layers[0]].device
@@ -339,16 +385,16 @@ def clip(terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor]
 
 
 def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:
-    """α²⟨v, ∇⟩ of a layer whose weight and bias may have an α each; the bias is the last column."""
+    """Return α²⟨v, ∇⟩ of a layer; its weight and its bias, the last column, may have an α each."""
     first, last = (alpha_of(p) for p in (layer.parameters[0], layer.parameters[-1]))
     return (row[0] - row[1]) * _squared(first) + row[1] * _squared(last)
 
 
 def _squared(alpha: Any) -> Any:
-    """A tensor on the CPU meets others only as a scalar."""
+    """Return α²; a tensor on the CPU meets others only as a scalar."""
     return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal without comparing tensors, which would wait for the device."""
+    """Compare without a comparison of tensors, which would wait for the device."""
     return a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and bool(a == b))

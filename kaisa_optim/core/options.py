@@ -28,6 +28,7 @@ _FORMER = {
     "assignment_strategy": "leave it out: the cost() of a WorkAssignment says what is balanced",
     "update_factors_in_hook": "leave it out: sums are taken in the backward pass, averages in "
     "step()",
+    "refresh_lag": "leave it out: decompositions are in use at once",
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
 }
 
@@ -214,6 +215,25 @@ _OF_PARAMETERS = (
 )
 
 
+# Options without a use in KFACMuon. Under weight_sharing="reduce" the G of an attention's keys is
+# made of rounding alone, and KFACMuon takes a factor's own scale for its unit.
+WITHOUT_IN_METRIC = (
+    "weight_sharing",
+    "kl_clip",
+    "kl_clip_lr",
+    "compute_method",
+    "damping_split",
+    "compute_eigenvalue_outer_product",
+    "normalization",
+    "orthogonal",
+    "basis_tolerance",
+    "truncation",
+    "eigenvalue_correction",
+    "grafting",
+    "warmup_steps",
+)
+
+
 def differs(value: Any, default: Any) -> bool:
     """Whether an option was asked for. It has not been checked yet: a tensor's == would be one."""
     plain = isinstance(value, int | float | str)
@@ -275,7 +295,6 @@ class Options:
     grafting: bool = False
     warmup_steps: int = 0
     early_refreshes: Iterable[int] | None = None
-    refresh_lag: int = 0
 
     def __post_init__(self) -> None:
         _one_of("normalization", self.normalization, ("fisher", "kaisa"))
@@ -323,7 +342,6 @@ class Options:
             )
         self._check_correction()
         self._check_truncation()
-        self._check_lag()
         if self.damping_split is not None and self.compute_method != "inverse":
             raise ValueError(
                 f"Invalid damping_split: {self.damping_split!r} belongs to "
@@ -400,25 +418,6 @@ class Options:
             follows = self.moments == "eigenbasis" and bool(self.basis_tolerance)
             often = follows or self.moments == "metric"
             self._settle("inv_update_steps", _OFTEN if often else _SELDOM)
-
-    def _check_lag(self) -> None:
-        lag, interval = self.refresh_lag, self.inv_update_steps
-        if not _is_whole(lag) or lag < 0:
-            raise ValueError(
-                f"Invalid refresh_lag: {lag!r}; it must be a whole number of steps, 0 for "
-                "decompositions that are in use at once"
-            )
-        if lag and self.compute_method != "eigen":
-            raise ValueError(
-                f'Invalid refresh_lag: {lag!r} belongs to compute_method="eigen"; inverses take '
-                "too little time to be waited for, leave it out"
-            )
-        if lag and isinstance(interval, int | float) and lag >= interval:
-            raise ValueError(
-                f"Invalid refresh_lag: {lag!r} with inv_update_steps={interval!r}, at which the "
-                f"next decomposition is due; it must be less than {interval}"
-            )
-        self._settle("refresh_lag", int(lag))
 
     def _check_correction(self) -> None:
         choices = (False, True, "examples", "gradients")

@@ -1,23 +1,27 @@
 """The data layout: factors of equal shape are one stacked tensor, for all layers together.
 
-A :class:`Stack` holds what belongs to all factors of one shape, a :class:`Shelf` the stacks of the
-factors that a rank has, a :class:`Pair` what belongs to all layers of one shape of gradient. On the
-shelf of a :class:`Layout`, every pair sees its factors as one slice of a stack, without a copy.
+A :class:`FactorStack` holds the tensors of all factors of one shape, :class:`Factors` the stacks of
+some factors, a :class:`LayerGroup` the tensors of all layers whose gradients have one shape. In
+:class:`AppliedFactors`, every group sees its factors as one slice of a stack, without a copy.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..layers import Layer
 
-WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while it goes on
+WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
+
+Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
+Slots = slice | Tensor
+K = TypeVar("K", bound=Hashable)
 
 
 class StackKey(NamedTuple):
@@ -35,12 +39,12 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Factor:
-    """One side of one layer: its place in a stack, of which it knows the key and the tensors.
+    """One factor of one layer: its place in a stack, whose key and tensors it knows.
 
-    Not the stack itself, which knows its factors: that circle would outlive its layout.
+    It does not know the stack, which knows its factors: that circle would outlive a layout.
     """
 
-    def __init__(self, layer: Layer, side: str, stack: Stack) -> None:
+    def __init__(self, layer: Layer, side: str, stack: FactorStack) -> None:
         self.layer = layer
         self.side = side  # "a" or "g"
         self.key = stack.key
@@ -49,12 +53,17 @@ class Factor:
         stack.factors.append(self)
         stack.count += layer.blocks
 
+    @property
+    def name(self) -> tuple[str, str]:
+        """The factor as plans name it."""
+        return self.layer.name, self.side
+
     def __getitem__(self, key: str) -> Tensor:
         return self.tensors[key][self.slots]
 
 
 @dataclass(eq=False)
-class Stack:
+class FactorStack:
     """Factors of one shape; every tensor has one entry a slot: ``[count, ...]``."""
 
     key: StackKey
@@ -62,17 +71,17 @@ class Stack:
     factors: list[Factor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def new(self, specs: Specs) -> None:
+    def allocate(self, specs: Specs) -> None:
         for name, (shape, dtype) in specs.items():
             self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.key.device)
 
 
 @dataclass(eq=False)
-class Pair:
+class LayerGroup:
     """Layers whose matrix gradients are stacked as ``[count, g, a]``."""
 
-    g: Stack
-    a: Stack
+    g: FactorStack
+    a: FactorStack
     layers: list[Layer] = field(default_factory=list)
     count: int = 0
     slots: dict[Layer, slice] = field(default_factory=dict)
@@ -84,31 +93,126 @@ class Pair:
     def shape(self) -> tuple[int, int, int]:
         return (self.count, self.g.key.size, self.a.key.size)
 
+    def slots_of(self, members: list[Layer]) -> Slots:
+        """Return where these layers, in order, are in the group's tensors."""
+        if len(members) == len(self.layers):
+            return slice(None)
+        return joined([self.slots[layer] for layer in members], self.g.key.device)
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A copy of what the host has, which goes on where it may let go of its own at once."""
-    if device.type == "cuda":  # from other memory the driver may wait, or read what is gone
-        values = values.pin_memory()
-    return values.to(device, non_blocking=device.type in WITH_STREAMS)
+    def state(self, side: str, name: str, slots: Slots) -> Tensor | None:
+        """Return a tensor of the factors of one side; ``None`` where a diagonal factor has none."""
+        stack, own = (self.g, self.g_slots) if side == "g" else (self.a, self.a_slots)
+        tensor = stack.tensors.get(name)
+        return None if tensor is None else tensor[own][slots]
+
+    def common_or_each(
+        self, members: list[Layer], value_of: Callable[[Layer], float]
+    ) -> Tensor | float:
+        """Return a number where it is one for all, else ``[count, 1, 1]``."""
+        found = common_or_each(members, value_of, self.g.key)
+        return found[:, None, None] if isinstance(found, Tensor) else found
 
 
-def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
-    """Ascending slices as one where they touch, else as indices."""
+class Factors:
+    """The stacks of some factors: those that this rank owns."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[StackKey, FactorStack] = {}
+        self.by_key: dict[Key, Factor] = {}
+
+    def put(self, layer: Layer, side: str) -> Factor:
+        key = stack_key(layer, side)
+        factor = Factor(layer, side, self.stacks.setdefault(key, FactorStack(key)))
+        self.by_key[layer, side] = factor
+        return factor
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for stack in self.stacks.values():
+            yield from stack.tensors.items()
+
+    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of one layer, as views with stable names."""
+        for side in "ag":
+            factor = self.by_key.get((layer, side))
+            if factor is not None:
+                for name, tensor in factor.tensors.items():
+                    yield f"{side}_{name}", tensor[factor.slots]
+
+
+class AppliedFactors(Factors):
+    """The factors of the layers that this rank preconditions, side by side for each group."""
+
+    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+        super().__init__()
+        self.groups: list[LayerGroup] = []
+        self.group_of: dict[Layer, LayerGroup] = {}
+        for members in alike(layers):
+            self._put_group(members)
+
+    def _put_group(self, layers: list[Layer]) -> None:
+        # First all A, then all G: each group's stay one slice where both are of one shape.
+        a_factors = [self.put(layer, "a") for layer in layers]
+        g_factors = [self.put(layer, "g") for layer in layers]
+        group = LayerGroup(self.stacks[g_factors[0].key], self.stacks[a_factors[0].key], layers)
+        for layer in layers:
+            self.group_of[layer] = group
+            group.slots[layer] = slice(group.count, group.count + layer.blocks)
+            group.count += layer.blocks
+        group.a_slots = slice(a_factors[0].slots.start, a_factors[-1].slots.stop)
+        group.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
+        self.groups.append(group)
+
+    def bases(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+        """Return a layer's eigenvectors of G and of A; ``None`` for a diagonal factor."""
+        g, a = (self.by_key[layer, side] for side in "ga")
+        return (
+            None if g.key.diagonal else g["vectors"],
+            None if a.key.diagonal else a["vectors"],
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        for group in self.groups:
+            yield from group.tensors.items()
+
+    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+        yield from super().views(layer)
+        group = self.group_of.get(layer)
+        if group is not None:
+            for name, tensor in group.tensors.items():
+                yield name, tensor[group.slots[layer]]
+
+
+# ---- places in a stack ----
+
+
+def joined(slices: Sequence[slice], device: torch.device) -> Slots:
+    """Return ascending slices as one where they touch, else as indices."""
     if all(one.stop == other.start for one, other in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
     indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
     return sent(indices, device)
 
 
-def slots_of(factors: Sequence[Factor]) -> slice | Tensor:
-    """Where these factors are in their stack."""
+def slots_of(factors: Sequence[Factor]) -> Slots:
+    """Return where these factors are in their stack."""
     return joined([factor.slots for factor in factors], factors[0].key.device)
+
+
+# ---- numbers for each block ----
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Copy the host's values to a device without waiting; the host may free its own at once."""
+    if device.type == "cuda":  # from other memory the driver may wait, or read freed memory
+        values = values.pin_memory()
+    return values.to(device, non_blocking=device.type in WITH_STREAMS)
 
 
 def per_block(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor:
-    """A number of each layer, repeated for each of its blocks."""
+    """Return a number of each layer, repeated for each of its blocks."""
     values, blocks = [value_of(x) for x in layers], [x.blocks for x in layers]
     if len(set(values)) == 1:
         return torch.full((sum(blocks),), values[0], dtype=like.dtype, device=like.device)
@@ -120,80 +224,29 @@ def per_block(
 def common_or_each(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor | float:
-    """A number where it is one for all, else one for each block."""
+    """Return a number where it is one for all, else one for each block."""
     values = {value_of(layer) for layer in layers}
     return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 
-class Shelf:
-    """The stacks of some factors: those that this rank keeps, or those that it applies."""
-
-    def __init__(self) -> None:
-        self.stacks: dict[StackKey, Stack] = {}
-        self.factors: dict[tuple[Layer, str], Factor] = {}  # by layer and side
-
-    def put(self, layer: Layer, side: str) -> Factor:
-        key = stack_key(layer, side)
-        factor = Factor(layer, side, self.stacks.setdefault(key, Stack(key)))
-        self.factors[layer, side] = factor
-        return factor
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for stack in self.stacks.values():
-            yield from stack.tensors.items()
-
-    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        """Everything that belongs to one layer, as views with stable names."""
-        for side in "ag":
-            factor = self.factors.get((layer, side))
-            if factor is not None:
-                for name, tensor in factor.tensors.items():
-                    yield f"{side}_{name}", tensor[factor.slots]
+def present_blocks(members: list[Layer], group: LayerGroup) -> Tensor | None:
+    """Return which blocks have a gradient; ``None`` if all have one."""
+    present = {x: any(p.grad is not None for p in x.parameters) for x in members}
+    if all(present.values()):
+        return None
+    return per_block(members, present.__getitem__, group.g.key) > 0
 
 
-class Layout(Shelf):
-    """A shelf with both factors of each of its layers, side by side for the layers of a pair."""
-
-    def __init__(self, layers: Iterable[Layer] = ()) -> None:
-        super().__init__()
-        self.pairs: list[Pair] = []
-        self.pair_of: dict[Layer, Pair] = {}
-        for members in alike(layers):
-            self._put_pair(members)
-
-    def _put_pair(self, layers: list[Layer]) -> None:
-        # First all A, then all G: each pair's stay one slice where both are of one shape.
-        a_factors = [self.put(layer, "a") for layer in layers]
-        g_factors = [self.put(layer, "g") for layer in layers]
-        pair = Pair(self.stacks[g_factors[0].key], self.stacks[a_factors[0].key], layers)
-        for layer in layers:
-            self.pair_of[layer] = pair
-            pair.slots[layer] = slice(pair.count, pair.count + layer.blocks)
-            pair.count += layer.blocks
-        pair.a_slots = slice(a_factors[0].slots.start, a_factors[-1].slots.stop)
-        pair.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
-        self.pairs.append(pair)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        for pair in self.pairs:
-            yield from pair.tensors.items()
-
-    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        yield from super().views(layer)
-        pair = self.pair_of.get(layer)
-        if pair is not None:
-            for name, tensor in pair.tensors.items():
-                yield name, tensor[pair.slots[layer]]
+# ---- layers of a kind ----
 
 
 def arithmetic_dtype(layer: Layer) -> torch.dtype:
-    """Float32 at least; float64 for float64 parameters."""
+    """Return float32 at least, and float64 for float64 parameters."""
     return torch.promote_types(layer.parameters[0].dtype, torch.float32)
 
 
 def device_of(layer: Layer) -> torch.device:
-    """Also of one that is frozen."""
+    """Return the layer's device, also if it is frozen."""
     own = layer.parameters[0] if layer.parameters else layer.weight
     if own is None:
         own = layer.bias
@@ -209,24 +262,21 @@ def stack_key(layer: Layer, side: str) -> StackKey:
 
 
 def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
-    """Layers by the shape of both their factors, in the order of their first."""
-    grouped: dict[tuple[StackKey, StackKey], list[Layer]] = {}
-    for layer in layers:
-        grouped.setdefault((stack_key(layer, "g"), stack_key(layer, "a")), []).append(layer)
-    return list(grouped.values())
+    """Return layers by the shape of both their factors, in the order of their first."""
+    return _grouped(layers, lambda layer: (stack_key(layer, "g"), stack_key(layer, "a")))
 
 
 def by_place(layers: Iterable[Layer]) -> list[list[Layer]]:
-    """Layers of one device and dtype of arithmetic together."""
-    places: dict[tuple[torch.device, torch.dtype], list[Layer]] = {}
-    for layer in layers:
-        key = stack_key(layer, "g")
-        places.setdefault((key.device, key.dtype), []).append(layer)
-    return list(places.values())
+    """Return layers of one device and dtype of arithmetic together."""
+    return _grouped(layers, lambda layer: (stack_key(layer, "g").device, arithmetic_dtype(layer)))
 
 
 def by_device(layers: Iterable[Layer]) -> list[list[Layer]]:
-    devices: dict[torch.device, list[Layer]] = {}
+    return _grouped(layers, device_of)
+
+
+def _grouped(layers: Iterable[Layer], key_of: Callable[[Layer], K]) -> list[list[Layer]]:
+    groups: dict[K, list[Layer]] = {}
     for layer in layers:
-        devices.setdefault(stack_key(layer, "g").device, []).append(layer)
-    return list(devices.values())
+        groups.setdefault(key_of(layer), []).append(layer)
+    return list(groups.values())

@@ -27,9 +27,7 @@ _CHUNK_ELEMENTS = 1 << 24
 class Moments(NamedTuple):
     """Sums that one backward pass of one layer adds to the statistics of ``blocks``.
 
-    Those of a part of the pass are weighted up, and stand for the whole of it, as the counts do. Of
-    wide symmetric ones the ``algebra.lower_parts`` count; the rest is not read and may be anything,
-    until ``algebra.mirrored`` fills it in.
+    Moments of a part of the pass are weighted up to stand for the whole, as the counts do.
     """
 
     a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
@@ -325,15 +323,12 @@ class Layer:
         diagonal: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, int, int]:
-        """Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, of how many examples and positions.
-
-        Of a wide one ``algebra.lower_parts`` count.
-        """
+        """Return Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, and how many examples and positions it has."""
         g = self.output_rows(x, grad)
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        return second_moment(g, dtype, diagonal=diagonal, lower=True), batch, positions
+        return second_moment(g, dtype, diagonal=diagonal), batch, positions
 
     def input_moment(
         self,
@@ -345,11 +340,11 @@ class Layer:
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Σ a aᵀ of this input; of a wide one ``algebra.lower_parts`` count (:class:`Moments`)."""
+        """Return Σ a aᵀ of this input."""
         a = self.input_rows(x, grad)
         self._check_rows("input_rows", a, self.inputs)
         a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
-        return second_moment(a, dtype, diagonal=diagonal, append_one=append_one, lower=True)
+        return second_moment(a, dtype, diagonal=diagonal, append_one=append_one)
 
     def projected_moment(
         self,

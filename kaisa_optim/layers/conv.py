@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..linalg.moments import bordered, fill_border, moment_of_images, second_moment, sums_images
+from ..linalg.moments import (
+    bordered,
+    fill_border,
+    moment_of_images,
+    second_moment,
+    sums_images,
+    symmetric,
+)
 from ..linalg.patches import Pairs, patch_moment, patch_sums, pays, windows
 from ..linalg.precision import rounded
 from ..linalg.spectrum import Sizes
@@ -87,7 +94,7 @@ class _Spatial(Layer):
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
         """Σ a aᵀ over all positions of a part of the batch."""
         rows = self.input_rows(x, grad).flatten(1, 2)
-        return second_moment(rows, dtype, diagonal=False, append_one=append_one, lower=True)
+        return second_moment(rows, dtype, diagonal=False, append_one=append_one)
 
     def input_moment(
         self,
@@ -118,9 +125,7 @@ class _Spatial(Layer):
         positions = grad.shape[2:].numel()
         if reduce:
             rows = self._sums(x, grad).transpose(0, 1) / positions
-            return second_moment(
-                rows, x.dtype, diagonal=diagonal, append_one=append_one, lower=True
-            )
+            return second_moment(rows, x.dtype, diagonal=diagonal, append_one=append_one)
         moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
         return F.pad(moment, (0, 1), value=x.shape[0] * positions) if append_one else moment
 
@@ -288,7 +293,7 @@ class ConvTransposeLayer(_Spatial):
         if append_one:
             total = self._sums(x.sum(0, keepdim=True), grad)[0]
             fill_border(result, total, grad[:, 0].numel())
-        return result
+        return symmetric(result)
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module

@@ -23,7 +23,7 @@ def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_(min=0).flip(-1), vectors.flip(-1)
 
 
-def followed(
+def refine_basis(
     factors: Tensor, vectors: Tensor, values: Tensor, turn: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Eigenvalues and eigenvectors near F's, from those of an F that was a little different.

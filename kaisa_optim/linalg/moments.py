@@ -37,20 +37,18 @@ def second_moment(
     *,
     diagonal: bool,
     append_one: bool = False,
-    lower: bool = False,
 ) -> Tensor:
-    """Σ r rᵀ over ``rows`` ``[k, N, n]``, in ``dtype``: ``[k, n, n]``, or its diagonal ``[k, n]``.
+    """Return Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
     in half precision are multiplied by units for it, with sums in float32, where there are such.
-    ``lower``: what is not in its :func:`lower_parts` may be anything until it is :func:`mirrored`.
     """
     if not diagonal and dtype == torch.float32 and _takes_halves(rows):
-        return _moment(rows, append_one, lower)
+        return _moment(rows, append_one)
     rows = rows.to(dtype)
     if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
         rows = rounded(rows)
-    return _plain_moment(rows, diagonal, append_one, lower)
+    return _plain_moment(rows, diagonal, append_one)
 
 
 def _takes_halves(rows: Tensor) -> bool:
@@ -60,8 +58,8 @@ def _takes_halves(rows: Tensor) -> bool:
     return count * n * n >= _MUCH and _multiplies_into_float32(rows.dtype, rows.device)
 
 
-def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool, lower: bool) -> Tensor:
-    """The same of rows as they are, in their own precision."""
+def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:
+    """Return the moment of rows as they are, in their own precision."""
     if diagonal:
         moment = torch.linalg.vecdot(rows, rows, dim=1)
         if append_one:
@@ -71,21 +69,19 @@ def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool, lower: bool) -
         rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
     few = rows.shape[1] * rows.shape[2] ** 2 < min(_MUCH, _HALVED_MUCH)
     if few and not append_one:  # no parts to choose from, and nothing to fill in
-        return torch.bmm(rows.mT, rows)
-    return _moment(rows, append_one, lower)
+        return symmetric(torch.bmm(rows.mT, rows))
+    return _moment(rows, append_one)
 
 
-def _moment(rows: Tensor, append_one: bool, lower: bool) -> Tensor:
-    """In float32 if the rows are in half precision."""
+def _moment(rows: Tensor, append_one: bool) -> Tensor:
+    """Return the moment, in float32 if the rows are in half precision."""
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
-    halved = _gram(rows, moment[:, :n, :n], append_one)
+    is_half = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
         fill_border(moment, rows.sum(1, dtype=dtype), count)
-    if halved and not (lower and _keeps_half(moment)):
-        moment = _filled_in(moment)
-    return moment
+    return _filled_in(moment) if is_half else symmetric(moment)
 
 
 def sums_images(images: Tensor) -> bool:
@@ -103,11 +99,11 @@ def sums_images(images: Tensor) -> bool:
 
 
 def moment_of_images(images: Tensor) -> Tensor:
-    """Σ v vᵀ over the positions of images ``[batch, k, n, positions]``: ``[k, n, n]``.
+    """Return Σ v vᵀ over the positions of images ``[batch, k, n, positions]``: ``[k, n, n]``.
 
     Image by image, as they lie in memory: rows would be a copy.
     """
-    return (images @ images.mT).sum(0)
+    return symmetric((images @ images.mT).sum(0))
 
 
 def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
@@ -126,8 +122,7 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 
 
 def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
-    """Rᵀ R into a view, beside a border or none. Of wide ones the :func:`lower_parts` alone:
-    then True."""
+    """Write Rᵀ R into a view, beside a border or none; True: of a wide one the lower blocks."""
     _, count, n = rows.shape
     much = count * n * n
     linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
@@ -180,31 +175,17 @@ def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
     return [(start, n if start + step >= most else start + step) for start in range(0, most, step)]
 
 
-def lower_parts(matrices: Tensor) -> list[Tensor]:
-    """Views of symmetric ``[k, n, n]`` that hold all that is on and under the diagonal.
+def symmetric(matrices: Tensor) -> Tensor:
+    """Make products ``[k, n, n]`` exactly symmetric, in place; rounding may have parted halves.
 
-    Of wide ones on CPUs, they leave out most of what is above it: there that need not be kept up.
+    On CPUs, and where a refined basis would see it: in wide ones. Solvers read one half alone.
     """
-    if not _keeps_half(matrices):
-        return [matrices]
-    return [matrices[:, start:stop, :stop] for start, stop in _spans(matrices.shape[1])]
-
-
-def mirrored(matrices: Tensor) -> Tensor:
-    """Symmetric ``[k, n, n]``, of which the :func:`lower_parts` count, made whole in place.
-
-    One given as ``[k, n]`` is diagonal, and whole.
-    """
-    return _filled_in(matrices) if _keeps_half(matrices) else matrices
-
-
-def _keeps_half(matrices: Tensor) -> bool:
-    # On GPUs more and smaller calls would take longer than what they save.
-    wide = matrices.dim() == 3 and matrices.shape[1] >= _LEAST_HALVED
-    return wide and matrices.device.type == "cpu"
+    is_wide = matrices.shape[1] >= _LEAST_HALVED
+    return _filled_in(matrices) if is_wide and matrices.device.type == "cpu" else matrices
 
 
 def _filled_in(matrices: Tensor) -> Tensor:
+    """Fill the upper blocks in from the lower ones."""
     for start, stop in _spans(matrices.shape[1])[1:]:
         matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
     return matrices

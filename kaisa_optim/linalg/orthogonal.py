@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,3 +139,21 @@ def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
             gram = product(factor, product(gram, factor))
     assert whole is not None
     return whole
+
+
+class MuonStep(NamedTuple):
+    """How Muon makes a step of a momentum."""
+
+    coefficients: Polynomial
+    steps: int
+    eps: float
+    adjust_lr_fn: str | None
+
+
+def muon_step(momentum: Tensor, root: Tensor | None, how: MuonStep, in_half: bool) -> Tensor:
+    """Return R polar(Rᵀ M), ``[k, g, a]``, of the length that ``adjust_lr_fn`` says."""
+    polynomials = [how.coefficients] * how.steps
+    found = polar(momentum, root, polynomials, how.eps, in_half=in_half)
+    g, a = momentum.shape[1:]
+    matched = how.adjust_lr_fn == "match_rms_adamw"
+    return found.mul_(0.2 * max(g, a) ** 0.5 if matched else max(1, g / a) ** 0.5)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..core import gradients
 from ..core.options import check_damping, check_interval
+from ..curvature.rules.base import EigenbasisRule
 from ..linalg import precision
 from ..plan.assignment import is_real
 from .mixin import KFACMixin
@@ -168,18 +168,20 @@ class AdaptiveDamping:
         """This rank's share of ∇ᵀδ + ½ δᵀFδ, on the device: slopes of all on the first rank, each
         layer's curvature on the one that keeps its G."""
         kfac = self.optimizer.preconditioner
-        rank, ready = kfac.ranks.rank, kfac.second_order.ready
+        rank, registry, rule = kfac.ranks.rank, kfac.registry, kfac.rule
+        assert isinstance(rule, EigenbasisRule)
+        ready = registry.with_state
         terms = []
         if rank == 0:
             moved = [(p.grad, x) for p, x in change.items() if p.grad is not None]
             terms += [(_wide(gradient) * _wide(x)).sum() for gradient, x in moved]
         device = self.optimizer.join_device.type
         with precision.full_precision(), precision.without_autocast(device):
-            for pair in kfac.layout.pairs:
-                members = [x for x in pair.layers if x in ready and kfac.owner(x, "g") == rank]
+            for group in kfac.applied.groups:
+                members = [x for x in group.layers if x in ready and registry.owner(x, "g") == rank]
                 if members:
-                    stacked = gradients.stack(kfac.together(members), change.get)
-                    terms.append(kfac.second_order.curvature(pair, stacked, members) / 2)
+                    stacked = kfac.gradients.stack_of(members).collect(change.get)
+                    terms.append(rule.curvature(group, stacked, members) / 2)
         return sum((x.to(terms[0].device) for x in terms), torch.zeros(()))
 
     # ---- state ----
@@ -251,7 +253,7 @@ def _check_options(optimizer: KFACMixin) -> None:
         wrong, why = 'normalization="kaisa"', "its factors are not on the scale of the loss"
     elif any(group.get("maximize") for group in optimizer.param_groups):
         wrong, why = "maximize=True", "negate the loss instead"
-    elif any(is_sharded(p) for p in optimizer.preconditioner.parameters):
+    elif any(is_sharded(p) for p in optimizer.preconditioner.registry.parameters):
         wrong = "parameters sharded by fully_shard"
         why = "no rank has a whole change: use DistributedDataParallel, or a schedule"
     if wrong:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import agreement
-from ..core import checkpoint
+from ..core import checkpoint, reports
 from ..core.options import (
     DAMPING,
     KL_CLIP,
     PER_GROUP,
+    WITHOUT_IN_METRIC,
     Interval,
     Number,
     Options,
@@ -34,10 +35,10 @@ from ..core.options import (
     unexpected,
 )
 from ..core.preconditioner import Preconditioner
-from ..curvature.rules import adam as eigenbasis
-from ..curvature.rules import muon as metric
+from ..curvature.rules.muon import DAMPING as MUON_DAMPING
 from ..linalg import precision
 from ..plan.assignment import WorkAssignment
+from . import moments as moments_of_base
 from .lamb import LAMB
 from .muon import Muon
 
@@ -106,7 +107,6 @@ class KFACMixin(Optimizer, Joinable):
         grafting: bool = False,
         warmup_steps: int = 0,
         early_refreshes: Iterable[int] | None = None,
-        refresh_lag: int = 0,
         **kwargs: Any,
     ) -> None:
         """Arguments of the base class, the model in place of its parameters or beside them as
@@ -138,7 +138,6 @@ class KFACMixin(Optimizer, Joinable):
                 which decompose them side by side, or as a number says.
             early_refreshes: steps that gather and refresh everything besides; None: 5, 10, 25 and
                 50 with moments in the eigenbasis, else none.
-            refresh_lag: steps for which a decomposition is worked out beside the training.
             compute_method: "eigen", or "inverse" by Cholesky.
             damping_split: γ of inverses: "pi", shared between A and G, or "full", on both; None:
                 the former, unless ``normalization`` is "kaisa".
@@ -226,7 +225,6 @@ class KFACMixin(Optimizer, Joinable):
             "grafting": grafting,
             "warmup_steps": warmup_steps,
             "early_refreshes": early_refreshes,
-            "refresh_lag": refresh_lag,
         }
         for name, value in zip(_OF_MOMENTS, (nesterov, orthogonal), strict=True):
             if value is not None:
@@ -240,7 +238,7 @@ class KFACMixin(Optimizer, Joinable):
         given = {**asked, "damping": damping, "moments": moments}
         against = _against_the_eigenbasis(kwargs, given, groups)
         why = _why_not_in_the_eigenbasis(self._base, moments, against)
-        opts_out = against if moments is None and self._base in eigenbasis.BASES else ""
+        opts_out = against if moments is None and self._base in moments_of_base.BASES else ""
         if self._base is Muon:
             _refuse_beside_the_metric(title, given)
             moments = "metric"
@@ -258,7 +256,7 @@ class KFACMixin(Optimizer, Joinable):
                 )
         self._kfac_process_group = process_group
         self._consolidated: checkpoint.Entries | None = None
-        self._warned_of_share = self._warned_of_settings = False
+        self._warned_of_share = self._warned_of_settings = self._warned_of_order = False
         self._group_defaults: dict[str, Any] = {"damping": damping, "factor_decay": factor_decay}
         self._group_schedules = []
         super().__init__(params, *args, **kwargs)
@@ -335,13 +333,13 @@ class KFACMixin(Optimizer, Joinable):
 
     def _step_with_moments(self) -> None:
         """The base steps only those parameters whose moments are its own."""
-        with _gradients(eigenbasis.limited(self)):
-            with _gradients(eigenbasis.taken_in(self)):
+        with _gradients(moments_of_base.limited(self)):
+            with _gradients(moments_of_base.taken_in(self)):
                 directions = self.preconditioner.step(self.param_groups)
             self._make_room(directions)
-            with _gradients(dict.fromkeys(directions)), eigenbasis.without_limit(self):
+            with _gradients(dict.fromkeys(directions)), moments_of_base.without_limit(self):
                 self._base_step()
-        eigenbasis.move(self, directions)
+        moments_of_base.move(self, directions)
 
     def _make_room(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """For the base's step, where that is not as the last one was."""
@@ -354,8 +352,9 @@ class KFACMixin(Optimizer, Joinable):
     def _notice_settings(self) -> None:
         """Say once what is set without the effect that one would expect."""
         ranks = self.preconditioner.ranks
-        misread = self.preconditioner.misread()
+        misread = "" if self._warned_of_order else reports.misread(self.preconditioner)
         if misread:
+            self._warned_of_order = True
             agreement.warn(ranks, misread, _level_of_caller())
         if self._warned_of_settings:
             return
@@ -408,7 +407,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def _unread_scale(self) -> str:
         """G would be too large by the scale squared, and steps too short to train."""
-        if self.preconditioner.statistics.loss_scale is not None:
+        if self.preconditioner.sums.loss_scale is not None:
             return ""
         for caller in _callers():
             if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
@@ -436,7 +435,7 @@ class KFACMixin(Optimizer, Joinable):
             and 0 < 1.01 * group["kl_clip_lr"] < group["lr"]
         ]
         if beyond:
-            covered = self.preconditioner.covered_groups()
+            covered = self.preconditioner.registry.covered_groups
             beyond = [number for number in beyond if number in covered]
         if not beyond:
             return ""
@@ -542,7 +541,7 @@ class KFACMixin(Optimizer, Joinable):
                 value = self._scheduled(name, value)
             param_group[name] = check(value)
         if self._kfac_options.moments == "eigenbasis":
-            eigenbasis.check(self, param_group)
+            moments_of_base.check(self, param_group)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
@@ -605,7 +604,6 @@ class KFACMixin(Optimizer, Joinable):
                     f"{checkpoint.abridged(absent)} and what follows from them",
                     stacklevel=2,
                 )
-        self.preconditioner.make_whole()
         # Before the user's own hooks, which see the state whole.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
@@ -627,7 +625,6 @@ class KFACMixin(Optimizer, Joinable):
             )
         if ranks.world > 1:
             self.preconditioner.settle_load(self.param_groups)
-            self.preconditioner.make_whole()
             entries = checkpoint.consolidate(self.preconditioner, to)
             self._consolidated = entries if ranks.rank == to else None
 
@@ -644,7 +641,7 @@ class KFACMixin(Optimizer, Joinable):
             checkpoint.check_form(loaded)
             if self._kfac_options.moments == "eigenbasis":
                 for group in loaded["param_groups"]:
-                    eigenbasis.check(self, group)
+                    moments_of_base.check(self, group)
             loaded = loaded.copy()
             entries = checkpoint.take_out(self.preconditioner, loaded, self.param_groups)
             of_base = any("damping" not in group for group in loaded["param_groups"])
@@ -670,7 +667,7 @@ class KFACMixin(Optimizer, Joinable):
             raise
         finally:
             handle.remove()
-        missing, begun_anew, moments_anew = self.__dict__.pop("_restored")
+        missing, moments_anew = self.__dict__.pop("_restored")
         if moments_anew:
             names = ", ".join(map(repr, moments_anew))
             warnings.warn(
@@ -678,13 +675,6 @@ class KFACMixin(Optimizer, Joinable):
                 "optimizer's, and begin at zero; for a run to go on, build it with the class and "
                 "the moments= that the state was saved with, and on several ranks call "
                 "consolidate_state_dict() before a save",
-                stacklevel=2,
-            )
-        if begun_anew:
-            warnings.warn(
-                f"what was being decomposed of {', '.join(begun_anew)} is not in this state: it "
-                "begins again, with the factors as saved, so that the run does not go on bit for "
-                'bit (torch.distributed.checkpoint leaves state_dict()["kfac_under_way"] out)',
                 stacklevel=2,
             )
         if missing and not fresh:
@@ -709,13 +699,11 @@ class KFACMixin(Optimizer, Joinable):
                 "an optimizer with process_group= can't be copied or pickled, since no process "
                 "group can; save its state_dict()"
             )
-        self.preconditioner.make_whole()
         kept = ("_kfac_model", "_group_defaults", "_group_schedules")
         return {
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in kept},
             "_kfac_options": self.preconditioner.current_options(),
-            "_under_way": checkpoint.under_way(self.preconditioner),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -736,12 +724,10 @@ class KFACMixin(Optimizer, Joinable):
                 del state["state"][p][key]
             if ours and not state["state"][p]:
                 del state["state"][p]
-        for p, begun in state.pop("_under_way").items():
-            entries.setdefault(p, {}).update(begun)
         super().__setstate__(state)
         self._kfac_process_group = None
         self._consolidated = None
-        self._warned_of_share = self._warned_of_settings = False
+        self._warned_of_share = self._warned_of_settings = self._warned_of_order = False
         known = [p for group in self.param_groups for p in group["params"]]
         self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries)
@@ -788,7 +774,7 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gathered = optimizer._consolidated or {}
-    checkpoint.complete(optimizer.preconditioner, state_dict, parameters, gathered)
+    checkpoint.complete(state_dict, parameters, gathered)
 
 
 def _same(now: Room, before: Room) -> bool:
@@ -929,14 +915,14 @@ def _refuse_unknown(
 def _own_parameters(base: type[Optimizer] = Optimizer) -> dict[str, inspect.Parameter]:
     """K-FAC's, which are by keyword only."""
     parameters = dict(inspect.signature(KFACMixin.__init__).parameters)
-    default = metric.DAMPING if base is Muon else DAMPING
+    default = MUON_DAMPING if base is Muon else DAMPING
     parameters["damping"] = parameters["damping"].replace(default=default)
     return {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def _refuse_beside_the_metric(title: str, given: dict[str, Any]) -> None:
     defaults = {name: p.default for name, p in _own_parameters().items()}
-    for name in ("moments", *metric.WITHOUT):
+    for name in ("moments", *WITHOUT_IN_METRIC):
         value = given.get(name)
         if value is not None and differs(value, defaults[name]):
             raise ValueError(f"Invalid {name}: {value!r}; {title} has no use for it, leave it out")
@@ -950,16 +936,18 @@ def _is_the_bases(name: str, base: type[Optimizer]) -> bool:
     """Whether an argument of this name is the base's own, or may be for all that it tells."""
     theirs = inspect.signature(base.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values())
-    return name in theirs or (takes_any and not issubclass(base, eigenbasis.BASES))
+    return name in theirs or (takes_any and not issubclass(base, moments_of_base.BASES))
 
 
 def _why_not_in_the_eigenbasis(base: type[Optimizer], moments: Any, against: str) -> str:
     """What keeps the moments out of it, as the end of a sentence, or nothing."""
-    if not issubclass(base, eigenbasis.BASES):
+    if not issubclass(base, moments_of_base.BASES):
         return "needs Adam, AdamW or LAMB as its base; leave it out"
     if moments is not None:
         return f"moments={moments!r} rules out; leave out one of the two"
-    if base not in eigenbasis.BASES:  # it may have a step of its own, which would not be called
+    if (
+        base not in moments_of_base.BASES
+    ):  # it may have a step of its own, which would not be called
         return f"must be named over {base.__name__}, a subclass; name it, or leave this out"
     return f"{against} rules out; leave out one of the two" if against else ""
 
@@ -967,14 +955,16 @@ def _why_not_in_the_eigenbasis(base: type[Optimizer], moments: Any, against: str
 def _against_the_eigenbasis(theirs: dict[str, Any], ours: dict[str, Any], groups: list[Any]) -> str:
     """What is set that has no meaning there, if anything."""
     defaults = {name: p.default for name, p in _own_parameters().items()}
-    return eigenbasis.argument_against(theirs) or option_against_eigenbasis(ours, defaults, groups)
+    return moments_of_base.argument_against(theirs) or option_against_eigenbasis(
+        ours, defaults, groups
+    )
 
 
 def _named_by(base: type[Optimizer]) -> dict[str, inspect.Parameter]:
     """K-FAC's arguments in the signature of a class over this base."""
     own = _own_parameters(base)
     without = [name for name in _OF_MOMENTS if _is_the_bases(name, base)]
-    without += ("moments", *metric.WITHOUT) if base is Muon else ()
+    without += ("moments", *WITHOUT_IN_METRIC) if base is Muon else ()
     return {name: parameter for name, parameter in own.items() if name not in without}
 
 
@@ -1078,7 +1068,7 @@ class KFACMuon(KFACMixin, Muon):
         return kept if "ns_steps" in saved else {**kept, "damping": here["damping"]}
 
     def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
-        return super().takes_muon(group, p) and p not in self.preconditioner.left
+        return super().takes_muon(group, p) and p not in self.preconditioner.registry.excluded
 
 
 @_sign

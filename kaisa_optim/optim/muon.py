@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from ..comm import sharding
+from ..core.muon_groups import muon_step, takes_muon
 from ..linalg import orthogonal, precision, products
 from ..plan.assignment import check_flag, is_real
 from .lamb import math_dtype, rate_for
@@ -180,7 +181,7 @@ class Muon(Optimizer):
             fast = products.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not orthogonal.narrow(stacked)
             with precision.full_precision(device.type), precision.without_autocast(device.type):
-                found = polar_step(stacked, None, settings(group), in_half).to(dtype)
+                found = orthogonal.muon_step(stacked, None, muon_step(group), in_half).to(dtype)
             matrices = (x.view(p.shape) for x, p in zip(found, some, strict=True))
             directions = [sharding.laid_out(x, some[0]) for x in matrices]
             descend(some, directions, group["lr"], group["weight_decay"])
@@ -257,13 +258,6 @@ def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any
     return {**loaded, "state": state}
 
 
-def takes_muon(group: Group, p: Tensor) -> bool:
-    """Whether a group gives it to Muon."""
-    if isinstance(p, UninitializedParameter):  # it has a shape before it has a gradient
-        return True
-    return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
-
-
 def _refuse_vector(p: Tensor) -> None:
     if not isinstance(p, UninitializedParameter) and p.dim() < 2:
         raise ValueError(
@@ -291,24 +285,6 @@ _OF_ALL = "weight_decay", "maximize"
 def _gradients(group: Group, params: Iterable[Tensor]) -> list[Tensor]:
     gradients = [p.grad for p in params if p.grad is not None]
     return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
-
-
-Settings = tuple[Coefficients, int, float, str | None]
-
-
-def settings(group: Group) -> Settings:
-    """What makes a direction of a momentum."""
-    coefficients = tuple(group["ns_coefficients"])
-    return coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"]
-
-
-def polar_step(momentum: Tensor, root: Tensor | None, settings: Settings, in_half: bool) -> Tensor:
-    """R polar(Rᵀ M), ``[k, g, a]``, as long as ``adjust_lr_fn`` has it; without R, polar M."""
-    coefficients, steps, eps, adjust = settings
-    found = orthogonal.polar(momentum, root, [coefficients] * steps, eps, in_half=in_half)
-    g, a = momentum.shape[1:]
-    ratio = 0.2 * max(g, a) ** 0.5 if adjust == "match_rms_adamw" else max(1, g / a) ** 0.5
-    return found.mul_(ratio)
 
 
 def descend(

@@ -1,8 +1,8 @@
-"""What a work assignment costs: the bytes that every rank keeps, and those that arrive there.
+"""Prices of plans: the bytes that every rank keeps, and those that arrive there in a step.
 
 Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. Every byte
-that arrives at a rank has been sent by another, so the means over the ranks of what is received and
-of what is sent are the same; a single rank may send more than it receives, or less.
+that arrives at a rank was sent by another, so the means over the ranks of received and of sent
+bytes are equal; a single rank may send more than it receives, or less.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-from .assignment import Grid, Placement, Task, WorkAssignment
+from .assignment import Grid
+from .facts import FactorFacts, LayerFacts
 from .routes import Bucket, cargo_bytes, chunks, side_by_side
-from .schedule import rounds, turns
-
-if TYPE_CHECKING:
-    from ..comm.sharding import Shards
+from .schedule import Schedule
+from .step_plan import SIDES, RefreshReport, StepPlan, StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
 Means = dict[str, float]
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 _STATE = (
     "eigenvectors",
@@ -40,77 +39,24 @@ _STATE = (
 KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
-_STATUS_HEAD = 9  # numbers of a step's first exchange that belong to no layer
-
-
-class Work(NamedTuple):
-    """One layer's task, and where it is done."""
-
-    task: Task
-    placement: Placement
-    itemsize: int = 4  # bytes of a number in its arithmetic
-    device: Hashable = None  # layers of one device travel together
-    sections: int = 1  # counts of rows that ranks compare
-    frozen: bool = False  # then it costs no more than a question after it
-    shards: tuple[tuple[Shards, int], ...] = ()  # of its parameters, each with its itemsize
-
-
-class _Factor(NamedTuple):
-    """One side of a layer; a parcel to :class:`Bucket`."""
-
-    work: Work
-    owner: int
-    n: int
-    diagonal: bool
-
-    @property
-    def size(self) -> int:
-        """Numbers that say all of it."""
-        return self.work.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)
-
-    @property
-    def elements(self) -> int:
-        return self.work.task.blocks * self.n ** (1 if self.diagonal else 2)
-
-    @property
-    def values(self) -> int:
-        return self.work.task.blocks * self.n
-
-    @property
-    def operations(self) -> int:
-        """Of a decomposition, but for a number that is about the same for all."""
-        return self.elements * (1 if self.diagonal else self.n)
-
-
-def _factors(work: Work) -> tuple[_Factor, _Factor]:
-    task, placement = work.task, work.placement
-    return (
-        _Factor(work, placement.a, task.a, task.diagonal_a),
-        _Factor(work, placement.g, task.g, task.diagonal_g),
-    )
-
-
-def _gradient(work: Work) -> int:
-    """Numbers in a layer's gradient."""
-    return work.task.blocks * work.task.g * work.task.a
-
 
 @dataclass(frozen=True)
 class Account:
     """The bytes of K-FAC over a grid of ranks; answers are lists by rank.
 
-    ``layers`` are in the model's order, which the buckets and the turns to gather follow. Sizes of
-    stored and sent numbers that are ``None`` are those of the arithmetic.
+    ``layers`` are in the model's order, which the buckets follow. Sizes of stored and sent numbers
+    that are ``None`` are those of the arithmetic.
     """
 
-    layers: Sequence[Work]
+    layers: Sequence[LayerFacts]
     grid: Grid
     method: str = "eigen"
     split: str | None = "pi"  # of the damping, for inverses
     stored_product: bool = False
-    moments: int = 0  # for each number of a gradient; Adam's have a count, too
-    noted: bool = False  # owners note what is to be decomposed again
-    tracked: bool = False  # hosts hear in the next step what a refresh has to do again
+    moments: int = 0  # numbers kept for each number of a gradient
+    counts_steps: bool = False  # moments have a count of their own, as Adam's
+    checks: bool = False  # owners keep a flag for each factor that must be decomposed again
+    refines: Collection[str] = ()  # layers whose refresh is checked in the step after it
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
@@ -119,422 +65,310 @@ class Account:
     scaled: bool = False  # each of these travels with its scale, as float16 needs it
     bucket_bytes: int = 25 * 2**20
 
-    @property
-    def names(self) -> list[str]:
-        """The layers that a refresh of everything means."""
-        return [work.task.name for work in self.active]
-
-    @property
-    def active(self) -> list[Work]:
+    @functools.cached_property
+    def active(self) -> list[LayerFacts]:
         """The layers that are trained."""
-        return [work for work in self.layers if not work.frozen]
+        return [layer for layer in self.layers if not layer.frozen]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers that are trained."""
+        return tuple(layer.name for layer in self.active)
 
     # ---- memory ----
 
     def memory(self) -> list[Usage]:
-        """What each rank keeps, by kind."""
+        """Return the bytes that each rank keeps, by kind."""
         usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
         applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
-        for work in self.active:
-            column = applied[work.placement.g % self.grid.columns]
-            for factor in _factors(work):
+        for layer in self.active:
+            column = applied[layer.placement.g % self.grid.columns]
+            for factor in layer.factors:
                 own = usage[factor.owner]
-                own["factors"] += factor.elements * (self.factor_bytes or work.itemsize)
-                own["counters"] += work.task.blocks * (work.itemsize + 4 + 4 * self.noted)
+                own["factors"] += factor.elements * (self.factor_bytes or layer.itemsize)
+                own["counters"] += layer.task.blocks * (layer.itemsize + 4 + 4 * self.checks)
                 for kind, size in self._state(factor).items():
                     column[kind] += size
-            column["moments"] += self.moments * _gradient(work) * work.itemsize
-            if self.moments == 2:
-                column["counters"] += work.task.blocks * work.itemsize
-            if self.correction:
-                column["corrected_eigenvalues"] += _gradient(work) * work.itemsize
-                column["counters"] += work.task.blocks * work.itemsize
-            if self.truncated:
-                column["counters"] += work.task.blocks * 5 * 4
-            if self.stored_product:
-                stored = self.state_bytes or work.itemsize
-                column["eigenvalue_products"] += _gradient(work) * stored
+            for kind, size in self._of_gradient(layer).items():
+                column[kind] += size
         for rank, own in enumerate(usage):
             for kind, size in applied[rank % self.grid.columns].items():
                 own[kind] += size
             own["total"] = sum(own.values())
         return usage
 
-    def _state(self, factor: _Factor) -> Usage:
-        """What every gradient worker has of a factor."""
-        stored = self.state_bytes or factor.work.itemsize
+    def _state(self, factor: FactorFacts) -> Usage:
+        """Return the bytes that every gradient worker has of a factor."""
+        itemsize = factor.layer.itemsize
+        stored = self.state_bytes or itemsize
         if self.method != "eigen":
             return {f"{self.method}s": factor.elements * stored}
-        values = {"eigenvalues": factor.values * factor.work.itemsize}
+        values = {"eigenvalues": factor.eigenvalues * itemsize}
         return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
 
+    def _of_gradient(self, layer: LayerFacts) -> Usage:
+        """Return the bytes that every gradient worker has beside the factors."""
+        itemsize, blocks = layer.itemsize, layer.task.blocks
+        usage = {"moments": self.moments * layer.gradient * itemsize}
+        usage["counters"] = self.counts_steps * blocks * itemsize + self.truncated * blocks * 5 * 4
+        if self.correction:
+            usage["corrected_eigenvalues"] = layer.gradient * itemsize
+            usage["counters"] += blocks * itemsize
+        if self.stored_product:
+            usage["eigenvalue_products"] = layer.gradient * (self.state_bytes or itemsize)
+        return usage
+
     def pending(self, names: Collection[str]) -> int:
-        """Sums of these layers on each rank, from their backward pass to the step, at most."""
+        """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
         alone = self.grid.world == 1
         chosen = self._chosen(names)
         factors = sum(
-            (factor.elements if alone else factor.size) * work.itemsize
-            for work in chosen
-            for factor in _factors(work)
+            (factor.elements if alone else factor.size) * layer.itemsize
+            for layer in chosen
+            for factor in layer.factors
         )
         by_examples = self.correction == "examples"
-        return factors + by_examples * sum(_gradient(work) * work.itemsize for work in chosen)
+        return factors + by_examples * sum(layer.gradient * layer.itemsize for layer in chosen)
 
     # ---- communication ----
 
-    def step(
+    def plan(
         self,
         *,
-        factors: Collection[str] = (),
+        average: Collection[str] = (),
         refresh: Collection[str] = (),
-        asked: Collection[str] = (),
+        answered: Collection[str] = (),
         first: bool = False,
-    ) -> list[Usage]:
-        """What arrives at each rank in one step, by kind.
+    ) -> StepPlan:
+        """Return the plan of a step in which all layers have a state and are in use.
 
-        A plain step has gradients alone. ``factors`` says of which layers it updates the factors,
-        ``refresh`` which it refreshes, ``asked`` which hosts did not wait for in the step before:
-        bases that followed, inverses on a GPU. In the ``first`` of all, there is no eigenbasis yet.
+        In the ``first`` step none has a state yet, so that no eigenvalues are corrected.
         """
-        got = {kind: sizes.copy() for kind, sizes in self._gradients.items()}
+        frozen = len(self.active) < len(self.layers)
+        taken, renewed = self._names(average), self._names(refresh)
+        return StepPlan(
+            number=0 if first else 1,
+            # As long as some layer has no statistics, every step might bring them.
+            exchanges=bool(taken or renewed or answered or frozen),
+            answered=self._names(answered),
+            average=taken,
+            project=() if first else taken,
+            refresh=renewed,
+            decompose=frozenset(itertools.product(renewed, SIDES)),
+            precondition=self.names,
+        )
+
+    def price(self, plan: StepPlan) -> list[Usage]:
+        """Return the bytes that arrive at each rank in a step, by kind."""
+        got = {kind: [0] * self.grid.world for kind in MOVED}
+        got["gradients"] = list(self._gradients(plan.precondition))
         if self.grid.world > 1:
-            fed, due = self._chosen(factors), self._chosen(refresh)
-            self._add(got["status"], self._words(fed, due, len(set(asked))))
-            self._add(got["factors"], self._sums(fed))
-            for numbers in self._projected(fed) if not first else ():
-                self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
-            for numbers in self._refreshed_together(due):
-                self._add(got["second_order"], [self._ring(numbers)] * self.grid.world)
-            self._add(got["second_order"], self._shared(due))
+            average, refresh = self._chosen(plan.average), self._chosen(plan.refresh)
+            _add(got["status"], [self._status(plan)] * self.grid.world)
+            _add(got["factors"], self._sums(average))
+            together = [*self._projected(plan), *self._means(refresh)]
+            size = sum(map(self._all_reduced, together))
+            _add(got["second_order"], [size] * self.grid.world)
+            _add(got["second_order"], self._shared(refresh, plan))
         return _by_rank(got)
 
-    def _chosen(self, names: Collection[str]) -> list[Work]:
-        chosen = set(names)
-        return [work for work in self.active if work.task.name in chosen]
-
     def per_step(
-        self, factor_update_steps: int, inv_update_steps: int, staggered: bool | int = True
+        self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
     ) -> list[Means]:
-        """What arrives at each rank in a step, by kind, as a mean over whole intervals.
+        """Return the bytes that arrive at each rank in a step, as a mean over whole intervals.
 
-        Where hosts hear of a refresh in the step after it, it is the most that it can be, but for
-        inverses that fail: nothing else would have been asked there, and all bases that followed
-        are decomposed.
+        Where ranks learn of a refresh in the step after it, the mean is the most that it can be:
+        all bases that were refined are decomposed then, in steps that had no other exchange.
+        Inverses that fail are left out.
         """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both
-        fed = self.gathering_turns(factor_update_steps, staggered)
-        due = self.refresh_turns(inv_update_steps, staggered)
-        # A turn of the one kind meets one of the other once in ``together`` steps, or never.
-        Turns = tuple[int | None, int | None]
-        shares: dict[Turns, float] = {(f, None): 1 / factor_update_steps for f in fed}
-        shares.update({(None, d): 1 / inv_update_steps for d in due})
-        for f, d in itertools.product(fed, due):
-            if (f - d) % both == 0:
-                shares[f, d] = 1 / together
-                shares[f, None] -= 1 / together
-                shares[None, d] -= 1 / together
+        gathering = schedule.gathering_slots(factor_update_steps)
+        refresh = schedule.refresh_slots(inv_update_steps)
+        # A slot of the one kind meets one of the other once in ``together`` steps, or never.
+        shares: dict[tuple[int | None, int | None], float]
+        shares = {(g, None): 1 / factor_update_steps for g in gathering}
+        shares.update({(None, r): 1 / inv_update_steps for r in refresh})
+        for g, r in itertools.product(gathering, refresh):
+            if (g - r) % both == 0:
+                shares[g, r] = 1 / together
+                shares[g, None] -= 1 / together
+                shares[None, r] -= 1 / together
         shares[None, None] = 1 - sum(shares.values())
         mean = [dict.fromkeys((*MOVED, "total"), 0.0) for _ in range(self.grid.world)]
-        for (at_fed, at_due), share in shares.items():
+        for (at_g, at_r), share in shares.items():
             if share > 1e-12:
-                factors = () if at_fed is None else fed[at_fed]
-                refresh = () if at_due is None else due[at_due]
-                _weigh(mean, self.step(factors=factors, refresh=refresh), share)
-        for asked in due.values() if self.tracked else ():
-            _weigh(mean, self._found_anew(asked), 1 / inv_update_steps)
+                average = () if at_g is None else gathering[at_g]
+                plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
+                _weigh(mean, self.price(plan), share)
+        for renewed in refresh.values():
+            _weigh(mean, self._checked(renewed), 1 / inv_update_steps)
         return mean
 
-    def _found_anew(self, asked: Collection[str]) -> list[Usage]:
-        """What a step has to do with what the step before refreshed: bases might not fit."""
-        anew = asked if self.method == "eigen" else ()
-        plain, step = self.step(), self.step(refresh=anew, asked=asked)
+    def _checked(self, renewed: Collection[str]) -> list[Usage]:
+        """Return what a step has to do in addition for layers that the step before refined."""
+        asked = [name for name in renewed if name in self.refines]
+        again = asked if self.method == "eigen" else ()
+        plain = self.price(self.plan())
+        step = self.price(self.plan(refresh=again, answered=asked)) if asked else plain
         return [
             {kind: size - other[kind] for kind, size in one.items()}
             for one, other in zip(step, plain, strict=True)
         ]
 
-    def gathering_turns(self, interval: int, staggered: bool | int = True) -> dict[int, list[str]]:
-        """The layers that gather statistics in each step of an interval, where any does.
+    def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
+        chosen = set(names)
+        return [layer for layer in self.active if layer.name in chosen]
 
-        Their sums wait for a reduction, so turns are of about equal size.
-        """
-        sizes = [sum(factor.size for factor in _factors(work)) for work in self.layers]
-        return self._by_turn(turns(sizes, interval) if staggered else [0] * len(sizes))
+    def _names(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the names in the model's order."""
+        return tuple(layer.name for layer in self._chosen(names))
 
-    def refresh_turns(self, interval: int, staggered: bool | int = True) -> dict[int, list[str]]:
-        """The layers that are refreshed in each step of an interval, where any is.
-
-        As many at once as ``staggered`` says, or as there are ranks: these decompose them side by
-        side. Frozen ones count, so that no turn depends on when others are frozen.
-        """
-        at_once = self.grid.world if staggered is True else staggered
-        if not at_once:
-            return self._by_turn([0] * len(self.layers))
-        costs = [sum(factor.operations for factor in _factors(work)) for work in self.layers]
-        together = rounds(costs, at_once)
-        turn_of = turns([1] * len(set(together)), interval)
-        return self._by_turn([turn_of[number] for number in together])
-
-    def operations(self, refresh: Collection[str]) -> list[int]:
-        """What each rank has to do where these layers are decomposed anew: cubes of widths."""
-        got = [0] * self.grid.world
-        for work in self._chosen(refresh):
-            for factor in _factors(work):
-                got[factor.owner] += factor.operations
-        return got
-
-    def _by_turn(self, numbers: list[int]) -> dict[int, list[str]]:
-        result = defaultdict(list)
-        for work, turn in zip(self.layers, numbers, strict=True):
-            if not work.frozen:
-                result[turn].append(work.task.name)
-        return dict(result)
-
-    def _words(self, fed: list[Work], due: list[Work], asked: int) -> list[int]:
-        """What the hosts ask each other."""
+    def _status(self, plan: StepPlan) -> int:
+        """Return the bytes of the numbers that ranks agree on."""
         size = 0
-        # As long as some layer has no statistics, every step might bring them.
-        if fed or due or asked or len(self.active) < len(self.layers):
-            sections = sum(work.sections for work in self.layers)
-            size += self._ring(8 * (_STATUS_HEAD + len(self.layers) + 2 * sections + 2 * asked))
-        if due:
-            size += self._ring(8 * (1 + 3 * len(due)))
-        return [size] * self.grid.world
+        if plan.exchanges:
+            sections = sum(layer.sections for layer in self.layers)
+            report = StepReport.blank(len(self.layers), len(plan.answered), sections)
+            size += self._all_reduced(8 * len(report.numbers()))
+        if plan.refresh:
+            size += self._all_reduced(8 * len(RefreshReport().numbers(plan.refresh)))
+        return size
 
-    def _sums(self, fed: list[Work]) -> list[int]:
-        """Factors on their way to where they are kept."""
+    def _sums(self, average: list[LayerFacts]) -> list[int]:
+        """Return the bytes of sums on their way to the factors' owners."""
         world = self.grid.world
         got = [0] * world
-        for itemsize, parcels, bucket in self._buckets(fed):
+        for itemsize, factors, bucket in self._buckets(average):
             wire = self.wire_bytes or itemsize
-            scales = self._ring(len(parcels) * itemsize) if self.scaled else 0
-            # From every other rank its term of what this one adds up.
-            self._add(got, [scales + (world - 1) * wire * size for size in bucket.sizes])
-            for piece in bucket.pieces:
-                if piece.adder != piece.owner:
-                    got[piece.owner] += (piece.stop - piece.start) * itemsize
+            scales = self._all_reduced(len(factors) * itemsize) if self.scaled else 0
+            # From every other rank its term of the part that this one adds up.
+            _add(got, [scales + (world - 1) * wire * size for size in bucket.sizes])
+            for owner, size in bucket.passed_on.items():
+                got[owner] += size * itemsize
         return got
 
-    def _buckets(self, fed: list[Work]) -> Iterator[tuple[int, list[_Factor], Bucket[_Factor]]]:
-        """Factors that travel together: the itemsize of their sums, themselves, their ways."""
-        for (_, itemsize), works in _grouped(fed, lambda work: (work.device, work.itemsize)):
-            parcels = [factor for work in works for factor in _factors(work)]
+    def _buckets(
+        self, average: list[LayerFacts]
+    ) -> Iterator[tuple[int, list[FactorFacts], Bucket[FactorFacts]]]:
+        """Yield factors that travel together: the itemsize of their sums, them, their ways."""
+        for itemsize, layers in _by_place(average):
+            factors = [factor for layer in layers for factor in layer.factors]
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)
-            for chunk in chunks(parcels, lambda factor: factor.size, limit):
+            for chunk in chunks(factors, lambda factor: factor.size, limit):
                 yield itemsize, chunk, Bucket(chunk, self.grid.world)
 
-    def _projected(self, fed: list[Work]) -> Iterator[int]:
-        """Bytes of the second moments in eigenbases that are added up together."""
-        if self.correction != "examples":
-            return
-        for (_, itemsize), works in _grouped(fed, lambda work: (work.device, work.itemsize)):
-            for chunk in chunks(works, _gradient, self.bucket_bytes // itemsize):
-                yield itemsize * sum(map(_gradient, chunk))
+    def _projected(self, plan: StepPlan) -> Iterator[int]:
+        """Yield the bytes of second moments in eigenbases, bucket by bucket."""
+        layers = self._chosen(plan.project) if self.correction == "examples" else []
+        for itemsize, same in _by_place(layers):
+            limit = self.bucket_bytes // itemsize
+            for chunk in chunks(same, lambda layer: layer.gradient, limit):
+                yield itemsize * sum(layer.gradient for layer in chunk)
 
-    def _refreshed_together(self, due: list[Work]) -> Iterator[int]:
-        """Bytes of mean eigenvalues that owners compare, for each time that they do."""
-        parted = any(work.placement.a != work.placement.g for work in self.layers)
-        if not (parted and self.method == "inverse" and self.split == "pi"):
-            return
-        for (_, itemsize), works in _grouped(due, lambda work: (work.device, work.itemsize)):
-            yield 2 * itemsize * sum(work.task.blocks for work in works)
+    def _means(self, refresh: list[LayerFacts]) -> Iterator[int]:
+        """Yield the bytes of mean eigenvalues that the owners of A and of G tell each other."""
+        splits = any(layer.placement.a != layer.placement.g for layer in self.layers)
+        if splits and self.method == "inverse" and self.split == "pi":
+            for itemsize, layers in _by_place(refresh):
+                yield 2 * itemsize * sum(layer.task.blocks for layer in layers)
 
-    def _shared(self, due: list[Work]) -> list[int]:
-        """New second-order state on its way from its owners to the gradient workers."""
+    def _shared(self, refresh: list[LayerFacts], plan: StepPlan) -> list[int]:
+        """Return the bytes of new state on its way from owners to gradient workers."""
         got = [0] * self.grid.world
-        everywhere = [0] * self.grid.columns
-        for work in due:
-            for factor in _factors(work):
+        columns = [0] * self.grid.columns
+        for factor in itertools.chain(*(layer.factors for layer in refresh)):
+            if plan.renews(*factor.name):
                 size = self._sent(factor)
-                everywhere[factor.owner % self.grid.columns] += size
+                columns[factor.owner % self.grid.columns] += size
                 got[factor.owner] -= size
-        self._add(got, [everywhere[rank % self.grid.columns] for rank in range(self.grid.world)])
+        _add(got, [columns[rank % self.grid.columns] for rank in range(self.grid.world)])
         return got
 
-    def _sent(self, factor: _Factor) -> int:
-        """A factor's state on the wire; of an inverse or a root, half."""
+    def _sent(self, factor: FactorFacts) -> int:
+        """Return the bytes of a factor's state on the wire; inverses and roots go as triangles."""
         if self.method != "eigen":
-            return cargo_bytes([factor.size * (self.state_bytes or factor.work.itemsize)])
+            itemsize = self.state_bytes or factor.layer.itemsize
+            return cargo_bytes([factor.size * itemsize])
         return cargo_bytes(self._state(factor).values())
 
+    def _gradients(self, names: tuple[str, ...]) -> list[int]:
+        """Return the bytes of preconditioned gradients."""
+        if names == self.names:
+            return self._all_gradients
+        return self._gradients_of(self._chosen(names))
+
     @functools.cached_property
-    def _gradients(self) -> dict[str, list[int]]:
-        """In every step."""
-        got = {kind: [0] * self.grid.world for kind in MOVED}
-        whole = [work for work in self.active if not work.shards]
+    def _all_gradients(self) -> list[int]:
+        return self._gradients_of(self.active)
+
+    def _gradients_of(self, layers: list[LayerFacts]) -> list[int]:
+        got = [0] * self.grid.world
         sizes = [0] * self.grid.columns
-        for _, same in _grouped(whole, lambda work: work.device):
-            columns = _grouped(same, lambda work: work.placement.g % self.grid.columns)
-            total = sum(self._wire([work]) for work in same)
+        whole = [layer for layer in layers if not layer.shards]
+        for _, same in _grouped(whole, lambda layer: layer.device):
+            columns = _grouped(same, lambda layer: layer.placement.g % self.grid.columns)
+            total = sum(self._wire([layer]) for layer in same)
             limit = side_by_side(total, len(columns), self.bucket_bytes)
-            for column, works in columns:
-                for _, alike in _grouped(works, lambda work: (*work.task[1:5], work.itemsize)):
-                    for part in chunks(alike, lambda work: self._wire([work]), limit):
+            for column, own in columns:
+                for _, alike in _grouped(own, lambda layer: (*layer.task[1:5], layer.itemsize)):
+                    for part in chunks(alike, lambda layer: self._wire([layer]), limit):
                         sizes[column] += self._wire(part)
-        total = sum(sizes)
-        received = [total - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
-        self._add(got["gradients"], received)
-        for work in self.active:
-            if work.shards and self.grid.world > 1:
-                self._add(got["gradients"], self._returned(work))
+        received = [sum(sizes) - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
+        _add(got, received)
+        for layer in layers:
+            if layer.shards and self.grid.world > 1:
+                _add(got, self._returned(layer))
         return got
 
-    def _wire(self, alike: list[Work]) -> int:
-        """New gradients of layers of one shape on the wire, with what the clip needs of them."""
+    def _wire(self, alike: list[LayerFacts]) -> int:
+        """Return the bytes of new gradients of one shape, with the clip's terms."""
         own = alike[0].itemsize
-        sizes = [sum(map(_gradient, alike)) * (self.wire_bytes or own), 2 * len(alike) * own]
+        numbers = sum(layer.gradient for layer in alike)
+        sizes = [numbers * (self.wire_bytes or own), 2 * len(alike) * own]
         if self.scaled:
-            sizes.append(sum(work.task.blocks for work in alike) * own)
+            sizes.append(sum(layer.task.blocks for layer in alike) * own)
         return cargo_bytes(sizes)
 
-    def _returned(self, work: Work) -> list[int]:
-        """A sharded gradient: its parts to the owner, and back as new ones."""
-        got, owner = [0] * self.grid.world, work.placement.g
-        for shards, itemsize in work.shards:
-            for rank in range(self.grid.world):
+    def _returned(self, layer: LayerFacts) -> list[int]:
+        """Return the bytes of a sharded gradient: its shards to the owner, and back as new ones."""
+        got, owner = [0] * self.grid.world, layer.placement.g
+        others = [rank for rank in range(self.grid.world) if rank != owner]
+        for shards, itemsize in layer.shards:
+            for rank in others:
                 size = cargo_bytes([math.prod(shards.part_shape(rank)) * itemsize])
-                if rank != owner:
-                    got[rank] += size
-                    got[owner] += size * shards.sends(rank, owner)
-        for rank in range(self.grid.world):
-            if rank != owner:
-                got[rank] += cargo_bytes([2 * work.itemsize])  # terms of the clip
+                got[rank] += size
+                got[owner] += size * shards.sends(rank, owner)
+        for rank in others:
+            got[rank] += cargo_bytes([2 * layer.itemsize])  # terms of the clip
         return got
 
-    def _ring(self, size: int) -> int:
-        """What an all-reduce brings to a rank."""
+    def _all_reduced(self, size: int) -> int:
+        """Return the bytes that an all-reduce brings to a rank."""
         return 2 * size * (self.grid.world - 1) // self.grid.world
 
-    @staticmethod
-    def _add(to: list[int], sizes: list[int]) -> None:
-        to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
+
+def _add(to: list[int], sizes: list[int]) -> None:
+    to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
 
 
-@dataclass(frozen=True)
-class Papers:
-    """The same layers under the papers' scheme, on the same ranks, for comparison.
-
-    All-reduce gives every factor to every rank, where its running average is kept; inverse workers
-    broadcast decompositions to the gradient workers, and these the gradients to their receivers.
-    Numbers are kept and sent in the arithmetic's precision. With ``packed``, factors and inverses
-    travel as triangles.
-    """
-
-    account: Account
-    packed: bool = False
-
-    def memory(self) -> list[Usage]:
-        grid, kept = self.account.grid, dict.fromkeys(KEPT, 0)
-        usage = [dict.fromkeys(KEPT, 0) for _ in range(grid.world)]
-        for work in self.account.active:
-            kept["factors"] += sum(factor.elements for factor in _factors(work)) * work.itemsize
-            for rank in grid.workers_of(work.placement.g):
-                for _, kind, size in self._state(work, packed=False):
-                    usage[rank][kind] += size
-        for own in usage:
-            own["factors"] += kept["factors"]
-            own["total"] = sum(own.values())
-        return usage
-
-    def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
-        """What arrives at each rank in a step, by kind, as a mean over whole intervals."""
-        grid = self.account.grid
-        got = {kind: [0.0] * grid.world for kind in MOVED}
-        for work in self.account.active:
-            sizes = [f.size if self.packed else f.elements for f in _factors(work)]
-            reduced = 2 * (grid.world - 1) / grid.world * sum(sizes) * work.itemsize
-            workers = grid.workers_of(work.placement.g)
-            for rank in range(grid.world):
-                got["factors"][rank] += reduced / factor_update_steps
-                if rank not in workers:
-                    got["gradients"][rank] += _gradient(work) * work.itemsize
-            for root, _, size in self._state(work, self.packed):
-                for rank in workers:
-                    if rank != root:
-                        got["second_order"][rank] += size / inv_update_steps
-        return _by_rank(got)
-
-    def _state(self, work: Work, packed: bool) -> Iterator[tuple[int, str, int]]:
-        """A decomposition's parts: the rank that makes it, its kind, its bytes."""
-        for factor in _factors(work):
-            if self.account.method != "eigen":
-                numbers = factor.size if packed else factor.elements
-                yield factor.owner, f"{self.account.method}s", numbers * work.itemsize
-                continue
-            if not factor.diagonal:
-                yield factor.owner, "eigenvectors", factor.elements * work.itemsize
-            if not self.account.stored_product:
-                yield factor.owner, "eigenvalues", factor.values * work.itemsize
-        if self.account.stored_product:  # it takes the eigenvalues' place
-            yield work.placement.g, "eigenvalue_products", _gradient(work) * work.itemsize
+def _by_place(layers: Sequence[LayerFacts]) -> Iterator[tuple[int, list[LayerFacts]]]:
+    """Yield the itemsize, and the layers of one device and itemsize."""
+    for (_, itemsize), same in _grouped(layers, lambda layer: (layer.device, layer.itemsize)):
+        yield itemsize, same
 
 
-class Assigned(Mapping[str, Placement]):
-    """Which rank keeps and decomposes the factors of which layer; its ``repr`` is a table."""
-
-    def __init__(
-        self,
-        strategy: WorkAssignment,
-        grid: Grid,
-        tasks: Sequence[Task],
-        placements: Mapping[str, Placement],
-    ) -> None:
-        self.strategy = strategy
-        self.grid = grid
-        self.tasks = tuple(tasks)
-        self._placements = {task.name: placements[task.name] for task in tasks}
-
-    def __getitem__(self, name: str) -> Placement:
-        return self._placements[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._placements)
-
-    def __len__(self) -> int:
-        return len(self._placements)
-
-    def workers(self, name: str) -> range:
-        """The ranks that precondition a layer's gradient."""
-        return self.grid.workers_of(self[name].g)
-
-    def __repr__(self) -> str:
-        rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
-        for task in self.tasks:
-            a = _size(task.a, task.diagonal_a, task.blocks)
-            g = _size(task.g, task.diagonal_g, task.blocks)
-            at = self[task.name]
-            rows.append((task.name, a, str(at.a), g, str(at.g), _ranks(self.workers(task.name))))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        count = f"{self.grid.workers} gradient worker{'s' * (self.grid.workers > 1)} a layer"
-        ranks = f"{self.grid.world} rank{'s' * (self.grid.world > 1)}"
-        return "\n".join([f"{self.strategy!r} over {ranks}: {count}", *lines])
-
-
-def _size(n: int, diagonal: bool, blocks: int) -> str:
-    return f"{f'{blocks} x ' if blocks > 1 else ''}{n}{' diagonal' if diagonal else ''}"
-
-
-def _ranks(ranks: range) -> str:
-    if len(ranks) > 2 and ranks.step == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = [str(rank) for rank in ranks]
-    return ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", shown[-1]])
-
-
-def _grouped(works: Sequence[Work], key: Any) -> list[tuple[Any, list[Work]]]:
-    groups: dict[Any, list[Work]] = {}
-    for work in works:
-        groups.setdefault(key(work), []).append(work)
+def _grouped(
+    layers: Sequence[LayerFacts], key: Callable[[LayerFacts], T]
+) -> list[tuple[T, list[LayerFacts]]]:
+    groups: dict[T, list[LayerFacts]] = {}
+    for layer in layers:
+        groups.setdefault(key(layer), []).append(layer)
     return list(groups.items())
 
 
 def _by_rank(got: Mapping[str, Sequence[N]]) -> list[dict[str, N]]:
-    """Lists by rank of each kind, as one list, with totals."""
+    """Return lists by rank of each kind as one list, with totals."""
     ranks = [dict(zip(got, sizes, strict=True)) for sizes in zip(*got.values(), strict=True)]
     return [own | {"total": sum(own.values())} for own in ranks]
 

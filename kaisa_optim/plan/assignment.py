@@ -88,7 +88,7 @@ class WorkAssignment(ABC):
         if colocate:
             owners = balance([a + g for a, g in costs], load)
             return [Placement(rank, rank) for rank in owners]
-        return _balance_parted(costs, grid, load)
+        return _balance_split(costs, grid, load)
 
     def __repr__(self) -> str:
         # Ranks compare it, so it must not have an address in it.
@@ -315,267 +315,36 @@ def loads(
 
 
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
-    """The rank of each cost, such that the fullest rank has little; ``load`` is there already.
+    """Return the rank of each cost: the largest first, each to the emptiest rank.
 
-    Longest processing time first, then a bounded search around the fullest rank. From an empty load
-    no rank gets more than 4/3 of what the best balance puts on its fullest (Graham 1969). Where the
-    search ends by itself, as it mostly does with up to ten costs on four ranks, no more than 1.002.
-    The result depends on the costs and their order alone.
+    ``load`` is there already. From an empty load no rank gets more than 4/3 of what the best
+    balance puts on its fullest (Graham 1969). Of equal costs and of equal ranks the first comes
+    first, so that all ranks find the same answer.
     """
-    owners = _longest_first(costs, load)
-    _Search().improve(owners, costs, load)
-    return owners
-
-
-def _balance_parted(
-    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
-) -> list[Placement]:
-    """Layers to columns, then the factors of each column to its ranks.
-
-    With one column this is `balance` of the factors, and keeps its promise. With more, the better
-    of two ways to choose the columns is improved by exchanges of layers; nothing is proven then.
-    """
-    choices = [[0] * len(costs)]
-    if grid.columns > 1:
-        choices = [_columns_by_total(costs, grid, load), _columns_by_rank(costs, grid, load)]
-    plans = []
-    for chosen in choices:
-        layers: list[list[int]] = [[] for _ in range(grid.columns)]
-        for layer, column in enumerate(chosen):
-            layers[column].append(layer)
-        plans.append([_Column(grid.workers_of(c), load, x, costs) for c, x in enumerate(layers)])
-    columns = min(plans, key=lambda plan: max(one.peak for one in plan))
-    _exchange_layers(columns, costs, load)
-    _improve_fullest(columns)
-    ranks = {}
-    for one in columns:
-        for factor, owner in zip(one.factors, one.owners, strict=True):
-            ranks[factor] = one.ranks[owner]
-    return [Placement(ranks[layer, 0], ranks[layer, 1]) for layer in range(len(costs))]
-
-
-class _Column:
-    """The ranks of one column, and the factors of its layers on them."""
-
-    def __init__(
-        self,
-        ranks: range,
-        load: Sequence[float],
-        layers: list[int],
-        costs: Sequence[tuple[float, float]],
-    ) -> None:
-        self.ranks = ranks
-        self.layers = layers
-        self.load = [load[rank] for rank in ranks]
-        self.factors = [(layer, side) for layer in layers for side in (0, 1)]  # 0: A, 1: G
-        self.costs = [costs[layer][side] for layer, side in self.factors]
-        self.owners = _longest_first(self.costs, self.load)  # counted in ranks
-
-    @property
-    def peak(self) -> float:
-        return max(_sums(self.owners, self.costs, self.load))
-
-
-def _columns_by_total(
-    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
-) -> list[int]:
-    totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
-    return balance([a + g for a, g in costs], totals)
-
-
-def _columns_by_rank(
-    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
-) -> list[int]:
-    """Each layer, that with the largest factor first, to the column of the emptiest rank.
-
-    A few large factors next to many small ones need ranks of their own, more than equal totals.
-    """
-    ranks = [sorted(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
-    queue = [(column[0], math.fsum(column), c) for c, column in enumerate(ranks)]
-    heapq.heapify(queue)
-    chosen = [0] * len(costs)
-    for layer in sorted(range(len(costs)), key=lambda i: (-max(costs[i]), -min(costs[i]))):
-        _, total, c = queue[0]
-        chosen[layer] = c
-        for cost in sorted(costs[layer], reverse=True):
-            heapq.heapreplace(ranks[c], ranks[c][0] + cost)
-        heapq.heapreplace(queue, (ranks[c][0], total + sum(costs[layer]), c))
-    return chosen
-
-
-def _exchange_layers(
-    columns: list[_Column], costs: Sequence[tuple[float, float]], load: Sequence[float]
-) -> None:
-    """Hand layers of the column of the fullest rank to others, or swap them, while it helps."""
-    floor = lower_bound([*itertools.chain(*costs)], load)
-    peaks = [one.peak for one in columns]
-    tries = _TRIES
-
-    def exchange() -> bool:
-        nonlocal tries
-        c, *others = sorted(range(len(columns)), key=lambda i: (-peaks[i], i))
-        for other in reversed(others):
-            full, free = columns[c], columns[other]
-            for gives, takes in itertools.product(full.layers, [None, *free.layers]):
-                tries -= len(full.owners) + len(free.owners) + 2 * len(full.ranks)
-                if tries < 0:
-                    return False
-                ours = [x for x in [*full.layers, takes] if x not in (gives, None)]
-                theirs = [x for x in [*free.layers, gives] if x != takes]
-                pair = [
-                    _Column(full.ranks, load, sorted(ours), costs),
-                    _Column(free.ranks, load, sorted(theirs), costs),
-                ]
-                if max(one.peak for one in pair) <= peaks[c] * (1 - _STEP):
-                    columns[c], columns[other] = pair
-                    peaks[c], peaks[other] = (one.peak for one in pair)
-                    return True
-        return False
-
-    while max(peaks) * (1 - _STEP) > floor and exchange():
-        pass
-
-
-def _improve_fullest(columns: Sequence[_Column]) -> None:
-    """Search in the column of the fullest rank, as long as that gets better and another is next."""
-    search = _Search()
-    queue = [(-one.peak, c) for c, one in enumerate(columns)]
-    heapq.heapify(queue)
-    searched: set[int] = set()
-    while queue[0][1] not in searched:
-        _, c = queue[0]
-        searched.add(c)
-        search.improve(columns[c].owners, columns[c].costs, columns[c].load)
-        heapq.heapreplace(queue, (-columns[c].peak, c))
-
-
-def _longest_first(costs: Sequence[float], load: Sequence[float]) -> list[int]:
-    """The largest cost first, each to the emptiest rank; of equals the first."""
     queue = [(there, rank) for rank, there in enumerate(load)]
     heapq.heapify(queue)
     owners = [0] * len(costs)
-    for i in _descending(costs):
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         there, rank = queue[0]
         owners[i] = rank
         heapq.heapreplace(queue, (there + costs[i], rank))
     return owners
 
 
-class _Search:
-    """Looks for a lower peak, a few ranks at a time. It counts tries and reads no clock."""
-
-    def __init__(self) -> None:
-        self.tries = _TRIES
-
-    def improve(self, owners: list[int], costs: Sequence[float], load: Sequence[float]) -> None:
-        """Spread the costs of the fullest and a few other ranks anew, until that helps no more."""
-        floor = lower_bound(costs, load)
-        held = _sums(owners, costs, load)
-        items: list[list[int]] = [[] for _ in load]
-        for i in _descending(costs):
-            items[owners[i]].append(i)
-        others: list[int] = []
-        fullest, start = -1, 0
-        while self.tries > 0:
-            if fullest < 0:  # something has changed
-                fullest = max(range(len(load)), key=held.__getitem__)
-                others = sorted(range(len(load)), key=held.__getitem__)
-                others.remove(fullest)
-                start = 0
-                self.tries -= 1 + len(load) // 8
-            if held[fullest] * (1 - _STEP) <= floor or start >= len(others):
-                return
-            ranks = [fullest, *others[start : start + _AT_ONCE - 1]]
-            start += _AT_ONCE - 1
-            free = sorted(itertools.chain(*(items[r] for r in ranks)), key=lambda i: (-costs[i], i))
-            free = free[-_FREE:]
-            loose = set(free)
-            kept = {r: [i for i in items[r] if i not in loose] for r in ranks}
-            fixed = [load[r] + math.fsum(costs[i] for i in kept[r]) for r in ranks]
-            found = self._spread([costs[i] for i in free], fixed, held[fullest], floor)
-            if found is None:
-                continue
-            for rank in ranks:
-                items[rank] = kept[rank]
-            for i, place in zip(free, found, strict=True):
-                owners[i] = ranks[place]
-                items[owners[i]].append(i)
-            for rank in ranks:
-                held[rank] = load[rank] + math.fsum(costs[i] for i in items[rank])
-            fullest = -1
-
-    def _spread(
-        self, costs: Sequence[float], load: Sequence[float], peak: float, floor: float
-    ) -> list[int] | None:
-        """The best place of each cost, descending, depth first; None if no peak is lower."""
-        rest = [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
-        held, path = list(load), [0] * len(costs)
-        found: list[int] | None = None
-        goal = peak * (1 - _STEP)
-        stop = max(0, self.tries - _DEPTH)
-
-        def go(i: int) -> bool:  # whether to end the search
-            nonlocal found, goal
-            if i == len(costs):
-                found = path.copy()
-                goal = max(held) * (1 - _STEP)
-                return goal <= floor
-            self.tries -= 1
-            if self.tries <= stop:
-                return True
-            cost, before = costs[i], -1.0
-            if rest[i] > sum(goal - x for x in held if x < goal):
-                return False
-            for place in sorted(range(len(held)), key=held.__getitem__):
-                there = held[place]
-                if there + cost > goal:
-                    break
-                if there == before:  # ranks of equal load are one choice
-                    continue
-                before = there
-                path[i], held[place] = place, there + cost
-                done = go(i + 1)
-                held[place] = there
-                if done:
-                    return True
-            return False
-
-        go(0)
-        return found
-
-
-_TRIES = 40_000  # of all searches of one kind: some hundredths of a second
-_AT_ONCE = 4  # ranks whose costs are spread anew together
-_FREE = 24  # costs that move then: the smallest
-_DEPTH = 20_000  # tries of one such search
-_STEP = 1e-3  # a smaller gain is not worth the search
-
-
-def lower_bound(costs: Sequence[float], load: Sequence[float]) -> float:
-    """No balance has a lower peak than this: the mean, the largest cost, the largest sum of k + 1.
-
-    One of m ranks gets k + 1 of the largest k·m + 1 costs, so no less than the k + 1 last of them.
-    """
-    if not costs:
-        return max(load)
-    ranks, ordered = len(load), sorted(costs, reverse=True)
-    bound = max(*load, (math.fsum(costs) + math.fsum(load)) / ranks)
-    sums = [*itertools.accumulate(ordered, initial=0.0)]
-    for k in range((len(costs) - 1) // ranks + 1):
-        last = k * ranks + 1
-        bound = max(bound, sums[last] - sums[last - k - 1] + min(load))
-    return bound
-
-
-def _descending(costs: Sequence[float]) -> list[int]:
-    return sorted(range(len(costs)), key=lambda i: -costs[i])  # stable: of equals the first first
-
-
-def _sums(owners: Sequence[int], costs: Sequence[float], load: Sequence[float]) -> list[float]:
-    sums = list(load)
-    for owner, cost in zip(owners, costs, strict=True):
-        sums[owner] += cost
-    return sums
+def _balance_split(
+    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
+) -> list[Placement]:
+    """Balance the layers over the columns, then the factors of each column over its ranks."""
+    totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
+    columns = balance([a + g for a, g in costs], totals)
+    owners: dict[tuple[int, int], int] = {}
+    for column in range(grid.columns):
+        ranks = grid.workers_of(column)
+        layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
+        factors = list(itertools.product(layers, (0, 1)))  # 0: A, 1: G
+        found = balance([costs[x][side] for x, side in factors], [load[rank] for rank in ranks])
+        owners.update(zip(factors, (ranks[i] for i in found), strict=True))
+    return [Placement(owners[x, 0], owners[x, 1]) for x in range(len(costs))]
 
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:

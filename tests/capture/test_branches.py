@@ -81,8 +81,8 @@ def late_on_the_last_rank(options: dict[str, Any]) -> None:
     expected = [8 * found[0].T @ found[0] / world if found else None]
     dist.broadcast_object_list(expected, src=world - 1)
     layer = opt.preconditioner.layers["b"]
-    if opt.preconditioner.owner(layer, "g") == rank:
-        kept = opt.preconditioner.shelf.factors[layer, "g"]["average"]
+    if opt.preconditioner.registry.owner(layer, "g") == rank:
+        kept = opt.preconditioner.owned.by_key[layer, "g"]["average"]
         assert_close(kept.squeeze(0), expected[0])
 
 
@@ -262,7 +262,7 @@ def test_a_bias_frozen_between_micro_batches_takes_no_pass_away():
     backward(model, 0, "a", 2)
     model.head.bias.requires_grad_(False)
     backward(model, 1, "b", 2)
-    assert opt.preconditioner.statistics.terms() == 16
+    assert opt.preconditioner.sums.terms() == 16
 
 
 def test_what_is_called_while_paused_belongs_to_no_pass():
@@ -271,7 +271,7 @@ def test_what_is_called_while_paused_belongs_to_no_pass():
     with opt.preconditioner.paused():
         model.head(normal(100, 4))
     model.training_step(normal(8, 5, 6)).backward()
-    assert opt.preconditioner.statistics.terms() == 8
+    assert opt.preconditioner.sums.terms() == 8
 
 
 def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
@@ -282,7 +282,7 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     for i in range(7):
         opt.zero_grad()
         backward(model, i, "a")
-        seen.append(bool(opt.preconditioner.statistics.gathered))
+        seen.append(bool(opt.preconditioner.sums.of_layer))
         opt.step()
     assert seen == [i % 3 == 0 for i in range(7)]
 
@@ -295,10 +295,15 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
     found = []
     for i in steps:
         opt.zero_grad()
-        before = {x.name: output_factor(opt, x.name).clone() for x in opt.preconditioner.fed}
+        before = {
+            x.name: output_factor(opt, x.name).clone()
+            for x in opt.preconditioner.registry.with_average
+        }
         backward(model, i, "b" if i % period == period - 1 else "a")
         opt.step()
-        after = {x.name: output_factor(opt, x.name) for x in opt.preconditioner.fed}
+        after = {
+            x.name: output_factor(opt, x.name) for x in opt.preconditioner.registry.with_average
+        }
         found.append({n for n in after if n not in before or not torch.equal(before[n], after[n])})
     return found
 
@@ -314,6 +319,11 @@ def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
         assert 10 <= sum(name in new for new in found) <= 12, name
 
 
+def missed(opt: Any) -> dict[str, int]:
+    """Return for how many steps layers have missed their slot."""
+    return {n: state.missed for n, state in opt.preconditioner.states.items() if state.missed}
+
+
 def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
     """By way of b in every fifth step of the last rank; what is overdue on each after each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -327,7 +337,7 @@ def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
         backward(wrapped, 10 * i + rank, way)
         opt.step()
         everywhere: list[Any] = [None] * world
-        mine = {layer.name: steps for layer, steps in opt.preconditioner.overdue.items()}
+        mine = missed(opt)
         dist.all_gather_object(everywhere, mine)
         found.append(everywhere)
     return found
@@ -369,7 +379,7 @@ def test_what_is_not_seen_for_long_is_waited_for_in_its_own_turns_alone():
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert gathering(resumed) == gathering(opt)
     train(model, opt, range(1), 1)  # by way of b, in its turn
-    assert "b" not in {layer.name for layer in opt.preconditioner.overdue}
+    assert "b" not in missed(opt)
 
 
 class Beside(nn.Module):

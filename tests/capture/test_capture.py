@@ -1552,7 +1552,7 @@ def test_calls_of_a_model_within_its_own_are_one_pass(depth, guess):
     opt = exact(net, factor_update_steps=1)
     for rows in (8, 5):
         fit(normal(rows, 3))(net)
-        assert opt.preconditioner.statistics.terms() == rows
+        assert opt.preconditioner.sums.terms() == rows
         opt.step()
         opt.zero_grad()
 
@@ -1595,7 +1595,7 @@ def test_a_forward_pass_that_was_interrupted_leaves_nothing(where, cleared, with
                 optimizer.zero_grad()
         for _ in range(2):
             fit(normal(3, 5, 4))(run)
-        assert optimizer.preconditioner.statistics.terms() == 6
+        assert optimizer.preconditioner.sums.terms() == 6
         optimizer.step()
     assert torch._C._len_torch_function_stack() == modes
     names = list(opt.preconditioner.layers)
@@ -1615,7 +1615,7 @@ def test_gradients_that_the_model_clears_in_its_own_forward():
     net = seeded(Clears)
     opt = exact(net)
     fit(normal(6, 3, 4))(net)
-    assert opt.preconditioner.statistics.terms() == 6
+    assert opt.preconditioner.sums.terms() == 6
 
 
 # ---------------------------------------------------------------- what taps do not take part in

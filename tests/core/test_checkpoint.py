@@ -493,7 +493,7 @@ def test_another_method_takes_the_factors_and_refreshes():
     target.load_state_dict(opt.state_dict())
     assert_same(factors(target), factors(opt))
     train(other, target, [3])
-    assert target.preconditioner.second_order.ready == set(target.preconditioner.layers.values())
+    assert target.preconditioner.registry.with_state == list(target.preconditioner.layers.values())
 
 
 def test_a_layer_frozen_between_save_and_load():

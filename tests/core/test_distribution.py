@@ -27,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
 from kaisa_optim.comm.agreement import alike, checksum
 from kaisa_optim.comm.ranks import Ranks, ReduceItem
-from kaisa_optim.curvature import refresh as second_order
-from kaisa_optim.curvature.refresh import SecondOrder
+from kaisa_optim.curvature.rules import EigenRule
 from kaisa_optim.curvature.rules import truncated as truncation
-from kaisa_optim.linalg import moments
+from kaisa_optim.linalg import decompose, moments
 from kaisa_optim.plan.routes import cut
 from tests.support.cluster import (
     CLASSES,
@@ -835,8 +834,8 @@ def different_shapes(sharded: bool = False) -> nn.Sequential:
 def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
     """What this rank does in a step that gathers and refreshes everything, in its order."""
     seen: list[str] = []
-    exchange, precondition = Ranks._exchange, SecondOrder.precondition
-    decompose = second_order._attempted
+    exchange, precondition = Ranks._exchange, EigenRule.apply
+    attempt = decompose.attempt
 
     class Waiting:
         def __init__(self, kind: str, work: Any) -> None:
@@ -854,9 +853,9 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
         seen.append("multiply")
         return precondition(*args)
 
-    def decomposed(*args: Any) -> Any:
+    def decomposed(*args: Any, **options: Any) -> Any:
         seen.append("decompose")
-        return decompose(*args)
+        return attempt(*args, **options)
 
     model = different_shapes(sharded)
     opt = KFACSGD(model, lr=0.1, kl_clip=None, **options)
@@ -865,8 +864,8 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
         average(model.parameters())
     with (
         mock.patch.object(Ranks, "_exchange", exchanged),
-        mock.patch.object(SecondOrder, "precondition", preconditioned),
-        mock.patch.object(second_order, "_attempted", decomposed),
+        mock.patch.object(EigenRule, "apply", preconditioned),
+        mock.patch.object(decompose, "attempt", decomposed),
     ):
         opt.step()
     return seen

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim.core import exchange
 from kaisa_optim.core.preconditioner import Preconditioner
-from kaisa_optim.curvature.refresh import SecondOrder
 from kaisa_optim.linalg import eigen, kronecker
 from tests.support.ranks import fresh, run
 from tests.support.training import EVERY_STEP
@@ -298,7 +298,9 @@ def undecomposed(
     kfac = opt.preconditioner
     for i in range(good):
         learn(model, opt, i)
-    owners = {(x, side): kfac.owner(x, side) for x in kfac.layers.values() for side in "ag"}
+    owners = {
+        (x, side): kfac.registry.owner(x, side) for x in kfac.layers.values() for side in "ag"
+    }
     bad = max(owners.values())
     broken = on_rank(bad, broken_decompositions(error))
     before, start = applied(kfac), weights(model)
@@ -328,9 +330,9 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     """What this rank preconditions with, under ``layer side owner``."""
     found = {}
     for layer in kfac.layers.values():
-        for name, view in kfac.layout.views(layer):
+        for name, view in kfac.applied.views(layer):
             side = name.split("_")[0]
-            found[f"{layer.name} {kfac.owner(layer, side)} {name}"] = view.clone()
+            found[f"{layer.name} {kfac.registry.owner(layer, side)} {name}"] = view.clone()
     return found
 
 
@@ -411,12 +413,12 @@ LAYER_WISE = {"assignment": "layer-wise"}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 # Where in a step.
 PLACES: dict[str, tuple[Any, str]] = {
-    "exchange": (Preconditioner, "_tally"),
+    "exchange": (Preconditioner, "_agree"),
     "sums": (Ranks, "_add_up"),
     "passing on": (Ranks, "_pass_on"),
     "decomposition": (eigen, "eigendecompose"),
-    "state": (SecondOrder, "_share"),
-    "gradients": (Preconditioner, "_handed_out"),
+    "state": (exchange, "share_state"),
+    "gradients": (exchange.GradientExchange, "updates"),
 }
 # And what the other ranks are then waiting for.
 GONE: dict[str, tuple[dict[str, Any], str]] = {
@@ -429,7 +431,7 @@ GONE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def die(*args: Any) -> None:
+def die(*args: Any, **options: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -472,7 +474,7 @@ def waits(place: str) -> tuple[Ended, list[float]]:
         model(x).square().mean().backward()
         opt.step()
 
-    def sleep(*args: Any) -> None:
+    def sleep(*args: Any, **options: Any) -> None:
         time.sleep(2 * TIMEOUT)
         raise RuntimeError("slept")
 

@@ -147,7 +147,7 @@ def takes_shares(plan: Plan) -> Shares:
     kfac = opt.preconditioner
     learn(model, opt, range(3))
     places = {layer: place_of(model, layer) for layer in kfac.layers.values()}
-    tensors = {(places[x], s): f["average"].clone() for (x, s), f in kfac.shelf.factors.items()}
+    tensors = {(places[x], s): f["average"].clone() for (x, s), f in kfac.owned.by_key.items()}
     received = dict(kfac.ranks.received)
     found, texts = [], []
     with warnings.catch_warnings(record=True) as record:
@@ -167,7 +167,7 @@ def takes_shares(plan: Plan) -> Shares:
     gathered = {key: value.clone() for key, value in gathered.items()}
     learn(model, opt, range(3, 5))
     found.append(averages(quiet_state(opt)))
-    owned = {(places[x], s) for x in places for s in "ag" if kfac.owner(x, s) == rank()}
+    owned = {(places[x], s) for x in places for s in "ag" if kfac.registry.owner(x, s) == rank()}
     return Shares(owned, found, texts, tensors, gathered, weights(model))
 
 
@@ -330,8 +330,7 @@ def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[s
     refreshed = []
     for step in steps:
         learn(model, opt, range(step, step + 1))
-        plan_now = opt.preconditioner.second_order.tracking.plan
-        refreshed.append({layer.name for layer, _ in plan_now})
+        refreshed.append(set(opt.preconditioner.plan.refresh))
     return weights(model), refreshed
 
 
@@ -359,7 +358,7 @@ class Loaded(NamedTuple):
 
 
 def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
-    factors = opt.preconditioner.shelf.factors
+    factors = opt.preconditioner.owned.by_key
     return {(x.name, s): f["average"].clone() for (x, s), f in factors.items()}
 
 
@@ -379,7 +378,7 @@ def loads_one_share(
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         target.load_state_dict(saved["optimizer"])
-    fed = [{layer.name for layer in target.preconditioner.fed}]
+    fed = [{layer.name for layer in target.preconditioner.registry.with_average}]
     # What some ranks lack is lacking on all of them, also while nothing is gathered; else the ranks
     # that lack it gather it alone, which must not count.
     with target.preconditioner.paused() if paused else contextlib.nullcontext():
@@ -390,7 +389,7 @@ def loads_one_share(
         one.load_state_dict(other.state_dict())
     for one, its in ((other, target), (model, opt), (begun, new)):
         learn(one, its, range(4, 5))
-    fed.append({layer.name for layer in target.preconditioner.fed})
+    fed.append({layer.name for layer in target.preconditioner.registry.with_average})
     texts = [str(w.message) for w in record]
     loaded = Loaded(texts, fed, averages_of(target), weights(other))
     return loaded, [averages_of(opt), averages_of(new)]
@@ -432,7 +431,7 @@ def loads_a_plain_state(spread: dict[str, Any]) -> tuple[list[str], list[list[Te
     ]
     before = weights(other)
     learn(other, opt, range(2, 3))
-    assert opt.preconditioner.fed == set(opt.preconditioner.layers.values())
+    assert opt.preconditioner.registry.with_average == list(opt.preconditioner.layers.values())
     assert not torch.equal(before[0], weights(other)[0])
     return [str(w.message) for w in record], [*momenta, weights(other)]
 

@@ -25,7 +25,7 @@ from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.linalg import kronecker
 from kaisa_optim.plan.assignment import make_grid
 from tests.support.ranks import run
-from tests.support.training import EVERY_STEP, as_on_a_gpu, assert_near, assert_same
+from tests.support.training import EVERY_STEP, as_on_a_gpu, assert_near, assert_same, refreshed
 
 SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
 STEPS = 5
@@ -286,7 +286,7 @@ def scales_and_tells(options: dict[str, Any]) -> list[Tensor]:
 
 
 def sorted_views(kfac: Any, layer: Any) -> list[tuple[str, Tensor]]:
-    return sorted(kfac.layout.views(layer), key=lambda item: item[0])
+    return sorted(kfac.applied.views(layer), key=lambda item: item[0])
 
 
 def _scaled(options: dict[str, Any]) -> tuple[list[Tensor], KFACSGD]:
@@ -564,8 +564,7 @@ def inverted(options: dict[str, Any]) -> list[Tensor]:
         opt = optimizer(model, **INVERSES, **options)
         for i in range(STEPS + 4):
             learn(model, opt, i)
-        plan = opt.preconditioner.second_order.tracking.plan
-        assert set(plan.values()) == {not unseen}
+        assert set(refreshed(opt.preconditioner).values()) == {not unseen}
     return weights(model)
 
 
@@ -606,7 +605,7 @@ def failing(
             left = attempts if i == 4 else left
             learn(model, opt, i)
             kfac = opt.preconditioner
-            applied = kfac.layout.factors.get((kfac.layers["0"], "a"))
+            applied = kfac.applied.by_key.get((kfac.layers["0"], "a"))
             states.append(None if applied is None else applied["inverse"].clone())
             if restarts and i == 4:
                 model, older = copy.deepcopy(model), opt
@@ -654,11 +653,11 @@ def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None
         state, opt = opt.state_dict(), optimizer(model, **INVERSES, staggered=False)
         opt.load_state_dict(state)
     layer = opt.preconditioner.layers["0"]
-    older = opt.preconditioner.layout.factors[layer, "a"]["inverse"].clone()
+    older = opt.preconditioner.applied.by_key[layer, "a"]["inverse"].clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         learn(model, opt, 5)
-    newer = opt.preconditioner.layout.factors[layer, "a"]["inverse"]
+    newer = opt.preconditioner.applied.by_key[layer, "a"]["inverse"]
     assert not torch.allclose(newer.double(), older.double())
 
 
@@ -726,7 +725,7 @@ def test_two_groups_of_the_same_size(names: list[str]) -> None:
 
 def without_the_cpu() -> tuple[list[str | None], list[str]]:
     groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
-    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).on_device for g in groups]
+    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
     with (
         mock.patch.object(Ranks, "on_device", "cuda"),
         warnings.catch_warnings(record=True) as caught,

@@ -738,7 +738,7 @@ def test_tied_weights_are_counted_once():
 
 def state_dtypes(opt) -> set[torch.dtype]:
     kfac = opt.preconditioner
-    tensors = [t for shelf in (kfac.shelf, kfac.layout) for _, t in shelf.tensors()]
+    tensors = [t for shelf in (kfac.owned, kfac.applied) for _, t in shelf.tensors()]
     return {t.dtype for t in tensors if t.is_floating_point()}
 
 

@@ -90,7 +90,12 @@ def test_grafted_steps_are_the_dense_solution_as_long_as_the_gradient():
     watch = Watch(twin, *LAYERS)
     of_images(twin)
     opt = exact(model, grafting=True)
-    assert len({opt.preconditioner.layout.pair_of[x] for x in opt.preconditioner.active[:3]}) == 1
+    assert (
+        len(
+            {opt.preconditioner.applied.group_of[x] for x in opt.preconditioner.registry.active[:3]}
+        )
+        == 1
+    )
     of_images(model)
     steps = taken(opt, model)
     for name in LAYERS:
@@ -120,7 +125,7 @@ def test_grafting_changes_lengths_alone(options):
     for model in models:
         of_images(model)
     free, grafted = (taken(opt, model) for opt, model in zip(opts, models, strict=True))
-    for layer in opts[1].preconditioner.active:
+    for layer in opts[1].preconditioner.registry.active:
         names = [f"{layer.name}.{key}" for key, _ in layer.module.named_parameters()]
         old, new = (torch.cat([s[n].flatten() for n in names]) for s in (free, grafted))
         raw = torch.cat([models[1].get_parameter(n).grad.flatten() for n in names])
@@ -387,7 +392,7 @@ def received(plan: Plan) -> tuple[list[Counter[str]], dict[str, int], dict[str, 
         opt.step()
         found.append(Counter(kfac.ranks.received) - before)
     account = kfac.account
-    both = account.step(factors=account.names, refresh=account.names)[rank]
+    both = account.price(account.plan(average=account.names, refresh=account.names))[rank]
     return found, both, kfac.communication_volume()
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.curvature import refresh as second_order
+from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, products
+from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, products
+from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
     EVERY_STEP,
@@ -44,7 +45,7 @@ LinAlgError = torch.linalg.LinAlgError
 
 
 def ready(opt: Any) -> set[str]:
-    return {layer.name for layer in opt.preconditioner.second_order.ready}
+    return {layer.name for layer in opt.preconditioner.registry.with_state}
 
 
 def dense(factor: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def drifted(options: dict[str, Any], able: int) -> float:
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
-    assert opt.preconditioner.second_order.halves == (able == dist.get_world_size())
+    assert opt.preconditioner.rule.half_products == (able == dist.get_world_size())
     return float((mine - first).norm() / first.norm())
 
 
@@ -242,7 +243,7 @@ def drifted_after_a_move(before: int, after: int) -> float:
             train(model, opt, steps)
         # Between two exchanges it stays as it was.
         agreed = before if steps.stop <= 4 else after
-        assert opt.preconditioner.second_order.halves == (agreed == dist.get_world_size())
+        assert opt.preconditioner.rule.half_products == (agreed == dist.get_world_size())
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
@@ -307,14 +308,14 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(tolerance, monkeypa
         return values(model)
 
     whole, batches = trained(), []
-    real, follow = second_order._robustly, eigen.followed
-    monkeypatch.setattr(second_order, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
-    monkeypatch.setattr(
-        second_order, "_robustly", lambda m, *rest: batches.append(len(m)) or real(m, *rest)
-    )
-    monkeypatch.setattr(
-        eigen, "followed", lambda m, *rest: batches.append(len(m)) or follow(m, *rest)
-    )
+    real, refine = decompose.decompose, eigen.refine_basis
+    monkeypatch.setattr(refresh, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
+
+    def counted(function: Any) -> Any:
+        return lambda m, *rest, **options: batches.append(len(m)) or function(m, *rest, **options)
+
+    monkeypatch.setattr(decompose, "decompose", counted(real))
+    monkeypatch.setattr(eigen, "refine_basis", counted(refine))
     assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
     assert len(batches) > 2 and max(batches) < 5
 
@@ -523,7 +524,7 @@ def test_failures_are_retried(method, planted, raises, good_from):
         warnings.simplefilter("error")
         train(model, opt, [0])
     assert_near(values(model), values(other), rtol=1e-3, atol=1e-4)
-    assert opt.preconditioner.second_order.failures == {}
+    assert not any(state.failures for state in opt.preconditioner.states.values())
     attempts = [m for m in planted.seen if size_of(m) == 7]
     assert len(attempts) == good_from + 1
     wanted = [torch.float32, torch.float32, torch.float64, torch.float64]
@@ -573,9 +574,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
     backward(model, 1)
     with torch.no_grad():  # the running average that the step will make
         a = opt.preconditioner.factors("2")[0][0]
-        gathered = next(
-            g for x, g in opt.preconditioner.statistics.gathered.items() if x.name == "2"
-        )
+        gathered = next(g for x, g in opt.preconditioner.sums.of_layer.items() if x.name == "2")
         new = gathered.a[0] / 8
         share = 0.05 / (1 - 0.95**2)
         bad.append((a + share * (new - a)).double())
@@ -595,7 +594,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
 def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
     kfac = opt.preconditioner
-    pair = [kfac.layout.factors[kfac.layers[name], side] for side in "ag"]
+    pair = [kfac.applied.by_key[kfac.layers[name], side] for side in "ag"]
     kinds = ("values", "vectors", "inverse")
     return [f[k] for f in pair for k in kinds if k in f.tensors]
 
@@ -618,7 +617,7 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
     failing(2, 2)
     planted.fails = lambda matrices: False
     train(model, opt, [3])  # a recovery starts the count anew
-    assert opt.preconditioner.second_order.failures == {}
+    assert not any(state.failures for state in opt.preconditioner.states.values())
     kept = [t.clone() for t in state_of(opt, "2")]
     planted.fails = lambda matrices: size_of(matrices) in (7, 3)
     failing(4, 1)
@@ -672,7 +671,7 @@ def test_an_inverse_of_an_indefinite_average_is_told():
     opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
-    a = opt.preconditioner.shelf.factors[opt.preconditioner.layers["0"], "a"]
+    a = opt.preconditioner.owned.by_key[opt.preconditioner.layers["0"], "a"]
     a["average"].sub_(10 * torch.eye(5).double())
     with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
         train(model, opt, [1])
@@ -850,8 +849,8 @@ def test_turns_do_not_depend_on_what_is_frozen():
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
         for layer in model[::2]:
             layer.requires_grad_(not frozen)
-        account = KFACSGD(model, lr=0.1).preconditioner.account
-        turns = [account.refresh_turns(50, at_once) for at_once in (1, 2)]
+        facts = KFACSGD(model, lr=0.1).preconditioner.registry.facts
+        turns = [Schedule(facts, at_once).refresh_slots(50) for at_once in (1, 2)]
         found.append([{step: [n for n in x[step] if n in "1357"] for step in x} for x in turns])
     assert all(all(step.values()) for step in found[1])
     for trained, partly in zip(*found, strict=True):

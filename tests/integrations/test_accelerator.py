@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils import backend_registration
 
 from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACMuon, KFACParamScheduler
-from kaisa_optim.curvature import deferred as tracking
-from kaisa_optim.curvature import stacks
+from kaisa_optim.curvature import notes, stacks
 from kaisa_optim.curvature.rules import truncated as truncation
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
@@ -51,7 +50,7 @@ def _begin() -> None:
     # Notes go to the host as they do from CUDA: beside the work, whole when they are looked at.
     stacks.WITH_STREAMS.add(accelerator.NAME)
     event = SimpleNamespace(synchronize=lambda: None)
-    tracking._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
+    notes._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
 
 
 class Images(nn.Module):
@@ -149,7 +148,6 @@ def train_there(
 
 SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
 OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
-BESIDE: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 3, "refresh_lag": 2}
 CASES: dict[str, Make] = {
     "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
     "Adam": lambda m: KFACAdam(
@@ -159,10 +157,6 @@ CASES: dict[str, Make] = {
     "LAMB": lambda m: KFACLAMB(m, lr=0.01, basis_tolerance=0.9, **OFTEN),
     "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
     "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
-    "beside": lambda m: KFACSGD(m, lr=0.05, **BESIDE),
-    "Adam, beside": lambda m: KFACAdam(
-        m, lr=0.01, moments="eigenbasis", basis_tolerance=0, early_refreshes=(), **BESIDE
-    ),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
     "inverse": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **SELDOM),
     "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),

@@ -198,7 +198,7 @@ def test_moments_count_the_whole_pass(layer):
     net = nn.Sequential(layer).double()
     opt = KFACSGD(net, lr=0.1, statistics_fraction=0.25)
     net(normal(6, 2, 4)).sum().backward()
-    assert opt.preconditioner.statistics.counts(list(opt.preconditioner.layers.values())) == [12]
+    assert opt.preconditioner.sums.rows(list(opt.preconditioner.layers.values())) == [12]
 
 
 def test_wide_sides():

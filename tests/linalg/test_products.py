@@ -153,7 +153,7 @@ def test_bases_that_follow(calls):
     rows[:, :9] += 1
     factors = rows.mT @ rows
     before = vectors.double().mT @ factors.double() @ vectors.double()
-    values, basis, _, whole = eigen.followed(factors, vectors, values, 1)
+    values, basis, _, whole = eigen.refine_basis(factors, vectors, values, 1)
     assert calls
     near(basis.mT @ basis, torch.eye(400, dtype=torch.float64).expand(2, 400, 400), 1e-5)
     turned = basis.double().mT @ factors.double() @ basis.double()

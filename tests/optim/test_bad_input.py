@@ -63,7 +63,6 @@ OPTIONS = [
         r"share of the damping in \[0, 1\)",
     ),
     ("basis_tolerance", [-0.1, 1, 2.0, NAN, INF, "0.1", True], r"share in \[0, 1\)"),
-    ("refresh_lag", [-1, 0.5, NAN, INF, "3", None, True], "whole number of steps, 0 for"),
     ("grafting", ["yes", None, 2], "True or False"),
     ("compute_eigenvalue_outer_product", ["no", None, 0], "True or False"),
     ("staggered", ["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
@@ -90,15 +89,6 @@ def test_option(option, value, remedy):
 def test_a_basis_that_is_not_there(other):
     with pytest.raises(ValueError, match=r"Invalid basis_tolerance: 0.1 belongs to"):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, **other)
-
-
-def test_a_lag_without_use():
-    with pytest.raises(ValueError, match=r"Invalid refresh_lag: 5 belongs to.*leave it out"):
-        KFACSGD(net(), lr=0.1, refresh_lag=5, compute_method="inverse")
-    said = r"Invalid refresh_lag: 10 with inv_update_steps=10, .* it must be less than 10"
-    with pytest.raises(ValueError, match=said):
-        KFACAdam(net(), lr=0.1, refresh_lag=10)  # whose default it is
-    KFACAdam(net(), lr=0.1, refresh_lag=9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -561,7 +561,7 @@ def matrices(opt: Any, of_gradient: bool = False) -> dict[tuple[str, int], Tenso
 
 
 def momenta_of(opt: Any) -> dict[str, Tensor]:
-    layout = opt.preconditioner.layout
+    layout = opt.preconditioner.applied
     return {
         x.name: pair.tensors["momentum"][pair.slots[x]].clone()
         for x, pair in layout.pair_of.items()
@@ -727,7 +727,6 @@ def test_damping_may_be_scheduled():
         ({"orthogonal": True}, "Invalid orthogonal"),
         ({"basis_tolerance": 0.1}, "Invalid basis_tolerance"),
         ({"truncation": 0.1}, "Invalid truncation"),
-        ({"refresh_lag": 1}, "Invalid refresh_lag"),
         ({"grafting": True}, "Invalid grafting"),
         ({"warmup_steps": 5}, "Invalid warmup_steps"),
         ({"eigenvalue_correction": True}, "Invalid eigenvalue_correction"),

@@ -256,7 +256,7 @@ def test_groups_have_their_own_damping_and_decay():
 )
 def test_a_first_group_may_be_empty(cls, own):
     """As torch's own optimizers have it."""
-    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 2, "refresh_lag": 1, **own}
+    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 2, **own}
     plain, model = network(), network()
     train(plain, cls(plain, **options), range(4))
     opt = cls([{"params": []}, {"params": model.parameters()}], model=model, **options)

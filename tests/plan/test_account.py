@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.plan.account import KEPT, MOVED, Account
+from kaisa_optim.plan.schedule import Schedule
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import as_on_a_gpu
@@ -52,6 +53,7 @@ class Measured(NamedTuple):
     """What one rank saw."""
 
     account: Account
+    schedule: Schedule
     memory: dict[str, int]
     first: Counter[str]  # received in the first step
     compared: int  # of it, to compare weights and gradients
@@ -145,7 +147,7 @@ def measure(case: Case) -> Measured:
     first, _ = train(case, model, opt, range(1))
     # Two numbers for each weight and each gradient, compared by an all-reduce in the first step.
     world = dist.get_world_size() if dist.is_initialized() else 1
-    covered = [p for layer in opt.preconditioner.active for p in layer.parameters]
+    covered = [p for layer in opt.preconditioner.registry.active for p in layer.parameters]
     compared = 2 * (2 * 16 * len(covered) * (not case.sharded) * (world - 1) // world)
     pending: list[int] = []
     train(case, model, opt, range(1, period + 1), pending)
@@ -154,28 +156,31 @@ def measure(case: Case) -> Measured:
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
     sent = spied.pop("sent", 0)
     volume = kfac.communication_volume()
-    return Measured(kfac.account, memory, first, compared, counted, pending, spied, sent, volume)
+    return Measured(
+        kfac.account, kfac.schedule, memory, first, compared, counted, pending, spied, sent, volume
+    )
 
 
 def check(case: Case, ranks: list[Measured]) -> None:
     account = ranks[0].account
     assert all(one.account == account for one in ranks)
     every, refreshed = case.intervals
-    staggered = case.options.get("staggered", "normalization" not in case.options)
     period = math.lcm(every, refreshed)
-    fed = account.gathering_turns(every, staggered)
-    due = account.refresh_turns(refreshed, staggered)
-    steps = [
-        account.step(
-            factors=fed.get(step % every, ()),
+    fed = ranks[0].schedule.gathering_slots(every)
+    due = ranks[0].schedule.refresh_slots(refreshed)
+    plans = [
+        account.plan(
+            average=fed.get(step % every, ()),
             refresh=due.get(step % refreshed, ()),
-            asked=due.get((step - 1) % refreshed, ()) if account.tracked else (),
+            answered=due.get((step - 1) % refreshed, ()) if account.refines else (),
         )
         for step in range(period)
     ]
+    steps = [account.price(plan) for plan in plans]
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
-    everything = account.step(factors=account.names, refresh=account.names, first=True)
+    names = account.names
+    everything = account.price(account.plan(average=names, refresh=names, first=True))
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
@@ -188,7 +193,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
         for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
             # A norm layer's A, all ones, waits as one number.
             turn = fed.get(step % every, ())
-            ones = [w.task.blocks for w in account.active if w.task.a == 1 and w.task.name in turn]
+            ones = [w.task.blocks for w in account.active if w.task.a == 1 and w.name in turn]
             assert most - sum(ones) * case.dtype.itemsize <= waiting <= most
             assert bool(waiting) == bool(turn)
         assert one.counted.total() == one.spied.total()
@@ -196,12 +201,12 @@ def check(case: Case, ranks: list[Measured]) -> None:
         assert list(one.volume) == [*MOVED, "total"]
         for kind in MOVED:
             mean = pytest.approx(expected[kind] / period, rel=1e-9, abs=1e-9)
-            if account.tracked and kind == "status":  # of it that is the most
+            if account.refines and kind == "status":  # of it that is the most
                 assert expected[kind] / period < one.volume[kind] < 2 * expected[kind] / period
             else:
                 assert one.volume[kind] == mean
         assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
-        if not account.tracked:
+        if not account.refines:
             assert one.volume["total"] == pytest.approx(expected.total() / period)
     assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
 
@@ -313,7 +318,7 @@ def measure_as_on_a_gpu(case: Case) -> Measured:
 def test_inverses_that_no_host_waits_for(name):
     case = {**CASES, **AT_FOUR}[name]
     results = run(4, measure_as_on_a_gpu, case)
-    assert results[0].account.tracked
+    assert results[0].account.refines
     check(case, results)
 
 

@@ -237,8 +237,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
     kfac = opt.preconditioner
-    kfac.make_whole()
-    return {(x.name, s): f["average"].clone() for (x, s), f in kfac.shelf.factors.items()}
+    return {(x.name, s): f["average"].clone() for (x, s), f in kfac.owned.by_key.items()}
 
 
 def turns_of_ranks(plan: Plan) -> dict[str, Any]:

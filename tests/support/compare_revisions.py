@@ -415,7 +415,7 @@ def main() -> None:
         names, world, port, out = json.loads(given.train)
         train_all(names, world, given.rank, port, out)
     elif given.write_golden:
-        Path(given.write_golden).write_text(json.dumps(golden(), indent=0) + "\n")
+        Path(given.write_golden).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
     else:
         old, new = [*given.revisions, "."][:2]
         names = [name for name in CASES if re.search(given.sets, name)]

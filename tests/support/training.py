@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.curvature import deferred as tracking
+from kaisa_optim.curvature import notes, refresh
 
 
 @contextmanager
@@ -24,10 +24,17 @@ def as_on_a_gpu() -> Iterator[None]:
     """The CPU's notes go to the host beside the work, too; it could not be seen to wait."""
     event = SimpleNamespace(synchronize=lambda: None)
     with (
-        mock.patch.object(tracking, "WITH_STREAMS", {"cpu"}),
-        mock.patch.object(tracking, "_sent", lambda notes: (notes.clone(), event)),
+        mock.patch.object(refresh, "WITH_STREAMS", {"cpu"}),
+        mock.patch.object(notes, "WITH_STREAMS", {"cpu"}),
+        mock.patch.object(notes, "_sent", lambda notes: (notes.clone(), event)),
     ):
         yield
+
+
+def refreshed(kfac: Any) -> dict[tuple[str, str], bool]:
+    """Return the factors that the last step refreshed; True: found anew, False: refined."""
+    plan = kfac.plan
+    return dict.fromkeys(plan.decompose, True) | dict.fromkeys(plan.refine, False)
 
 
 # Statistics and second-order state anew in every step, and steps that no clip scales.

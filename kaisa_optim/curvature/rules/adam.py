@@ -1,47 +1,40 @@
-"""Adam's moments in the eigenbasis of a layer's factors, and the steps that follow from them.
+"""Adam's moments in the eigenbasis of a layer's factors.
 
-Moments are kept where gradients are preconditioned, for all layers of one shape together. What the
-preconditioner then hands out is Adam's direction, turned back: the base optimizer's own moments
-stay empty for these parameters, and :func:`move` takes the step.
+New gradients are Adam's directions, turned back. The base optimizer's own moments stay empty for
+these parameters, and it steps along the directions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
 
-from ...comm.sharding import parts_here
-from ...linalg.kronecker import out_of_basis
-from ...optim import muon
-from ...optim.lamb import LAMB, clipped_gradients, descend, math_dtype
-from ..stacks import Specs
+from ...layers import Layer
+from ...linalg import kronecker, orthogonal, precision
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, present_blocks
+from .base import EigenbasisRule, Rotation, StepValues
 
-Group = dict[str, Any]
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
-
-
-BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
 
 
 class Settings(NamedTuple):
     """How a layer's moments move; of several layers, each field may be a tensor."""
 
-    keep1: Number  # of the first moment, in a step
-    take1: Number  # of the gradient
+    keep1: Number  # share of the first moment that stays in a step
+    take1: Number  # share of the gradient that enters it
     keep2: Number
     take2: Number
-    log1: Number  # of β₁; -inf leaves out the bias correction
+    log1: Number  # log β₁; -inf leaves out the bias correction
     log2: Number
     eps: Number
 
 
-def settings(group: Group) -> Settings:
+def settings(group: dict[str, Any]) -> Settings:
+    """Return the settings of a parameter group."""
     if len(group["betas"]) != 2:
         raise ValueError(f"Invalid betas: {group['betas']}; two numbers are needed")
     (beta1, beta2), averaged = group["betas"], group.get("grad_averaging", True)
@@ -51,50 +44,82 @@ def settings(group: Group) -> Settings:
     return Settings(beta1, take1, beta2, 1 - beta2, log1, log2, group["eps"])
 
 
-def argument_against(arguments: Group) -> str:
-    """The base's argument that :func:`check` would refuse, if any."""
-    if arguments.get("amsgrad"):
-        return "amsgrad=True"
-    betas = arguments.get("betas", ())
-    tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
-    return f"betas={betas!r}" if tensors else ""
+class AdamRule(EigenbasisRule):
+    """Keep both moments in the eigenbasis; there directions may be made orthogonal."""
+
+    makes_directions = True
+    rotates = True
+
+    def __init__(self, dtype: torch.dtype | None, *, nesterov: bool, orthogonal: bool) -> None:
+        super().__init__(dtype)
+        self.nesterov = nesterov  # the direction takes the gradient in once more
+        self.orthogonal = orthogonal  # directions have nearly equal singular values
+        self.wants_half_products = orthogonal
+
+    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+        moment = ((count, g, a), dtype)
+        return {"exp_avg": moment, "exp_avg_sq": moment, "adam_steps": ((count,), dtype)}
+
+    def rotate(
+        self,
+        applied: AppliedFactors,
+        layer: Layer,
+        slots: Slots,
+        rotations: tuple[Rotation, Rotation],
+    ) -> None:
+        """Rotate the first moment, and carry the second by the squares of the rotation's entries.
+
+        The second moment, a diagonal of variances, becomes the diagonal of the rotated matrix: it
+        stays non-negative and keeps its sum.
+        """
+        if rotations == (None, None):
+            return
+        state = applied.group_of[layer].tensors
+        squares = [None if r is None else r.square() for r in rotations]
+        for name, by in (("exp_avg", rotations), ("exp_avg_sq", squares)):
+            state[name][slots] = kronecker.out_of_basis(state[name][slots], *by)
+
+    def apply(
+        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
+    ) -> Tensor:
+        slots = group.slots_of(members)
+        g, a = self._bases(group, slots, gradient)
+        present = present_blocks(members, group)
+        adam = _settings_of(members, group, values)
+        projected = kronecker.into_basis(gradient, g, a)
+        found = direction(group.tensors, slots, projected, present, adam, self.nesterov)
+        # Not tables, nor factors that are too wide for a basis; a vector is as it should be.
+        if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
+            # Before the direction is turned back, which comes to the same.
+            in_half = self._orthogonal_in_half(found)
+            with precision.full_precision(found.device.type):
+                found = orthogonal.orthogonalized(found, in_half=in_half)
+            if in_half:  # the direction is rounded already
+                g, a = g.bfloat16(), a.bfloat16()
+        return kronecker.out_of_basis(found, g, a)
 
 
-def check(optimizer: Optimizer, group: Group) -> None:
-    """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, BASES):
-        raise ValueError(
-            f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
-            'of them; use moments="parameters"'
-        )
-    group = {**optimizer.defaults, **group}
-    if group.get("amsgrad"):
-        raise ValueError(
-            "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
-            'leave it out, or use moments="parameters"'
-        )
-    if any(isinstance(beta, Tensor) for beta in group["betas"]):
-        raise ValueError(
-            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
-        )
+def _settings_of(members: list[Layer], group: LayerGroup, values: StepValues) -> Settings:
+    adam, *others = dict.fromkeys(values.settings_of[layer] for layer in members)
+    if not others:
+        return adam
+    each = zip(*(values.settings_of[layer] for layer in members), strict=True)
+    return Settings(*(group.common_or_each(members, _among(members, n)) for n in each))
 
 
-def specs(count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-    """What is kept of ``count`` gradients of one shape."""
-    moment = ((count, g, a), dtype)
-    return {"exp_avg": moment, "exp_avg_sq": moment, "adam_steps": ((count,), dtype)}
+def _among(members: list[Layer], values: Any) -> Callable[[Layer], float]:
+    return dict(zip(members, values, strict=True)).__getitem__
 
 
 def direction(
     state: dict[str, Tensor],
-    slots: slice | Tensor,
+    slots: Slots,
     gradient: Tensor,
     present: Tensor | None,
     adam: Settings,
     nesterov: bool,
 ) -> Tensor:
-    """Take gradients, in the basis, into the moments at ``slots``; Adam's direction there.
+    """Take gradients, in the basis, into the moments at ``slots``; return Adam's direction there.
 
     ``present`` says which blocks have a gradient; the others' moments stay as they are. With
     ``nesterov`` the direction is that of a first moment which takes the gradient in once more.
@@ -129,98 +154,8 @@ def direction(
 
 
 def _take(moment: Tensor, gradient: Tensor, part: Number) -> None:
-    """Without a copy where the part is one for all."""
+    """Add a part of the gradient, without a copy where the part is one for all."""
     if isinstance(part, Tensor):
         moment.add_(gradient * part)
     else:
         moment.add_(gradient, alpha=part)
-
-
-def turn(
-    state: dict[str, Tensor], slots: slice | Tensor, turn_g: Tensor | None, turn_a: Tensor | None
-) -> None:
-    """Express moments in a new basis: ``turn_g`` is Q_newᵀ Q_old of the G side; None: no change.
-
-    The second moment, a diagonal of variances, is carried by the squares of the turn's entries:
-    the diagonal of the turned matrix. It stays non-negative and keeps its sum.
-    """
-    squares = [None if t is None else t.square() for t in (turn_g, turn_a)]
-    for name, turns in (("exp_avg", (turn_g, turn_a)), ("exp_avg_sq", squares)):
-        state[name][slots] = out_of_basis(state[name][slots], *turns)
-
-
-# ---- parameters ----
-
-
-def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Gradients under LAMB's limit on the norm of all, also of those that it will not see."""
-    return clipped_gradients(optimizer.param_groups) if isinstance(optimizer, LAMB) else {}
-
-
-@contextmanager
-def without_limit(optimizer: Optimizer) -> Iterator[None]:
-    """LAMB's step on gradients that :func:`limited` has made."""
-    groups = optimizer.param_groups if isinstance(optimizer, LAMB) else []
-    limits = [group["max_grad_norm"] for group in groups]
-    try:
-        for group in groups:
-            group["max_grad_norm"] = None
-        yield
-    finally:
-        for group, limit in zip(groups, limits, strict=True):
-            group["max_grad_norm"] = limit
-
-
-def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Gradients as the moments take them, where these are not as they stand."""
-    result: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        decay = 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
-        if decay == 0 and not group["maximize"]:
-            continue
-        for params in _alike(p for p in group["params"] if p.grad is not None):
-            gradients = [p.grad for p in params if p.grad is not None]
-            if group["maximize"]:
-                gradients = list(torch._foreach_neg(gradients))
-            if decay != 0:
-                gradients = list(torch._foreach_add(gradients, params, alpha=decay))
-            result.update(zip(params, gradients, strict=True))
-    return result
-
-
-def move(optimizer: Optimizer, directions: dict[Tensor, Tensor]) -> None:
-    """Step along Adam's directions, which may be overwritten."""
-    for group in optimizer.param_groups:
-        for params in _alike(p for p in group["params"] if p in directions):
-            _move(optimizer, group, params, [directions[p] for p in params])
-
-
-def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters that one foreach call can take."""
-    places: dict[Any, list[Tensor]] = {}
-    for p in params:
-        places.setdefault((p.device, p.dtype, type(p)), []).append(p)
-    return list(places.values())
-
-
-def _move(
-    optimizer: Optimizer, group: Group, params: list[Tensor], directions: list[Tensor]
-) -> None:
-    lr, decay, decoupled = group["lr"], group["weight_decay"], _decoupled(optimizer, group)
-    if isinstance(optimizer, LAMB):
-        wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
-        directions = [x.to(wide[0].dtype) for x in directions]
-        descend(wide, directions, lr, decay, decoupled, group["use_nvlamb"])
-        if wide[0] is not params[0]:
-            torch._foreach_copy_(parts_here(params), parts_here(wide))
-        return
-    muon.descend(params, directions, lr, decay if decoupled else 0.0)
-
-
-def _decoupled(optimizer: Optimizer, group: Group) -> bool:
-    """Whether weight decay passes the moments by, as in AdamW and in LAMB's own mode."""
-    if isinstance(optimizer, muon.Muon):
-        return True
-    if isinstance(optimizer, LAMB):
-        return bool(group["adam_w_mode"])
-    return isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))

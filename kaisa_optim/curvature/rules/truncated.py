@@ -18,7 +18,7 @@ and damping, so they count alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,10 @@ from torch import Tensor
 from ...layers import Basis, Layer
 from ...linalg import kronecker, precision, products
 from ...linalg.products import Count
-from ..deferred import Notes
-from ..stacks import Layout, Pair, Specs, joined
+from ..notes import Notes
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, joined
+from .base import DampingOf, StepValues
+from .eigen import EigenRule
 
 _NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
 # Half of the multiplications, those of one way, that take as long as the calls for one more block;
@@ -95,82 +97,96 @@ class Leading(NamedTuple):
 Run = tuple[slice, Leading]  # entries of a stack that are multiplied together
 
 
-def specs(count: int) -> Specs:
-    """:class:`Counts` of each entry."""
-    return {"left_out": ((count, len(Counts._fields)), torch.int32)}
+class TruncatedRule(EigenRule):
+    """Multiply by the leading eigenvectors of each layer."""
 
-
-class Truncation:
-    """Which eigenvectors lead, of each layer."""
-
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, dtype: torch.dtype | None, tolerance: float) -> None:
+        super().__init__(dtype)
         self.tolerance = tolerance  # τ
-        self._known: dict[Pair, list[Counts]] = {}  # "left_out", on the host
+        self._known: dict[LayerGroup, list[Counts]] = {}  # "left_out", on the host
         self._notes = Notes()
-        # Of each pair by the first of some members.
-        self._runs: dict[Pair, dict[Layer, tuple[tuple[Layer, ...], list[Run] | None]]] = {}
+        # Of each group by the first of some members.
+        self._runs: dict[LayerGroup, dict[Layer, tuple[tuple[Layer, ...], list[Run] | None]]] = {}
 
-    def clear(self) -> None:
-        """The device has other numbers now: those of a new layout, or loaded ones."""
+    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+        """Return :class:`Counts` of each entry."""
+        return {"left_out": ((count, len(Counts._fields)), torch.int32)}
+
+    def allocate(self, applied: AppliedFactors) -> None:
+        super().allocate(applied)
         self._known.clear()
         self._notes.clear()
         self._runs.clear()
 
-    def count(
+    def settle(
         self,
-        layout: Layout,
-        ready: Collection[Layer],
-        renewed: Collection[Layer],
-        damping_of: Callable[[Layer], float],
+        applied: AppliedFactors,
+        ready: Iterable[Layer],
+        renewed: Iterable[Layer],
+        damping_of: DampingOf,
     ) -> None:
         """Count anew for layers with a new state or a lower damping, from the next step on."""
-        due: dict[Pair, dict[int, list[slice]]] = {}  # by notch
-        for layer, pair in layout.pair_of.items():
-            if layer not in ready or 1 in pair.shape[1:]:  # where nothing is to be spared
+        ready, renewed = set(ready), set(renewed)
+        due: dict[LayerGroup, dict[int, list[slice]]] = {}  # by notch
+        for layer, group in applied.group_of.items():
+            if layer not in ready or 1 in group.shape[1:]:  # vectors have nothing to spare
                 continue
             notch = math.floor(math.log(damping_of(layer), _NOTCH))
-            slots = pair.slots[layer]
-            if layer in renewed or notch < self._counts(pair)[slots.start].notch:
-                due.setdefault(pair, {}).setdefault(notch, []).append(slots)
-        for pair, notches in due.items():
+            slots = group.slots[layer]
+            if layer in renewed or notch < self._counts(group)[slots.start].notch:
+                due.setdefault(group, {}).setdefault(notch, []).append(slots)
+        for group, notches in due.items():
             for notch, slices in notches.items():
-                self._count(pair, joined(slices, pair.g.key.device), notch)
-            self._known.pop(pair, None)
-            self._runs.pop(pair, None)
-            self._notes.send(pair, pair.tensors["left_out"])
+                self._count(group, joined(slices, group.g.key.device), notch)
+            self._known.pop(group, None)
+            self._runs.pop(group, None)
+            self._notes.send(group, group.tensors["left_out"])
 
-    def _count(self, pair: Pair, slots: slice | Tensor, notch: int) -> None:
+    def apply(
+        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
+    ) -> Tensor:
+        runs = self._runs_of(group, members)
+        if runs is None:
+            return super().apply(group, gradient, members, values)
+        slots = group.slots_of(members)
+        bases = self._bases(group, slots, gradient)
+        eigenvalues = self._eigenvalues(group, slots, gradient)
+        damping = group.common_or_each(members, values.damping_of)
+        left_out = group.tensors["left_out"][slots]
+        return precondition(gradient, bases, eigenvalues, left_out, runs, damping)
+
+    def _count(self, group: LayerGroup, slots: Slots, notch: int) -> None:
         g, a = (
             stack.tensors["values"][own][slots]
-            for stack, own in ((pair.g, pair.g_slots), (pair.a, pair.a_slots))
+            for stack, own in ((group.g, group.g_slots), (group.a, group.a_slots))
         )
-        found = counted(g, a, self.tolerance * _NOTCH**notch, _sides(pair), _calls(pair))
-        pair.tensors["left_out"][slots] = torch.nn.functional.pad(found, (0, 1), value=notch).int()
+        found = counted(g, a, self.tolerance * _NOTCH**notch, _sides(group), _calls(group))
+        group.tensors["left_out"][slots] = torch.nn.functional.pad(found, (0, 1), value=notch).int()
 
-    def runs(self, pair: Pair, members: Sequence[Layer]) -> list[Run] | None:
-        """How these layers are multiplied; None where nothing is left out."""
-        found, layers = self._runs.setdefault(pair, {}), tuple(members)
+    def _runs_of(self, group: LayerGroup, members: Sequence[Layer]) -> list[Run] | None:
+        """Return how these layers are multiplied; ``None`` where nothing is left out."""
+        found, layers = self._runs.setdefault(group, {}), tuple(members)
         if layers[0] not in found or found[layers[0]][0] != layers:
-            known = self._counts(pair)
-            counts = [entry for layer in layers for entry in known[pair.slots[layer]]]
+            known = self._counts(group)
+            counts = [entry for layer in layers for entry in known[group.slots[layer]]]
             some = any(entry.idle_g or entry.idle_a or entry.short for entry in counts)
-            runs = runs_of(counts, _sides(pair), _calls(pair)) if some else None
+            runs = runs_of(counts, _sides(group), _calls(group)) if some else None
             found[layers[0]] = layers, runs
         return found[layers[0]][1]
 
-    def _counts(self, pair: Pair) -> list[Counts]:
-        if pair not in self._known:
-            read = self._notes.read(pair, pair.tensors["left_out"])
-            self._known[pair] = [Counts(*entry) for entry in read]
-        return self._known[pair]
+    def _counts(self, group: LayerGroup) -> list[Counts]:
+        if group not in self._known:
+            read = self._notes.read(group, group.tensors["left_out"])
+            self._known[group] = [Counts(*entry) for entry in read]
+        return self._known[group]
 
 
-def _sides(pair: Pair) -> Sides:
-    return Sides(*pair.shape[1:], not pair.g.key.diagonal, not pair.a.key.diagonal)
+def _sides(group: LayerGroup) -> Sides:
+    return Sides(*group.shape[1:], not group.g.key.diagonal, not group.a.key.diagonal)
 
 
-def _calls(pair: Pair) -> int:
-    return _CALLS_ON_CPU if pair.g.key.device.type == "cpu" else _CALLS_ELSEWHERE
+def _calls(group: LayerGroup) -> int:
+    return _CALLS_ON_CPU if group.g.key.device.type == "cpu" else _CALLS_ELSEWHERE
 
 
 def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[Run]:

@@ -12,6 +12,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.curvature.refresh import SecondOrder
+from kaisa_optim.curvature.refresh import OlderBases
+from kaisa_optim.curvature.rules import AdamRule
 from kaisa_optim.curvature.rules import adam as eigenbasis
 from kaisa_optim.linalg import kronecker, orthogonal, products
 from tests.comm.test_sharded import Plan as Sharding
@@ -135,8 +137,8 @@ def moments(opt: Any) -> dict[str, dict[str, Tensor]]:
     """What this rank keeps of each layer."""
     kfac = opt.preconditioner
     return {
-        layer.name: {name: v.clone() for name, v in kfac.layout.views(layer) if name in MOMENTS}
-        for layer in kfac.layout.pair_of
+        layer.name: {name: v.clone() for name, v in kfac.applied.views(layer) if name in MOMENTS}
+        for layer in kfac.applied.group_of
     }
 
 
@@ -532,7 +534,7 @@ def test_the_options_that_the_cases_vary_matter():
 
 def test_layers_that_take_turns():
     model, opt = pair(staggered=True)
-    turns = opt.preconditioner.account.refresh_turns(INTERVAL, True)
+    turns = opt.preconditioner.schedule.refresh_slots(INTERVAL)
     assert len(turns) > 1
     reference = Reference(KFACAdam, lambda i: turns.get(i % INTERVAL, ()) if i else LAYERS, lr=0.01)
     for i in range(12):
@@ -610,7 +612,7 @@ def test_an_error_in_the_step_leaves_gradients_and_groups():
     opt.zero_grad()
     backward(model, 1)
     grads = [p.grad for p in model.parameters()]
-    opt.preconditioner.second_order.direction = None
+    opt.preconditioner.rule.apply = None
     with pytest.raises(TypeError):
         opt.step()
     assert opt.param_groups[0]["max_grad_norm"] == 0.01
@@ -624,7 +626,7 @@ def test_the_first_direction_in_float32_is_one_of_signs(beta2, nesterov):
     for apart in (False, True):  # a number for all blocks, or one for each
         state = {
             name: torch.zeros(shape, dtype=dtype)
-            for name, (shape, dtype) in eigenbasis.specs(2, 3, 4, torch.float32).items()
+            for name, (shape, dtype) in RULE.group_specs(2, 3, 4, torch.float32).items()
         }
         gradient = normal(2, 3, 4).float()
         adam = eigenbasis.settings({"betas": (0.9, beta2), "eps": 0.0})
@@ -654,7 +656,7 @@ def test_diagonal_factors_are_the_plain_base(name, cls, options):
     options = {"lr": 0.01, "eps": 1e-2, **options}
     ours = cls(models[0], max_factor_size=1, **options, **EIGENBASIS)
     theirs = cls._base((p for p in models[1].parameters() if p.requires_grad), **options)
-    stacks = ours.preconditioner.layout.stacks
+    stacks = ours.preconditioner.applied.stacks
     assert {key.size for key in stacks if not key.diagonal} == {1}
     for i in range(8):
         x, y = batch(name, i, 8)
@@ -807,6 +809,15 @@ def test_directions_are_orthogonal_and_turned_back_in_what_multiplies_faster(
     assert found == [half, (torch.bfloat16,) * 2 if half else (torch.float32,) * 2]
 
 
+RULE = AdamRule(None, nesterov=False, orthogonal=False)
+
+
+def rotate(state: dict[str, Tensor], slots: slice, *rotations: Tensor | None) -> None:
+    applied: Any = SimpleNamespace(group_of={None: SimpleNamespace(tensors=state)})
+    layer: Any = None
+    RULE.rotate(applied, layer, slots, rotations)
+
+
 @given(sizes, sizes, seeds, st.booleans(), st.booleans())
 @turning
 def test_a_turn_keeps_what_variances_have_in_common(g, a, seed, with_g, with_a):
@@ -816,7 +827,7 @@ def test_a_turn_keeps_what_variances_have_in_common(g, a, seed, with_g, with_a):
         orthonormal(n, seed + k) if chosen else None
         for k, (n, chosen) in enumerate(((g, with_g), (a, with_a)))
     ]
-    eigenbasis.turn(state, MIDDLE, *turns)
+    rotate(state, MIDDLE, *turns)
     assert (state["exp_avg_sq"] >= 0).all()
     for name, power in (("exp_avg", 2), ("exp_avg_sq", 1)):
         sums = [(s[name] ** power).sum((1, 2)) for s in (state, before)]
@@ -832,7 +843,7 @@ def test_a_turn_keeps_what_variances_have_in_common(g, a, seed, with_g, with_a):
         outside = slice(None) if name == "adam_steps" else [0, 3]
         assert torch.equal(state[name][outside], before[name][outside])
     back = [None if turn is None else turn.mT for turn in turns]
-    eigenbasis.turn(state, MIDDLE, *back)
+    rotate(state, MIDDLE, *back)
     torch.testing.assert_close(state["exp_avg"], before["exp_avg"])
 
 
@@ -842,7 +853,7 @@ def test_the_second_moment_turns_as_the_diagonal_of_a_matrix(g, a, seed):
     state = fresh_moments(g, a, seed)
     first, second = state["exp_avg"][MIDDLE].clone(), state["exp_avg_sq"][MIDDLE].clone()
     turns = orthonormal(g, seed), orthonormal(a, seed + 1)
-    eigenbasis.turn(state, MIDDLE, *turns)
+    rotate(state, MIDDLE, *turns)
     for block, (turn_g, turn_a) in enumerate(zip(*turns, strict=True)):
         whole = torch.kron(turn_g, turn_a)
         mean = (whole @ first[block].flatten()).view(g, a)
@@ -862,7 +873,7 @@ def test_a_turn_by_a_permutation_permutes(rows, columns, seed):
         (sign[:, None] * torch.eye(len(order), dtype=torch.float64)[list(order)]).expand(2, -1, -1)
         for order, sign in zip((rows, columns), signs, strict=True)
     )
-    eigenbasis.turn(state, MIDDLE, turn_g, turn_a)
+    rotate(state, MIDDLE, turn_g, turn_a)
     moved = {name: before[name][MIDDLE][:, list(rows)][:, :, list(columns)] for name in MOMENTS[:2]}
     assert torch.equal(state["exp_avg_sq"][MIDDLE], moved["exp_avg_sq"])
     mixed = signs[0][:, None] * signs[1] * moved["exp_avg"]
@@ -872,7 +883,7 @@ def test_a_turn_by_a_permutation_permutes(rows, columns, seed):
 def test_nothing_turns_without_a_turn():
     state = fresh_moments(3, 2, 0)
     before = copy.deepcopy(state)
-    eigenbasis.turn(state, slice(None), None, None)
+    rotate(state, slice(None), None, None)
     assert_same(state, before)
 
 
@@ -985,7 +996,7 @@ def bases_of(opt: Any, name: str, kind: str) -> tuple[Tensor, Tensor]:
     layer = kfac.layers[name]
     found = []
     for side, average_ in zip("ga", reversed(kfac.factors(name)), strict=True):
-        factor = kfac.layout.factors[layer, side]
+        factor = kfac.applied.by_key[layer, side]
         assert factor.key.diagonal == ((kind, side) in DIAGONAL)
         size = torch.eye(factor.key.size, dtype=torch.float64).expand(layer.blocks, -1, -1)
         if factor.key.diagonal:
@@ -1091,7 +1102,7 @@ def first_moments(opt: Any) -> dict[str, Tensor]:
     found = {}
     for name, kept in moments(opt).items():
         layer = opt.preconditioner.layers[name]
-        sides = [opt.preconditioner.layout.factors[layer, side] for side in "ga"]
+        sides = [opt.preconditioner.applied.by_key[layer, side] for side in "ga"]
         assert not any(factor.key.diagonal for factor in sides)
         g, a = (factor["vectors"] for factor in sides)
         found[name] = g @ kept["exp_avg"] @ a.mT
@@ -1103,14 +1114,14 @@ def test_a_failure_between_layers_whose_moments_turn(at):
     """Bases of which moments have not turned are back then, and no others."""
     model, opt = pair(bucket_cap_mb=1e-5)  # one layer at a time
     learn(model, opt, range(INTERVAL))
-    before, calls, turn = first_moments(opt), itertools.count(1), SecondOrder._turn
+    before, calls, turn = first_moments(opt), itertools.count(1), AdamRule.rotate
 
     def fails(*args: Any) -> None:
         if next(calls) == at:
             raise RuntimeError("no more")
         turn(*args)
 
-    with mock.patch.object(SecondOrder, "_turn", fails), pytest.raises(RuntimeError, match="no mo"):
+    with mock.patch.object(AdamRule, "rotate", fails), pytest.raises(RuntimeError, match="no mo"):
         learn(model, opt, [INTERVAL])
     assert_near(first_moments(opt), before, 1e-12, 1e-14)
     learn(model, opt, range(INTERVAL, 2 * INTERVAL))
@@ -1120,15 +1131,15 @@ def held_bases(name: str) -> list[tuple[set[str], set[str], set[str]]]:
     """When moments turn: of which layers, of whose bases there are copies, which it owns."""
     model = network(name)
     opt = build(plan_of(2, name, {}), model, model, bucket_cap_mb=1e-5)
-    seen, turn = [], SecondOrder._turn
+    seen, rotate = [], OlderBases.rotate
 
-    def turned(self: SecondOrder, layout: Any, layers: Any, older: Any) -> None:
-        kept = {layer.name for layer, _ in older.bases}
-        own = {layer.name for layer, _ in opt.preconditioner.shelf.factors}
+    def rotated(older: OlderBases, rule: Any, layers: Any) -> None:
+        kept = {layer.name for layer, _ in older._bases}
+        own = {layer.name for layer, _ in opt.preconditioner.owned.by_key}
         seen.append(({layer.name for layer in layers}, kept, own))
-        turn(self, layout, layers, older)
+        rotate(older, rule, layers)
 
-    with mock.patch.object(SecondOrder, "_turn", turned):
+    with mock.patch.object(OlderBases, "rotate", rotated):
         for step in range(INTERVAL + 1):
             x, y = batch(name, step, ROWS)
             opt.zero_grad()
@@ -1460,7 +1471,7 @@ def test_a_forgotten_layer_goes_to_the_base_and_comes_back(cls, name):
     assert "exp_avg" not in opt.state[weight]
     for _ in range(2):  # what the base has made of it must be no trouble the next time
         before, steps = moments(opt), counts(opt)
-        kfac.forget(kfac.layers[name])
+        kfac.reset(kfac.layers[name])
         place = weight.detach().clone()
         with kfac.paused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -1504,7 +1515,7 @@ def test_a_bias_of_which_a_part_is_forgotten_goes_to_the_base():
             warnings.simplefilter("ignore")
             model(*inputs).backward()
             if i == 4:
-                kfac.forget(kfac.layers["layer.q_proj"])
+                kfac.reset(kfac.layers["layer.q_proj"])
             bias = model.layer.in_proj_bias
             twin = nn.Parameter(bias.detach().clone())
             twin.grad = bias.grad.clone()

@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, WorkAssignment, register_layer
-from kaisa_optim.curvature.rules import ekfac as correction
+from kaisa_optim.curvature.rules import EkfacRule
 from kaisa_optim.layers import base
 from kaisa_optim.linalg import kronecker, moments
 from tests.comm.test_sharded import Plan as Sharding
@@ -75,7 +76,7 @@ def kron(g: Tensor, a: Tensor) -> Tensor:
 
 def views(opt: Any, name: str) -> dict[str, Tensor]:
     kfac = opt.preconditioner
-    return dict(kfac.layout.views(kfac.layers[name]))
+    return dict(kfac.applied.views(kfac.layers[name]))
 
 
 def basis(opt: Any, name: str, blocks: slice = slice(None)) -> Tensor:
@@ -439,9 +440,15 @@ def test_layers_that_take_turns(sharing):
 def test_a_turn_keeps_what_has_been_seen(g, a, seed, with_g, with_a):
     before = normal(4, g, a, seed=seed).square()
     state = {"corrected": before.clone(), "corrected_mass": torch.tensor([1.0, 0.0, 0.5, 1.0])}
-    product = normal(2, g, a, seed=seed + 1).square()
+    values = {side: normal(2, n, seed=seed + 1).square() for side, n in (("g", g), ("a", a))}
+    product = values["g"][:, :, None] * values["a"][:, None, :]
     turns = [orthogonal(2, n, seed) if on else None for n, on in ((g, with_g), (a, with_a))]
-    correction.start_or_turn(state, slice(1, 3), product, *turns)
+    applied: Any = SimpleNamespace(
+        group_of={None: SimpleNamespace(tensors=state)},
+        by_key={(None, side): {"values": values[side]} for side in "ga"},
+    )
+    layer: Any = None
+    EkfacRule(None, "examples").rotate(applied, layer, slice(1, 3), turns)
     found = state["corrected"]
     assert torch.equal(found[[0, 3]], before[[0, 3]])
     assert torch.equal(found[1], product[0])  # nothing had gone into it
@@ -463,7 +470,7 @@ def test_a_batch_that_overflows_leaves_no_trace(mode):
         for p in model.parameters():
             p.grad.fill_(torch.inf)
     kfac = opt.preconditioner
-    for gathered in kfac.statistics.gathered.values():
+    for gathered in kfac.sums.of_layer.values():
         for total in (gathered.a, gathered.g, gathered.projected):
             if total is not None:
                 total.fill_(torch.nan)
@@ -622,7 +629,7 @@ def through_a_file(state: Any) -> Any:
 
 def spectra(opt: Any) -> dict[str, dict[str, Tensor]]:
     kfac = opt.preconditioner
-    kept = {x.name: dict(kfac.layout.views(x)) for x in kfac.layout.pair_of}
+    kept = {x.name: dict(kfac.applied.views(x)) for x in kfac.applied.group_of}
     names = ("corrected", "corrected_mass")
     return {name: {n: x[n].clone() for n in names} for name, x in kept.items()}
 
@@ -687,7 +694,8 @@ def test_a_state_without_corrected_eigenvalues_starts_from_products(mode):
     other, fresh = pair(mode)
     other.load_state_dict(model.state_dict())
     fresh.load_state_dict(through_a_file(opt.state_dict()))
-    opt.preconditioner.second_order.ready.clear()  # decompose here, too, as there it must
+    for state in opt.preconditioner.states.values():
+        state.has_state = False  # decompose here, too, as there it must
     learn(model, opt, [6])
     learn(other, fresh, [6])
     assert_near(other, model, rtol=1e-12, atol=1e-14)

@@ -297,7 +297,7 @@ def test_each_layer_by_its_own_count_whatever_it_is_stacked_with(tolerance, bloc
         for step in range(4):
             backward(model, opt, step)
             opt.step()
-        assert len({len(pair.layers) for pair in opt.preconditioner.layout.pairs}) == 2 - apart
+        assert len({len(pair.layers) for pair in opt.preconditioner.applied.groups}) == 2 - apart
         second = model.second[1] if apart else model.second
         return {"first": model.first.weight.detach(), "second": second.weight.detach()[:, :9]}
 
@@ -314,7 +314,7 @@ def test_a_new_state_in_an_old_count_is_damped_too_much_not_too_little(blocks):
     for step in range(2):
         backward(model, opt, step)
         opt.step()
-    pair = opt.preconditioner.layout.pair_of[opt.preconditioner.layers["first"]]
+    pair = opt.preconditioner.applied.group_of[opt.preconditioner.layers["first"]]
     before = pair.tensors["left_out"].clone()
     x, y = data(2)
     opt.zero_grad()  # curvature a thousand times as large
@@ -322,7 +322,7 @@ def test_a_new_state_in_an_old_count_is_damped_too_much_not_too_little(blocks):
     gradients = ref.gradients_of(model)
     taken = ref.take_step(opt, model)
     factors = {
-        s: opt.preconditioner.layout.factors[opt.preconditioner.layers["first"], s] for s in "ag"
+        s: opt.preconditioner.applied.by_key[opt.preconditioner.layers["first"], s] for s in "ag"
     }
     matrix = torch.cat([gradients["first.weight"], gradients["first.bias"][:, None]], 1)
     step = torch.cat([taken["first.weight"], taken["first.bias"][:, None]], 1) / 0.01
@@ -353,10 +353,10 @@ def test_it_is_counted_anew_as_the_damping_falls(blocks):
             damping = 0.5 * 0.9 ** (step + 1)
             for name in ("first", "second") if step else ():
                 layer = kfac.layers[name]
-                pair = kfac.layout.pair_of[layer]
+                pair = kfac.applied.group_of[layer]
                 counts = pair.tensors["left_out"][pair.slots[layer], :4]
                 splits.append(int(counts[0, 2]) > 0)
-                g, a = (kfac.layout.factors[layer, side]["values"][0] for side in "ga")
+                g, a = (kfac.applied.by_key[layer, side]["values"][0] for side in "ga")
                 left = (g[:, None] * a[None, :]).masked_fill(shares_of(9, 10, counts)[0], 0.0)
                 shares.append(float(left.max()) / damping)
         assert any(splits) == (blocks == "two blocks")
@@ -378,7 +378,7 @@ def test_those_are_multiplied_that_have_gradients():
     kfac = opt.preconditioner
     first, second = kfac.layers["first"], kfac.layers["second"]
     for members in ([first, second], [first], [first, second], [second]):
-        runs = kfac.second_order.truncation.runs(kfac.layout.pair_of[first], members)
+        runs = kfac.rule._runs_of(kfac.applied.group_of[first], members)
         assert runs is not None
         assert [(where.start, where.stop) for where, _ in runs] == [(0, len(members))]
 

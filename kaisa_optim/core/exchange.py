@@ -1,0 +1,384 @@
+"""What travels between ranks in a step: sums to owners, state to gradient workers, gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import sharding
+from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
+from ..curvature.refresh import OlderBases
+from ..curvature.rules import Rule, StepValues
+from ..curvature.stacks import (
+    AppliedFactors,
+    Factor,
+    Key,
+    alike,
+    by_device,
+    by_place,
+    device_of,
+    stack_key,
+)
+from ..curvature.sums import FactorSums, width
+from ..layers import Layer
+from ..linalg.moments import unpack
+from ..plan.routes import chunks, in_turn, side_by_side
+from ..plan.step_plan import AgreedStep
+from . import gradients
+from .gradients import GradientStack, NewGradients, Places, Updates, Wire
+from .registry import Registry
+
+Precondition = Callable[..., NewGradients]  # of a stack, and of where its gradients are
+
+_KEPT_AT_ONCE = 8  # buckets, of older bases beside the new ones
+
+# ---- sums ----
+
+
+def reduce_to_owners(
+    ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
+) -> Iterator[dict[Key, Tensor]]:
+    """Yield new values of the factors that this rank owns, as they arrive."""
+    keys = [(layer, side) for layer in layers for side in "ag"]
+    if ranks.world == 1:
+        yield dict(zip(keys, sums.take(keys, agreed), strict=True))
+        return
+    items = []
+    for layer, side in keys:
+        key = stack_key(layer, side)
+        size = layer.blocks * width(key)
+        owner = registry.owner(layer, side)
+        items.append(ReduceItem((layer, side), owner, size, key.device, key.dtype))
+
+    def terms(bucket: list[ReduceItem]) -> list[Tensor]:
+        return [v.flatten() for v in sums.take([item.key for item in bucket], agreed)]
+
+    for arrived in ranks.reduce_to_owners(items, terms, "factors"):
+        values = {}
+        for (layer, side), total in arrived.items():
+            key = stack_key(layer, side)
+            total = total.unflatten(0, (layer.blocks, -1))
+            values[layer, side] = total if key.diagonal else unpack(total, key.size)
+        yield values
+
+
+def sum_projected(
+    ranks: Ranks, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
+) -> dict[Layer, Tensor]:
+    """Return second moments in the eigenbases of these layers, summed over all ranks."""
+    found: dict[Layer, Tensor] = {}
+    for same in by_place(layers):
+        limit = ranks.bucket_bytes // stack_key(same[0], "g").dtype.itemsize
+        for chunk in chunks(same, _gradient_size, limit):
+            shares = sums.take_projected(chunk, agreed)
+            if ranks.world > 1:
+                flat = torch.cat([share.flatten() for share in shares])
+                total = ranks.sum_on_device(flat, "second_order")
+                parts = total.split(list(map(_gradient_size, chunk)))
+                shares = [part.view_as(one) for part, one in zip(parts, shares, strict=True)]
+            found.update(zip(chunk, shares, strict=True))
+    return found
+
+
+def _gradient_size(layer: Layer) -> int:
+    return layer.blocks * layer.g_dim * layer.a_dim
+
+
+# ---- state ----
+
+
+def share_state(
+    ranks: Ranks,
+    registry: Registry,
+    rule: Rule,
+    applied: AppliedFactors,
+    keys_of: dict[Layer, list[Key]],
+    older: OlderBases,
+    damping_of: Callable[[Layer], float],
+) -> None:
+    """Bring the owners' new state to all gradient workers, and moments into it.
+
+    ``keys_of`` are the renewed factors of each layer. Some layers go at a time, since workers keep
+    the older bases until moments are rotated: of each column as many, as its ranks keep theirs
+    alone.
+    """
+    columns = ranks.grid.columns
+    by_column: list[list[Layer]] = [[] for _ in range(columns)]
+    for layer in keys_of:
+        by_column[registry.column(layer)].append(layer)
+
+    def size(layer: Layer) -> int:
+        return rule.state_bytes((layer, "a")) + rule.state_bytes((layer, "g"))
+
+    limit = _KEPT_AT_ONCE * columns * ranks.bucket_bytes if rule.rotates else math.inf
+    for some in chunks(in_turn(by_column), size, limit):
+        keys = [key for layer in some for key in keys_of[layer]]
+        older.keep(keys)
+        _broadcast_state(ranks, registry, rule, applied, keys)
+        rule.renew(applied, some, damping_of)
+        older.rotate(rule, some)
+        older.release(keys)
+
+
+def _broadcast_state(
+    ranks: Ranks, registry: Registry, rule: Rule, applied: AppliedFactors, keys: list[Key]
+) -> None:
+    grid = ranks.grid
+    if grid.workers == 1:
+        return
+    devices: dict[torch.device, list[Key]] = {}
+    for key in keys:
+        devices.setdefault(device_of(key[0]), []).append(key)
+    for device, same in devices.items():
+        columns: dict[int, dict[int, list[Key]]] = {}
+        for layer, side in same:
+            root = registry.owner(layer, side)
+            own = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
+            own.append((layer, side))
+        groups = []
+        for column, by_root in columns.items():
+            total = sum(rule.state_bytes(key) for own in by_root.values() for key in own)
+            limit = side_by_side(total, len(by_root), ranks.bucket_bytes)
+            items = [
+                [
+                    _state_item(rule, applied, root, some)
+                    for some in chunks(own, rule.state_bytes, limit)
+                ]
+                for root, own in by_root.items()
+            ]
+            groups.append(RankGroup(grid.workers_of(column), in_turn(items)))
+        ranks.broadcast(groups, device, "second_order")
+
+
+def _state_item(rule: Rule, applied: AppliedFactors, root: int, keys: list[Key]) -> BroadcastItem:
+    """Return the state of some factors; triangles live from their packing to their arrival."""
+    packed: list[tuple[Factor, list[Tensor]]] = []
+
+    def tensors() -> list[Tensor]:
+        for key in keys:
+            factor = applied.by_key[key]
+            packed.append((factor, rule.outgoing(factor)))
+        return [tensor for _, own in packed for tensor in own]
+
+    def store() -> None:
+        for factor, own in packed:
+            rule.incoming(factor, own)
+        packed.clear()
+
+    return BroadcastItem(root, sum(map(rule.state_bytes, keys)), tensors, store)
+
+
+# ---- gradients ----
+
+
+class GradientExchange:
+    """Preconditions the gradients of the layers that this rank works for; hands them to receivers.
+
+    ``clips`` says whether the clip's terms are wanted.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        registry: Registry,
+        rule: Rule,
+        *,
+        comm_dtype: torch.dtype | None,
+        grafting: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._registry = registry
+        self._rule = rule
+        self._comm_dtype = comm_dtype
+        self._grafting = grafting
+        self.allocate(AppliedFactors())
+
+    def allocate(self, applied: AppliedFactors) -> None:
+        self._applied = applied
+        self._places: dict[Layer, Places] = {}
+        self._stacks: dict[Layer, GradientStack] = {}  # as they were last together, by their first
+        # The buckets of each column, of the layers of a device, by their first.
+        self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
+        self._buckets = {}
+
+    def updates(self, values: StepValues, *, clips: bool) -> Updates:
+        """Return the new gradients of all layers that have a state; all ranks call it alike."""
+        updates = Updates()
+        precondition = functools.partial(self._precondition, values, clips)
+        whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
+        if self._ranks.grid.columns == 1:
+            for group in self._applied.groups:
+                members = [x for x in group.layers if x in whole and _has_gradient(x)]
+                if members:
+                    updates.add(precondition(self.stack_of(members)))
+        else:
+            self._broadcast(whole, updates, precondition)
+        self._precondition_shards(updates, precondition)
+        return updates
+
+    def stack_of(self, layers: list[Layer]) -> GradientStack:
+        """Return the stack of these layers of one shape."""
+        found = self._stacks.get(layers[0])
+        if found is None or found.layers != layers:
+            for layer in layers:
+                if layer not in self._places:
+                    self._places[layer] = Places.of(layer)
+            found = self._stacks[layers[0]] = GradientStack(layers, self._places)
+        return found
+
+    def _precondition(
+        self,
+        values: StepValues,
+        clips: bool,
+        stack: GradientStack,
+        gradient_of: gradients.GradientOf = gradients.own_gradient,
+    ) -> NewGradients:
+        group = self._applied.group_of[stack.layers[0]]
+        raw = stack.collect(gradient_of)
+        new = self._rule.apply(group, raw, stack.layers, values)
+        if self._grafting:
+            gradients.graft(stack, raw, new)
+        if clips:
+            return NewGradients(stack, new, gradients.products(stack, raw, new))
+        return NewGradients(stack, new, raw.new_zeros(len(stack.layers), 2))
+
+    def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
+        """Hand new gradients from one of their workers to each row of ranks.
+
+        Which gradients travel follows from the layers' state, not from a rank's gradients: a
+        missing one is zero. Columns send side by side, and none waits for another's products.
+        """
+        wires: list[Wire] = []
+        members = self._ranks.grid.receivers_of(self._ranks.rank)
+        for same in by_device(layers):
+            by_column = [
+                [
+                    self._gradient_item(members[column], shapes, wires, precondition)
+                    for shapes in buckets
+                ]
+                for column, buckets in self._buckets_of(same)
+            ]
+            group = RankGroup(members, in_turn(by_column))
+            self._ranks.broadcast([group], device_of(same[0]), "gradients")
+        for wire in wires:
+            updates.add(wire.unpack())
+
+    def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
+        """Return each column's buckets of layers on one device; worked out once."""
+        known = self._buckets.get(layers[0])
+        if known is None or known[0] != layers:
+            columns: dict[int, list[Layer]] = {}
+            for layer in layers:
+                columns.setdefault(self._registry.column(layer), []).append(layer)
+            dtype = self._comm_dtype
+            total = sum(gradients.wire_bytes([layer], dtype) for layer in layers)
+            limit = side_by_side(total, len(columns), self._ranks.bucket_bytes)
+            divided = [
+                (column, list(gradients.wire_buckets(columns[column], dtype, limit)))
+                for column in sorted(columns)
+            ]
+            known = self._buckets[layers[0]] = layers, divided
+        return known[1]
+
+    def _gradient_item(
+        self,
+        root: int,
+        shapes: list[list[Layer]],
+        wires: list[Wire],
+        precondition: Precondition,
+    ) -> BroadcastItem:
+        """Return the new gradients that a root sends, or room for them elsewhere."""
+        own = root == self._ranks.rank
+
+        @functools.cache  # asked for once before its turn, and once in it
+        def made() -> list[NewGradients]:
+            stacks = map(self.stack_of, shapes)
+            return [precondition(x) if own else NewGradients.awaited(x) for x in stacks]
+
+        def tensors() -> list[Tensor]:
+            new = [Wire(one, self._comm_dtype) for one in made()]
+            wires.extend(new)
+            return [tensor for wire in new for tensor in wire.tensors]
+
+        size = sum(gradients.wire_bytes(one, self._comm_dtype) for one in shapes)
+        return BroadcastItem(root, size, tensors, ahead=made if own else None)
+
+    # ---- sharded gradients ----
+
+    def _precondition_shards(self, updates: Updates, precondition: Precondition) -> None:
+        """Precondition sharded gradients.
+
+        A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
+        """
+        ready = self._registry.with_state
+        layers = [layer for layer in self._registry.sharded if layer in ready]
+        # Each rank has but a part of what travels.
+        limit = self._ranks.bucket_bytes * self._ranks.world
+        for chunk in chunks(layers, _gradient_bytes, limit):
+            whole = self._gather(chunk)
+            new: dict[Tensor, Tensor] = {}
+            terms: dict[Layer, Tensor] = {}
+            mine = (x for x in chunk if self._registry.owner(x, "g") == self._ranks.rank)
+            for members in alike(mine):
+                one = precondition(self.stack_of(members), whole.get)
+                new |= gradients.unstack([one], (), whole.get)
+                terms |= one.terms()
+            updates.add_shards(self._scatter(chunk, new, terms), terms)
+
+    def _gather(self, layers: list[Layer]) -> dict[Tensor, Tensor]:
+        """Return the whole gradients of the layers that this rank owns; a missing one is zero."""
+        me, world = self._ranks.rank, range(self._ranks.world)
+        outgoing: list[list[Tensor]] = [[] for _ in world]
+        incoming: list[list[Tensor]] = [[] for _ in world]
+        whole: dict[Tensor, Tensor] = {}
+        for layer in layers:
+            owner = self._registry.owner(layer, "g")
+            for p, shards in zip(layer.parameters, self._registry.shards(layer), strict=True):
+                if shards.sends(me, owner):
+                    mine = sharding.local(p if p.grad is None else p.grad)
+                    outgoing[owner].append(torch.zeros_like(mine) if p.grad is None else mine)
+                if owner == me:
+                    whole[p] = torch.empty(shards.shape, dtype=p.dtype, device=p.device)
+                    for rank in world:
+                        if shards.sends(rank, me):
+                            incoming[rank].append(shards.part(whole[p], rank))
+        self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
+        return whole
+
+    def _scatter(
+        self, layers: list[Layer], whole: dict[Tensor, Tensor], terms: dict[Layer, Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """Return this rank's shards of the new gradients; fill in the layers' terms of the clip."""
+        me, world = self._ranks.rank, range(self._ranks.world)
+        outgoing: list[list[Tensor]] = [[] for _ in world]
+        incoming: list[list[Tensor]] = [[] for _ in world]
+        new: dict[Tensor, Tensor] = {}
+        for layer in layers:
+            owner = self._registry.owner(layer, "g")
+            for p, shards in zip(layer.parameters, self._registry.shards(layer), strict=True):
+                new[p] = torch.empty_like(p)
+                incoming[owner].append(sharding.local(new[p]))
+                if owner == me:
+                    for rank in world:
+                        outgoing[rank].append(shards.part(whole[p], rank))
+            if owner == me:
+                for rank in world:
+                    outgoing[rank].append(terms[layer])
+            else:
+                dtype = stack_key(layer, "g").dtype
+                terms[layer] = torch.empty(2, dtype=dtype, device=device_of(layer))
+            incoming[owner].append(terms[layer])
+        self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
+        return new
+
+
+def _has_gradient(layer: Layer) -> bool:
+    return any(p.grad is not None for p in layer.parameters)
+
+
+def _gradient_bytes(layer: Layer) -> int:
+    return gradients.elements([layer]) * stack_key(layer, "g").dtype.itemsize

@@ -1,0 +1,217 @@
+"""The hyperparameters of a whole optimizer, which users and schedules may set at any time."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..curvature.sums import FactorSums
+from ..plan.assignment import is_real
+from . import options as checks
+from .options import Options
+
+Group = dict[str, Any]
+Schedule = Callable[[int], Any]
+
+# Numbers that may be given as callables of the step, beside those of the parameter groups.
+_SCHEDULED = (
+    "kl_clip",
+    "factor_update_steps",
+    "inv_update_steps",
+    "loss_terms",
+    "statistics_fraction",
+)
+_SETTABLE = (*_SCHEDULED, "grad_scaler")
+_FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
+
+
+class Hyperparameters:
+    """Values that are checked when they are set; misspelled names are refused."""
+
+    _is_built = False
+    steps: int  # taken so far
+
+    def __init__(
+        self, options: Options, sums: FactorSums, group_schedules: list[dict[str, Schedule]]
+    ) -> None:
+        self.options = options
+        self.sums = sums
+        self._schedules: dict[str, Schedule] = {}
+        self._group_schedules = group_schedules  # of damping and factor_decay, one dict a group
+        for name in _SCHEDULED:
+            value = getattr(options, name)
+            if callable(value):
+                checks.check_callable(name, value, "step")
+                self._schedules[name] = value
+                value = value(0)
+            setattr(self, name, value)
+        self.grad_scaler = options.grad_scaler
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in checks.PER_GROUP:
+            raise AttributeError(
+                f"{name} = {value!r}: it belongs to the parameter groups; set "
+                f'optimizer.param_groups[i]["{name}"]'
+            )
+        if self._is_built and name in _FIXED:
+            raise AttributeError(
+                f"{name} = {value!r}: it can only be given at construction; build the optimizer "
+                f"with {name}={value!r}"
+            )
+        # A misspelled one would have no effect. Names of its own appear while it is built.
+        if self._is_built and not (name.startswith("_") or hasattr(self, name)):
+            near = difflib.get_close_matches(name, _SETTABLE, 1)
+            raise AttributeError(
+                f"{name} = {value!r}: the preconditioner has no {name}"
+                + (f"; did you mean {near[0]}?" if near else f"; {', '.join(_SETTABLE)} can be set")
+            )
+        super().__setattr__(name, value)
+
+    def read(self, groups: list[Group]) -> None:
+        """Read the step's values from schedules and from the groups, and check them."""
+        if len(groups) != len(self._group_schedules):
+            raise RuntimeError(
+                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
+                "added; use add_param_group, or build a new optimizer"
+            )
+        for group, schedules in zip(groups, self._group_schedules, strict=True):
+            for name, check in checks.PER_GROUP.items():
+                schedule = schedules.get(name)
+                # Users and schedulers write here, too.
+                group[name] = check(group[name] if schedule is None else schedule(self.steps))
+        for name, schedule in self._schedules.items():
+            setattr(self, name, schedule(self.steps))
+
+    def next_interval(self) -> int:
+        """Return the interval of statistics for the next backward passes."""
+        schedule = self._schedules.get("factor_update_steps")
+        if schedule is None:
+            return self.factor_update_steps
+        return checks.check_interval("factor_update_steps", schedule(self.steps))
+
+    def next_fraction(self) -> float:
+        """Return the part of their examples that the next backward passes gather."""
+        schedule = self._schedules.get("statistics_fraction")
+        if schedule is None:
+            return self.statistics_fraction
+        return checks.check_statistics_fraction(schedule(self.steps))
+
+    def current_options(self) -> Options:
+        """Return the options with all values that have been set since construction."""
+        plain = [name for name in _SCHEDULED if name not in self._schedules]
+        return self.options.having({name: getattr(self, name) for name in (*plain, "grad_scaler")})
+
+    def _changed(self) -> None:
+        """Follow an interval or a fraction that has been set."""
+
+    @property
+    def kl_clip(self) -> float | None:
+        return self._kl_clip
+
+    @kl_clip.setter
+    def kl_clip(self, value: float | None) -> None:
+        value = checks.check_kl_clip(value)
+        if self.options.grafting:
+            checks.refuse_clip_of_grafted(value)
+        self._kl_clip = value
+
+    @property
+    def factor_update_steps(self) -> int:
+        return self._factor_update_steps
+
+    @factor_update_steps.setter
+    def factor_update_steps(self, value: int) -> None:
+        self._factor_update_steps = checks.check_interval("factor_update_steps", value)
+        self._changed()
+
+    @property
+    def inv_update_steps(self) -> int:
+        return self._inv_update_steps
+
+    @inv_update_steps.setter
+    def inv_update_steps(self, value: int) -> None:
+        self._inv_update_steps = checks.check_interval("inv_update_steps", value)
+
+    @property
+    def statistics_fraction(self) -> float:
+        """The part of the examples, or of few examples' positions, that factors are taken from."""
+        return self._statistics_fraction
+
+    @statistics_fraction.setter
+    def statistics_fraction(self, value: float) -> None:
+        self._statistics_fraction = checks.check_statistics_fraction(value)
+        self._changed()
+
+    @property
+    def loss_terms(self) -> str | float:
+        """ "examples", "positions", or how many terms the losses of this step average."""
+        return self.sums.loss_terms
+
+    @loss_terms.setter
+    def loss_terms(self, value: str | float) -> None:
+        value = checks.check_loss_terms(value)
+        if self.options.kaisa_scaling and value != "examples":
+            raise ValueError(
+                f'Invalid loss_terms: {value!r} has no meaning under normalization="kaisa", which '
+                'leaves K out; use normalization="fisher"'
+            )
+        former = self.sums.loss_terms
+        numbers = not isinstance(value, str) and not isinstance(former, str)
+        if value != former and not numbers and self._has_drawn():
+            raise ValueError(
+                f"Invalid loss_terms: {value!r} after sample_fisher, which drew for {former!r}; "
+                "set it before, or give the optimizer a number as its argument"
+            )
+        self.sums.loss_terms = value
+
+    def _has_drawn(self) -> bool:
+        """Return whether labels were drawn for the step that runs."""
+        return False
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The GradScaler, number or callable whose scale the captured output gradients carry."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, value: Any) -> None:
+        self.sums.loss_scale = _scale_reader(value)
+        self._grad_scaler = value
+
+
+def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
+    """Return how to read a loss scale without waiting for the device."""
+    if scaler is None:
+        return None
+    if callable(scaler):
+        checks.check_callable("grad_scaler", scaler)
+        return lambda: _scale(scaler())
+    if isinstance(scaler, int | float | Tensor) and not isinstance(scaler, bool):
+        if not isinstance(scaler, Tensor) and not scaler > 0:
+            raise ValueError(f"Invalid grad_scaler: {scaler!r}; a scale must be above 0")
+        return lambda: scaler
+    if hasattr(scaler, "get_scale"):
+
+        def read() -> Tensor | float:
+            scale = getattr(scaler, "_scale", None)
+            return scale if isinstance(scale, Tensor) else scaler.get_scale()
+
+        return read
+    raise ValueError(
+        f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
+        "callable"
+    )
+
+
+def _scale(value: Any) -> Tensor | float:
+    if not is_real(value) and not isinstance(value, Tensor):
+        raise ValueError(
+            f"Invalid grad_scaler: {value!r} from its callable; a scale must be a number or a "
+            "tensor"
+        )
+    scale: Tensor | float = value
+    return scale

@@ -1,0 +1,64 @@
+"""Which parameters Muon's step takes, by their groups and by their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..curvature.rules.muon import Settings
+from ..linalg.orthogonal import MuonStep
+from .coverage import beside_matrices
+
+Group = dict[str, Any]
+
+
+def takes_muon(group: Group, p: Tensor) -> bool:
+    """Return whether Muon takes a parameter of this group; else AdamW does."""
+    if isinstance(p, UninitializedParameter):  # it has a shape before it has a gradient
+        return True
+    return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
+
+
+def muon_step(group: Group) -> MuonStep:
+    """Return how a group makes a step of a momentum."""
+    coefficients: Any = tuple(group["ns_coefficients"])
+    return MuonStep(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
+
+
+def settings(group: Group) -> Settings:
+    """Return how the momenta of a group move, and the step that is made of them."""
+    return Settings(group["momentum"], group["nesterov"], muon_step(group))
+
+
+def excluded(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:
+    """Return the parameters that AdamW takes, and why.
+
+    Tables, of which a step sees some rows, and norms are no matrices, unless their group says so.
+    """
+    apart = beside_matrices(model)
+    found = {}
+    for p, group in group_of.items():
+        if not takes_muon(group, p):
+            told = group["use_muon"] is not None
+            found[p] = "use_muon=False" if told else "fewer than two dimensions"
+        elif p in apart and not group["use_muon"]:
+            found[p] = "of an embedding or a norm"
+    return found
+
+
+def choices(groups: Iterable[Group]) -> list[bool | None]:
+    """Return the ``use_muon`` of each group."""
+    return [group["use_muon"] for group in groups]
+
+
+def refuse_changes(groups: Iterable[Group], former: Sequence[bool | None]) -> None:
+    for i, (now, before) in enumerate(zip(choices(groups), former, strict=False)):
+        if now is not before:
+            raise ValueError(
+                f"Invalid use_muon: {now!r} of parameter group {i}, which was built with "
+                f"{before!r}; what K-FAC covers follows from it, so build another optimizer, with "
+                "the state_dict() of this one if that is to go on"
+            )

@@ -1,0 +1,144 @@
+"""What users may ask of one model's K-FAC."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..capture import fisher
+from ..capture.hooks import Capture
+from ..comm.ranks import Ranks
+from ..curvature.averages import RunningAverages
+from ..curvature.refresh import Refresher
+from ..curvature.rules import Rule
+from ..curvature.stacks import AppliedFactors, Factors
+from ..layers import Layer
+from ..plan.account import Account
+from ..plan.schedule import Schedule
+from ..plan.step_plan import LayerState
+from . import reports
+from .hyperparameters import Hyperparameters
+from .registry import Registry
+from .reports import Assigned
+
+
+class Questions(Hyperparameters):
+    """Answers from the parts of a preconditioner; none of them changes anything."""
+
+    model: nn.Module
+    ranks: Ranks
+    registry: Registry
+    averages: RunningAverages
+    rule: Rule
+    refresher: Refresher
+    owned: Factors  # the factors whose averages this rank keeps and decomposes
+    applied: AppliedFactors  # those of the layers whose gradients it preconditions
+    schedule: Schedule
+    _capture: Capture | None = None
+
+    @property
+    def capture(self) -> Capture:
+        assert self._capture is not None
+        return self._capture
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The covered layers by name."""
+        return self.registry.layers
+
+    @property
+    def uncovered(self) -> dict[str, str]:
+        """The trained parameters that the base updates with their raw gradients, and why."""
+        return self.registry.uncovered
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The parameters that ``skip_layers`` leaves out, and the pattern."""
+        return self.registry.skipped
+
+    @property
+    def states(self) -> dict[str, LayerState]:
+        """The state of each covered layer, alike on all ranks."""
+        return self.registry.states
+
+    @property
+    def assignment(self) -> Assigned:
+        """Who works for which layer: a mapping from names to ranks that prints as a table."""
+        return Assigned(self.registry, self.ranks.grid)
+
+    @property
+    def account(self) -> Account:
+        """The bytes that every rank keeps and receives, as shapes and placements tell."""
+        return reports.account(self.registry, self.ranks, self.rule, self.refresher, self.options)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gather no statistics in forward passes under this context."""
+        with self.capture.pause():
+            yield
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` if diagonal.
+
+        They are the state itself: ask for them again after a step, and do not change them.
+        """
+        return reports.factors(self.registry, self.owned, name)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
+
+        Sums of the running step are apart, as "pending".
+        """
+        return reports.memory_usage(self.owned, self.applied, self.sums)
+
+    def communication_volume(self) -> dict[str, float]:
+        """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
+
+        It is the mean over whole intervals as they are now, with every layer in use: "factors" on
+        their way to their owners, "second_order" state (of corrected eigenvalues, sums) to the
+        gradient workers, "gradients" to receivers, and the "status" that ranks exchange. It follows
+        from shapes; no collective is called, and on one process nothing arrives. With
+        ``basis_tolerance`` it is the most that can arrive. Not in it are ``early_refreshes``, each
+        about as much as the first step, the numbers of AdaptiveDamping, and the gradients' own
+        all-reduce, as DistributedDataParallel's.
+        """
+        intervals = self.factor_update_steps, self.inv_update_steps
+        return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
+
+    def sample_fisher(
+        self,
+        outputs: Tensor,
+        kind: fisher.Kind,
+        *,
+        dim: int | None = None,
+        weight: Tensor | None = None,
+        exact: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Take G from labels drawn from the model's own distribution, and not from the data's.
+
+        Call it between the forward pass and ``loss.backward()``, on all ranks, with the
+        ``outputs`` that the loss is of. ``kind`` is the loss: "cross_entropy" of logits, "mse",
+        "bce" of logits; or a callable that draws by itself and returns of ``outputs`` the loss,
+        summed over the terms that K counts, or its gradient. In steps that gather statistics it
+        costs one backward pass, in others nothing; no ``.grad`` changes.
+
+        ``dim`` is that of the classes (as in torch's cross_entropy by default) or features.
+        ``weight`` has a number for each loss, 0 for padding. ``exact`` takes the expectation in
+        place of a draw, with one backward pass for each number of an example's outputs.
+        ``generator`` draws; without one it is seeded by step and rank, whatever torch's seed is.
+        """
+        reports.check_draws(self.options)
+        draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)
+        if self.capture.due:
+            draws.seed(self.steps, self.ranks.rank, self.capture.draws)
+            fisher.draw_before_backward(draws, self.capture, self.sums)
+
+    def _has_drawn(self) -> bool:
+        return self._capture is not None and self._capture.draws > 0
+
+    def __repr__(self) -> str:
+        return reports.describe(self)

@@ -1,0 +1,320 @@
+"""The layers that are covered, their places among groups and ranks, and their state."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import agreement, sharding
+from ..comm.ranks import Ranks
+from ..curvature.rules import AdamRule, MuonRule, Rule, adam
+from ..curvature.stacks import AppliedFactors, stack_key
+from ..layers import Basis, Layer
+from ..plan import assignment
+from ..plan.assignment import Placement, Task
+from ..plan.facts import LayerFacts
+from ..plan.step_plan import LayerState
+from . import coverage, muon_groups
+from .coverage import Coverage, unwrapped
+from .options import PER_GROUP, Options
+
+Group = dict[str, Any]
+
+logger = logging.getLogger("kaisa_optim")
+
+
+class Registry:
+    """One model's covered layers by name, in the model's order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        ranks: Ranks,
+        rule: Rule,
+        known: Iterable[Tensor],
+    ) -> None:
+        self.model = model
+        self._rule = rule
+        self._choices: list[bool | None] = []  # groups' use_muon, for Muon
+        self._options = options
+        self._ranks = ranks
+        self.strategy = options.strategy
+        if any(sharding.is_sharded(p) for p in model.parameters()):
+            self.strategy = _for_shards(options, ranks.world)
+        self.layers: dict[str, Layer] = {}
+        self.states: dict[str, LayerState] = {}
+        self.placements: dict[str, Placement] = {}
+        self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
+        self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
+        self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
+        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and by which
+        self.in_parts: set[Tensor] = set()  # parameters of which several layers cover a part each
+        self.on_meta: dict[str, Tensor] = {}  # their sizes are known, but no step can be taken
+        self._group_of: dict[Tensor, int] = {}
+        self._accepted = set(known)  # parameters that are, or were, the model's
+
+    # ---- answers ----
+
+    @property
+    def active(self) -> list[Layer]:
+        """The covered layers that are not wholly frozen."""
+        return [layer for layer in self.layers.values() if any(layer.covers)]
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """All parameters that the optimizer has of this model, covered or not."""
+        return self._group_of.keys()
+
+    def group_of(self, parameter: Tensor) -> int:
+        """Return the number of a parameter's group."""
+        return self._group_of[parameter]
+
+    @property
+    def covered_groups(self) -> set[int]:
+        """Numbers of the parameter groups that have covered parameters."""
+        return {self._group_of[p] for layer in self.active for p in layer.parameters}
+
+    @property
+    def with_average(self) -> list[Layer]:
+        return [layer for layer in self.layers.values() if self.states[layer.name].has_average]
+
+    @property
+    def with_state(self) -> list[Layer]:
+        return [layer for layer in self.active if self.states[layer.name].has_state]
+
+    @property
+    def deferred(self) -> list[Layer]:
+        """The layers whose owners tell in the next exchange whether a refresh was enough."""
+        return [layer for layer in self.layers.values() if self.states[layer.name].deferred]
+
+    def owner(self, layer: Layer, side: str) -> int:
+        """Return the rank that owns a factor."""
+        placement = self.placements[layer.name]
+        return placement.a if side == "a" else placement.g
+
+    def column(self, layer: Layer) -> int:
+        """Return the column of the grid whose ranks are a layer's gradient workers."""
+        return self.owner(layer, "g") % self._ranks.grid.columns
+
+    @property
+    def splits_owners(self) -> bool:
+        """Whether A and G of some layer have two owners."""
+        return any(p.a != p.g for p in self.placements.values())
+
+    def shards(self, layer: Layer) -> list[sharding.Shards]:
+        """Return the shards of a layer's covered parameters."""
+        both = zip(self.sharded[layer], layer.covers, strict=True)
+        return [shards for shards, covered in both if covered and shards is not None]
+
+    @property
+    def facts(self) -> list[LayerFacts]:
+        """The plain facts of all layers, frozen ones included."""
+        return [self._facts(layer) for layer in self.layers.values()]
+
+    def _facts(self, layer: Layer) -> LayerFacts:
+        placement = self.placements[layer.name]
+        if not any(layer.covers):
+            return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
+        a, g = stack_key(layer, "a"), stack_key(layer, "g")
+        task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
+        sizes = [p.dtype.itemsize for p in layer.parameters]
+        shards: tuple[tuple[sharding.Shards, int], ...] = ()
+        if layer in self.sharded:
+            shards = tuple(zip(self.shards(layer), sizes, strict=True))
+        return LayerFacts(
+            task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
+        )
+
+    # ---- group values ----
+
+    def shared(self, layer: Layer, groups: list[Group], name: str) -> float:
+        """Return a group's value for a layer; its weight and bias must agree on it."""
+        values = {groups[self._group_of[p]][name] for p in layer.parameters}
+        if len(values) > 1:
+            raise ValueError(
+                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
+                f"with different values {sorted(values)}; give both groups the same {name}"
+            )
+        return values.pop()
+
+    def settings(self, groups: list[Group]) -> dict[Layer, Any]:
+        """Return how moments move, for all layers: all ranks refuse what does not fit one."""
+        of_group = self._settings_of_groups(groups)
+        if all(one == of_group[0] for one in of_group):
+            return dict.fromkeys(self.active, of_group[0]) if of_group else {}
+        return {layer: self._settings_of(layer, groups, of_group) for layer in self.active}
+
+    def _settings_of_groups(self, groups: list[Group]) -> list[Any]:
+        if isinstance(self._rule, MuonRule):
+            muon_groups.refuse_changes(groups, self._choices)
+            return [muon_groups.settings(group) for group in groups]
+        if isinstance(self._rule, AdamRule):
+            return [adam.settings(group) for group in groups]
+        return []
+
+    def _settings_of(self, layer: Layer, groups: list[Group], of_group: Sequence[Any]) -> Any:
+        """Return how a layer's moments move; its weight and bias must agree on it."""
+        numbers = sorted({self._group_of[p] for p in layer.parameters})
+        found = [of_group[i] for i in numbers]
+        if any(other != found[0] for other in found):
+            names = ("betas", "eps", "bias_correction", "grad_averaging")
+            first, last = groups[numbers[0]], groups[numbers[-1]]
+            name = next(x for x in names if first.get(x) != last.get(x))
+            raise ValueError(
+                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
+                f"with different values {[first[name], last[name]]}; give both groups the same "
+                f'{name}, or use moments="parameters"'
+            )
+        return found[0]
+
+    # ---- changes ----
+
+    def match_groups(self, groups: list[Group]) -> None:
+        """Note the parameters of the groups that are the model's."""
+        if isinstance(self._rule, MuonRule):
+            self._choices = muon_groups.choices(groups)
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # A replaced module's parameters stay in their group, as they do in any optimizer.
+        gone = self._accepted.difference(self.model.parameters())
+        self._group_of = {p: i for p, i in group_of.items() if p not in gone}
+        named = unwrapped(self.model).named_parameters()
+        self.on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
+
+    def cover(self, groups: list[Group], *, first: bool) -> Coverage:
+        """Return what K-FAC covers of the model; raise where groups or options do not fit it."""
+        options, model = self._options, coverage.unwrapped(self.model)
+        is_muon = isinstance(self._rule, MuonRule)
+        coverage.refuse_flattened(self.model)
+        coverage.check_trained(model, self.parameters)
+        of_group = self._settings_of_groups(groups)
+        excluded: dict[Tensor, str] = {}
+        if is_muon:
+            group_of = {p: groups[self.group_of(p)] for p in self.parameters}
+            excluded = muon_groups.excluded(group_of, self.model)
+        found = coverage.cover(
+            model,
+            dict.fromkeys(p for p in self.parameters if p not in excluded),
+            skip_layers=tuple(options.skip_layers),
+            max_factor_size=options.max_factor_size,
+            papers_only=options.kaisa_scaling,
+            warn=functools.partial(agreement.warn, self._ranks) if first else None,
+            matrices_by_output=is_muon,
+        )
+        found.excluded = excluded
+        if options.correction == "examples":
+            world = self._ranks.world
+            coverage.check_workers(self.strategy.gradient_workers(world), world)
+        for layer in found.layers.values():
+            if options.correction == "examples":
+                coverage.check_rows(layer)
+            for name in PER_GROUP if layer.parameters else ():
+                self.shared(layer, groups, name)
+            if self._rule.makes_directions and layer.parameters:
+                self._settings_of(layer, groups, of_group)
+        self._find_shards(found.layers.values())
+        return found
+
+    def rebuild(self, found: Coverage, groups: list[Group]) -> list[Layer]:
+        """Take over what is covered now; layers that stay as they were keep their state.
+
+        Return the layers that are gone.
+        """
+        self._accepted.update(p for group in groups for p in group["params"])
+        before, self.layers = self.layers, {}
+        for name, layer in found.layers.items():
+            old = before.get(name)
+            same = old is not None and old.same_place(layer) and old.trained == layer.trained
+            self.layers[name] = old if same and old is not None else layer
+            if layer in self.sharded:
+                self.sharded[self.layers[name]] = self.sharded.pop(layer)
+        gone = [layer for name, layer in before.items() if self.layers.get(name) is not layer]
+        for layer in gone:
+            del self.states[layer.name], self.placements[layer.name]
+        self.states = {name: self.states.get(name, LayerState()) for name in self.layers}
+        for number, layer in enumerate(self.layers.values()):
+            layer.number = number
+        self.uncovered, self.skipped = found.uncovered, found.skipped
+        self.excluded = found.excluded
+        uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
+        self.in_parts = {p for p, count in uses.items() if p is not None and count > 1}
+        self._place()
+        return gone
+
+    def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
+        """Note layers that were frozen or unfrozen; they start anew, and are returned.
+
+        ``gathered`` are the covers of layers at the time of their statistics.
+        """
+        changed = []
+        for layer in self.layers.values():
+            covers = gathered.get(layer) or layer.covers_now()
+            if any(covers) and covers != layer.covers:
+                logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
+                layer.covers = covers
+                changed.append(layer)
+        return changed
+
+    def _find_shards(self, layers: Iterable[Layer]) -> None:
+        """Note how the parameters of these layers lie over the ranks."""
+        self.sharded = {}
+        for layer in layers:
+            spread = [
+                sharding.shards_of(f"a parameter of {layer.name!r}", p, self._ranks.members())
+                if p is not None and sharding.is_sharded(p)
+                else None
+                for p in (layer.weight, layer.bias)
+            ]
+            if any(spread):
+                self.sharded[layer] = tuple(spread)
+
+    def _place(self) -> None:
+        """Give new layers to ranks; layers with a place stay where their factors are."""
+        strategy, fraction = self.strategy, self._options.grad_worker_fraction
+        grid = self._ranks.grid = assignment.make_grid(strategy, self._ranks.world, fraction)
+        tasks = [task_of(layer) for layer in self.layers.values()]
+        there = [task for task in tasks if task.name in self.placements]
+        load = assignment.loads(strategy, there, self.placements, grid.world)
+        new = [task for task in tasks if task.name not in self.placements]
+        colocate = self._options.colocate_factors
+        self.placements |= assignment.assign(strategy, new, grid, colocate, load)
+
+    @property
+    def devices(self) -> list[tuple[torch.device, torch.dtype]]:
+        """Device and dtype of each active layer."""
+        return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
+
+
+def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
+    """Return the strategy for gradients that return to every rank as shards: one rank works."""
+    chosen = options.assignment, options.grad_worker_fraction
+    if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
+        raise ValueError(
+            f"Invalid assignment: {options.strategy!r} for parameters sharded by fully_shard: one "
+            'rank preconditions each of their gradients; use assignment="layer-wise" or leave it '
+            "out"
+        )
+    return assignment.LayerWise()
+
+
+def basis_reader(
+    states: Mapping[str, LayerState], applied: AppliedFactors
+) -> Callable[[Layer], Basis | None]:
+    """Return how to read the eigenvectors of a layer that has a state."""
+
+    def read(layer: Layer) -> Basis | None:
+        return applied.bases(layer) if states[layer.name].has_state else None
+
+    return read
+
+
+def task_of(layer: Layer) -> Task:
+    """Return a layer's task, by what it trains, whether frozen at the moment or not."""
+    a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
+    return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)

@@ -1,0 +1,328 @@
+"""Answers to users' questions about one model's K-FAC, and the texts of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm import agreement
+from ..comm.ranks import Ranks
+from ..curvature import rules
+from ..curvature.refresh import Refresher
+from ..curvature.rules import Rule
+from ..curvature.stacks import AppliedFactors, Factors
+from ..curvature.sums import FactorSums
+from ..layers import Layer
+from ..plan.account import Account
+from ..plan.assignment import Grid, Placement, is_real
+from .coverage import Coverage, unwrapped
+from .options import Options
+from .registry import Registry, task_of
+
+if TYPE_CHECKING:
+    from .questions import Questions
+
+_WIDE = 4096  # columns beyond which eigenvectors take a core of a CPU a quarter of a minute or more
+
+_KINDS = {
+    "average": "factors",
+    "vectors": "eigenvectors",
+    "values": "eigenvalues",
+    "inverse": "inverses",
+    "root": "roots",
+    "scale": "eigenvalue_products",
+    "exp_avg": "moments",
+    "exp_avg_sq": "moments",
+    "momentum": "moments",
+    "corrected": "corrected_eigenvalues",
+}
+
+
+# ---- memory and traffic ----
+
+
+def memory_usage(owned: Factors, applied: AppliedFactors, sums: FactorSums) -> dict[str, int]:
+    """Return the bytes of state on this rank by kind, and apart those of sums."""
+    usage: dict[str, int] = {}
+    for name, tensor in (*owned.tensors(), *applied.tensors()):
+        kind = _KINDS.get(name, "counters")
+        usage[kind] = usage.get(kind, 0) + tensor.nbytes
+    usage["total"] = sum(usage.values())
+    usage["pending"] = sums.bytes()
+    return usage
+
+
+def account(
+    registry: Registry, ranks: Ranks, rule: Rule, refresher: Refresher, options: Options
+) -> Account:
+    """Return the account of all ranks' bytes."""
+    stored = options.factor_dtype, options.inv_dtype, options.comm_dtype
+    factor_bytes, state_bytes, wire_bytes = (None if d is None else d.itemsize for d in stored)
+    layers = registry.layers
+    return Account(
+        registry.facts,
+        ranks.grid,
+        method=rule.method,
+        split=options.damping_split,
+        stored_product=isinstance(rule, rules.StoredProductRule),
+        moments=2 if isinstance(rule, rules.AdamRule) else int(rule.makes_directions),
+        counts_steps=isinstance(rule, rules.AdamRule),
+        checks=bool(refresher.specs(1)),
+        refines=tuple(name for name, layer in layers.items() if refresher.refines(layer)),
+        truncated=isinstance(rule, rules.TruncatedRule),
+        correction=options.correction,
+        factor_bytes=factor_bytes,
+        state_bytes=state_bytes,
+        wire_bytes=wire_bytes,
+        scaled=options.comm_dtype == torch.float16,
+        bucket_bytes=ranks.bucket_bytes,
+    )
+
+
+class Assigned(Mapping[str, Placement]):
+    """Which rank owns the factors of which layer; its ``repr`` is a table."""
+
+    def __init__(self, registry: Registry, grid: Grid) -> None:
+        self.strategy = registry.strategy
+        self.grid = grid
+        self.tasks = tuple(task_of(layer) for layer in registry.layers.values())
+        self._placements = {task.name: registry.placements[task.name] for task in self.tasks}
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def workers(self, name: str) -> range:
+        """Return the ranks that precondition a layer's gradient."""
+        return self.grid.workers_of(self[name].g)
+
+    def __repr__(self) -> str:
+        rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
+        for task in self.tasks:
+            a = _size(task.a, task.diagonal_a, task.blocks)
+            g = _size(task.g, task.diagonal_g, task.blocks)
+            at = self[task.name]
+            rows.append((task.name, a, str(at.a), g, str(at.g), _ranks(self.workers(task.name))))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        count = f"{self.grid.workers} gradient worker{'s' * (self.grid.workers > 1)} a layer"
+        ranks = f"{self.grid.world} rank{'s' * (self.grid.world > 1)}"
+        return "\n".join([f"{self.strategy!r} over {ranks}: {count}", *lines])
+
+
+def _size(n: int, diagonal: bool, blocks: int) -> str:
+    return f"{f'{blocks} x ' if blocks > 1 else ''}{n}{' diagonal' if diagonal else ''}"
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) > 2 and ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", shown[-1]])
+
+
+# ---- factors ----
+
+
+def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tensor]:
+    """Return the running averages of a layer, both of which must be on this rank."""
+    layer = registry.layers.get(name)
+    if layer is None:
+        raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
+    if not registry.states[name].has_average:
+        raise KeyError(f"layer {name!r} has no statistics yet")
+    away = [
+        f"{side.upper()} on rank {registry.owner(layer, side)}"
+        for side in "ag"
+        if (layer, side) not in owned.by_key
+    ]
+    if away:
+        raise KeyError(f"layer {name!r} has {' and '.join(away)}, not here")
+    a, g = (owned.by_key[layer, side]["average"] for side in "ag")
+    return a, g
+
+
+# ---- texts ----
+
+
+def describe(kfac: Questions) -> str:
+    """Return the text that ``repr`` gives of a preconditioner."""
+    options, rule = kfac.options, kfac.rule
+    how = options.compute_method
+    if isinstance(rule, rules.MuonRule):
+        how = "roots of G, momentum in its metric"
+    elif isinstance(rule, rules.AdamRule):
+        how += ", moments in the eigenbasis"
+    how += f", truncation {options.truncation:g}" if options.truncation else ""
+    how += ", Nesterov's momentum" if options.nesterov else ""
+    how += ", orthogonal directions" if options.orthogonal else ""
+    intervals = f"statistics every {kfac.factor_update_steps}"
+    if options.statistics_precision != "highest":
+        intervals += f" in {options.statistics_precision} precision"
+    intervals += f", refreshes every {kfac.inv_update_steps} steps"
+    slots = kfac.schedule.refresh_slots(kfac.inv_update_steps).values()
+    most = max(map(len, slots), default=0)
+    some = f"up to {most} layer{'s' * (most > 1)} at a time"
+    intervals += f", {some}" if len(slots) > 1 else ", all layers at once"
+    lines = [f"Preconditioner({how}, {kfac.steps} steps taken)", f"  {intervals}"]
+    registry = kfac.registry
+    named = unwrapped(kfac.model).named_parameters()
+    excluded = registry.excluded
+    for title, entries in (
+        ("covered", [repr(layer) for layer in registry.layers.values()]),
+        ("raw gradients", [f"{name}: {why}" for name, why in registry.uncovered.items()]),
+        ("AdamW", [f"{name}: {excluded[p]}" for name, p in named if p in excluded]),
+        ("skipped", [f"{name}: matches {why!r}" for name, why in registry.skipped.items()]),
+    ):
+        if entries:
+            lines.append(f"  {title}:")
+            lines += [f"    {entry}" for entry in entries]
+    return "\n".join(lines)
+
+
+def nothing_covered(registry: Registry) -> ValueError:
+    """Return the error for a model without a layer that K-FAC covers."""
+    reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
+    skipped = registry.skipped
+    if skipped:
+        patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
+        reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
+    detail = "; ".join(reasons)
+    return ValueError(
+        "Invalid model: it has no layer that K-FAC covers"
+        + (f" ({detail})" if detail else "")
+        + "; use the base optimizer, "
+        + ("skip less, " if skipped else "")
+        + "or register its layers with register_layer"
+    )
+
+
+def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
+    """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
+    if registry.uncovered:
+        lines = "\n".join(f"  {name}: {why}" for name, why in registry.uncovered.items())
+        text = f"the base optimizer updates these with their raw gradients:\n{lines}"
+        agreement.warn(ranks, text, stacklevel=5)
+    text = _wide_factors(registry, rule, options)
+    if text:
+        agreement.warn(ranks, text, stacklevel=5)
+    if ranks.status_device:
+        agreement.warn(
+            ranks,
+            f"the process group has no backend for the CPU, only for {ranks.status_device}, "
+            "so that in most steps the host waits for that device to hear what ranks agree on; "
+            "add gloo for the CPU where the group is made, as in "
+            'init_process_group("cpu:gloo,cuda:nccl")',
+            stacklevel=5,
+        )
+
+
+def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
+    """Return a warning of factors whose eigenvectors hold a CPU up for long, if there are any."""
+    if options.compute_method != "eigen" or isinstance(rule, rules.MuonRule):
+        return ""
+    layers = registry.layers.values()
+    on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
+    tasks = [task_of(x) for x in on_cpu]  # frozen ones, too: they may be trained later
+    sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
+    sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
+    wide = [f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE]
+    if not wide:
+        return ""
+    remedy = "for a diagonal factor in its place give a lower max_factor_size"
+    if not rule.makes_directions:  # which have no use for inverses
+        remedy += (
+            '; compute_method="inverse", where your other options admit it, takes about a '
+            "fifth of the time"
+        )
+    head = f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:"
+    return "\n".join([head, *wide, remedy])
+
+
+def no_capture(step: int) -> RuntimeError:
+    """Return the error for a step with gradients that no layer has statistics of."""
+    return RuntimeError(
+        f"step {step} is due for statistics, but no covered layer saw a backward pass. "
+        "Gradients must come from .backward() through this very model, once per step. If it, "
+        "or another model of the same class, was compiled and called before the optimizer was "
+        "built, build the optimizer first or call torch._dynamo.reset(), since code that was "
+        "compiled without hooks is used again; a CUDA graph that holds the backward pass runs "
+        "no hooks; if the forward was meant to be left out, use "
+        "optimizer.preconditioner.paused()"
+    )
+
+
+def misread(kfac: Questions) -> str:
+    """Return a warning that K counts positions for examples, where it does and where it matters."""
+    capture, options = kfac.capture, kfac.options
+    indifferent = options.kaisa_scaling or kfac.rule.makes_directions
+    if indifferent or options.loss_reduction == "sum" or kfac.loss_terms != "examples":
+        capture.misread = None
+    if capture.misread is None:
+        return ""
+    name, positions, examples = capture.misread
+    return (
+        f"layer {name!r} has batch_first=False and sees {examples} examples of {positions} "
+        f"positions, but K goes by the first dimension of the model's input, {positions}; "
+        "build it with batch_first=True and give the model examples first, or set loss_terms "
+        "to the number of terms that the loss averages"
+    )
+
+
+def check_draws(options: Options) -> None:
+    """Refuse drawn labels under options that have no use for them."""
+    if options.kaisa_scaling:
+        raise ValueError(
+            'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
+            'normalization="fisher"'
+        )
+    if options.correction == "examples":
+        raise ValueError(
+            'Invalid eigenvalue_correction: "examples" takes the gradients that train, not '
+            'those of drawn labels; use "gradients", or leave out sample_fisher'
+        )
+
+
+# ---- what ranks compare ----
+
+
+def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the plain values of parameter groups, the first that ranks should name first."""
+    plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
+
+    def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
+        return item[0] != "lr", item[0]  # others follow from lr
+
+    return {
+        f"{name} of parameter group {i}": _number(value)
+        for i, group in enumerate(groups)
+        for name, value in sorted(group.items(), key=by_cause)
+        if isinstance(value, plain)
+    }
+
+
+def _number(value: Any) -> Any:
+    """Return 1 as 1.0: they are the same, and must not print otherwise."""
+    return float(value) if is_real(value) else value
+
+
+def described(found: Coverage) -> dict[str, Any]:
+    """Return what ranks compare of a model's layers."""
+
+    def text(layer: Layer) -> str:
+        if not layer.parameters:
+            return repr(layer)
+        return f"{layer!r}, {layer.covers}, {layer.parameters[0].dtype}"
+
+    return {f"layer {layer.name!r}": text(layer) for layer in found.layers.values()}

@@ -1,0 +1,254 @@
+"""Report and agree: the exchanges of plain numbers that all decisions of a step follow from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..capture import fisher
+from ..capture.hooks import Capture
+from ..comm import agreement, sharding
+from ..comm.ranks import Ranks
+from ..curvature.sums import FactorSums
+from ..layers import Layer
+from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from .coverage import unwrapped
+from .registry import Registry
+
+_PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
+
+
+class Loaded(NamedTuple):
+    """What ranks found out of their loaded states together."""
+
+    absent: list[Layer]  # layers whose averages some rank lacks
+    in_part: list[Layer]  # layers of which only some ranks have gathered statistics since
+    lacks_half_products: bool
+
+
+class Status:
+    """What ranks tell each other of a step; it raises on all ranks or on none."""
+
+    def __init__(self, ranks: Ranks, registry: Registry) -> None:
+        self._ranks = ranks
+        self._registry = registry
+        self._silent = 0  # gathering steps since a layer saw a backward pass
+        self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
+
+    # ---- before the step ----
+
+    def exchange(self, capture: Capture, report: StepReport, number: int) -> AgreedStep:
+        """Return the reports of all ranks together."""
+        numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
+        totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
+        sections = {name: layer.sections for name, layer in self._registry.layers.items()}
+        answered = tuple(x.name for x in self._registry.deferred)
+        agreed = AgreedStep.of(report, totals, sections, answered)
+        if agreed.failed:
+            error, capture.error = capture.error, None  # the next step may go well
+            agreement.raise_together(self._ranks, error, "capturing")
+        return agreed
+
+    def check(
+        self,
+        agreed: AgreedStep,
+        report: StepReport,
+        common: dict[str, Any],
+        capture: Capture,
+        sums: FactorSums,
+    ) -> None:
+        """Raise where ranks differ in what must be alike, or where a gradient is missing."""
+        if not agreement.alike(self._ranks.world, *agreed.checksums):
+            agreement.raise_difference(self._ranks, common, "hyperparameters")
+        if agreed.drawn and agreed.trained:
+            draws, capture.draws = capture.draws, 0
+            own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
+            fisher.raise_half(self._ranks, draws, own)
+        self._check_gradients(report, agreed)
+        if not self.proven:
+            self._compare_weights()
+
+    def note_answers(self, agreed: AgreedStep) -> None:
+        """Note the factors that must be decomposed, as their owners answered."""
+        both = itertools.product(agreed.answered, SIDES)
+        for (name, side), flag in zip(both, agreed.stale, strict=True):
+            if flag:
+                self._registry.states[name].stale.add(side)
+        for name in agreed.answered:
+            self._registry.states[name].deferred = False
+
+    def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
+        """Return whether no backward pass reached a layer for as long as all of them are due."""
+        states = self._registry.states
+        waiting = {x for x in capture.wanted if not states[x.name].missed}
+        if agreed.captured:
+            self._silent = 0
+        elif waiting and agreed.has_gradients:
+            # Once layers have statistics, a step may have passed by those whose slot it was.
+            self._silent += 1
+            none_yet = not any(state.has_average for state in states.values())
+            return none_yet or self._silent >= gathering_steps
+        return False
+
+    def note_missed(self, agreed: AgreedStep, capture: Capture) -> None:
+        """Let layers gather next that had no pass in their slot: they must not miss it for ever."""
+        states = self._registry.states
+        for name in agreed.rows:
+            states[name].missed = states[name].missed_with_gradient = 0
+        for layer in capture.wanted:
+            name, state = layer.name, states[layer.name]
+            if name in agreed.rows or not state.has_average:
+                continue
+            state.missed += 1
+            has_gradient = agreed.gradients[name] > 0
+            state.missed_with_gradient += has_gradient
+            steps = state.missed_with_gradient
+            if steps == _PATIENCE and not capture.was_paused and has_gradient:
+                agreement.warn(
+                    self._ranks,
+                    f"layer {name!r} has had a gradient in {steps} steps that were to gather "
+                    "its statistics, but no pass came through its module: older factors stay in "
+                    "use; its weight may by now be in use outside of its module's forward, or its "
+                    "gradient be kept at zero",
+                    stacklevel=2,
+                )
+
+    def _check_gradients(self, report: StepReport, agreed: AgreedStep) -> None:
+        names = list(agreed.gradients)
+        counts = agreed.gradients.values()
+        partly = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
+        if partly:
+            mine = [report.gradients[i] for i in partly]
+            theirs = self._ranks.gather_objects(mine, "looking for missing gradients")
+            without = [rank for rank, flags in enumerate(theirs) if not flags[0]]
+            raise RuntimeError(
+                f"layer {names[partly[0]]!r} has no gradient on ranks {without}, but has one "
+                "on others, and weights would drift apart: average gradients over all ranks before "
+                "step(), counting a missing one as zero, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
+            )
+
+    def _compare_weights(self) -> None:
+        """Compare weights and gradients in the first step: no wrapper may have made them alike."""
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        whole = {
+            name: p
+            for name, p in unwrapped(self._registry.model).named_parameters()
+            if p in covered and not sharding.is_sharded(p)
+        }
+        graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
+        agreement.compare_tensors(
+            self._ranks,
+            {f"parameter {name!r}": p for name, p in whole.items()},
+            "give all ranks the same weights, by DistributedDataParallel or by one seed",
+        )
+        agreement.compare_tensors(
+            self._ranks,
+            graded,
+            "average gradients over all ranks before step(), or use DistributedDataParallel",
+        )
+        self.proven = True
+
+    # ---- after a refresh ----
+
+    def settle(
+        self, plan: StepPlan, report: RefreshReport, max_failures: int
+    ) -> tuple[list[str], set[str]]:
+        """Agree on the outcome of a refresh.
+
+        Return the renewed layers, and those of which no statistics were finite.
+        """
+        numbers = torch.tensor(report.numbers(plan.refresh), dtype=torch.float64, device="cpu")
+        failed, *flags = self._ranks.sum_numbers(
+            numbers, f"decomposing factors in step {plan.number}"
+        ).tolist()
+        if failed:
+            agreement.raise_together(self._ranks, report.error, "decomposing factors")
+        agreed, states = RefreshReport.of(plan.refresh, flags), self._registry.states
+        lost = agreed.failed | agreed.empty
+        for name in plan.refresh:
+            if name in agreed.empty:
+                states[name].reset()
+            elif name not in lost:
+                states[name].has_state = True
+                states[name].failures = 0
+        self._count_failures([name for name in plan.refresh if name in lost], max_failures)
+        if agreed.rejected:
+            names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
+            text = f"statistics that were not finite have been left out for {names}"
+            agreement.warn(self._ranks, text, stacklevel=2)
+        # Also where one factor failed: its older state goes with the other's new one.
+        return [name for name in plan.refresh if states[name].has_state], agreed.empty
+
+    def _count_failures(self, names: Iterable[str], max_failures: int) -> None:
+        for name in names:
+            state = self._registry.states[name]
+            state.failures += 1
+            text = f"the decomposition of layer {name!r} failed, {state.failures} in a row"
+            if state.failures > max_failures:
+                raise RuntimeError(
+                    f"{text} (max_failures={max_failures}): its statistics are not finite or "
+                    "too ill-conditioned; look for a loss that is not finite and for diverging "
+                    "activations, raise damping, store factors in float32 or skip the layer with "
+                    "skip_layers"
+                )
+            kept = "its older state" if state.has_state else "its raw gradient"
+            text = f"{text}; {kept} stays in use. See whether the loss is finite"
+            agreement.warn(self._ranks, text, stacklevel=2)
+
+    # ---- after a load ----
+
+    def compare_covers(self) -> list[Layer]:
+        """Return the layers of which loaded states cover other parameters on other ranks."""
+        layers = list(self._registry.layers.values())
+        mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
+        sums = self._ranks.sum_numbers(mine.flatten(), "agreeing on what a loaded state covers")
+        apart = ((sums != 0) & (sums != self._ranks.world)).view(-1, 2).any(1).tolist()
+        return list(itertools.compress(layers, apart))
+
+    def compare_loaded(self, lacks_half_products: bool) -> Loaded:
+        """Agree on loaded states; note missed slots and failures."""
+        registry, world = self._registry, self._ranks.world
+        layers, states = list(registry.layers.values()), list(registry.states.values())
+        missed = [float(state.missed) for state in states]
+        parts: list[list[float]] = [
+            [state.has_average for state in states],
+            [state.has_state for state in states],
+            missed,
+            [n**2 for n in missed],
+            [state.failures for state in states],
+        ]
+        mine = [lacks_half_products, *itertools.chain(*parts)]
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        lacking, *rest = self._ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
+        columns = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
+        found = Loaded([], [], lacking > 0)
+        for layer, state, averages, with_state, total, squares, failures in zip(
+            layers, states, *columns, strict=True
+        ):
+            if not agreement.alike(world, total, squares):
+                state.missed = 1
+                found.in_part.append(layer)
+            if averages < world:
+                found.absent.append(layer)
+                if averages:  # ranks that had it did not gather, but K has their terms
+                    found.in_part.append(layer)
+            elif with_state < world:
+                state.has_state = False
+            if failures:
+                state.failures = round(failures / world)
+        return found
+
+
+def with_gradient(layers: Iterable[Layer]) -> list[bool]:
+    return [any(p.grad is not None for p in layer.parameters) for layer in layers]
+
+
+def zeros_like_gradients(layers: Iterable[Layer]) -> dict[Tensor, Tensor]:
+    """Return a zero for each covered gradient."""
+    covered = (p for layer in layers for p in layer.parameters if p.grad is not None)
+    return {p: torch.zeros_like(p) for p in covered}

@@ -1,0 +1,232 @@
+"""The contract of a rule."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layers import Layer
+from ...linalg import kronecker, moments, orthogonal, products
+from ...plan.routes import cargo_bytes
+from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Specs, StackKey
+from ..stacks import stack_key as key_of
+
+DampingOf = Callable[[Layer], float]
+Rotation = Tensor | None  # Q_newᵀ Q_old; None where a basis does not move
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Numbers of one step that rules read."""
+
+    damping_of: DampingOf
+    decay_of: Callable[[Layer], float]
+    settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # of the base's moments
+    terms: float = 0.0  # K of all ranks
+    graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step
+
+
+class Rule(ABC):
+    """One way from running averages to new gradients.
+
+    A rule keeps no tensors: state lies in the stacks of the factors and in the layers' groups,
+    under the names that the specs give.
+    """
+
+    method: str  # of the decomposition: "eigen", "inverse" or "root"
+    results: tuple[str, ...]  # names of the results; a diagonal factor has the first
+    multiplied: tuple[str, ...]  # state that gradients are multiplied with
+    makes_directions = False  # new gradients are the base's directions: moments are kept here
+    rotates = False  # tensors of the groups lie in the eigenbasis and rotate with it
+    wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype  # of storage; None: that of the arithmetic
+        # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
+        self.half_products: bool | None = None
+
+    # ---- state ----
+
+    @abstractmethod
+    def state_specs(self, key: StackKey, count: int) -> Specs:
+        """Return the tensors that gradient workers have of ``count`` factors of one shape."""
+
+    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+        """Return the tensors that they have of ``count`` gradients of one shape."""
+        return {}
+
+    def allocate(self, applied: AppliedFactors) -> None:
+        """Allocate the tensors of a new layout."""
+        for stack in applied.stacks.values():
+            stack.allocate(self.state_specs(stack.key, stack.count))
+        for group in applied.groups:
+            dtype, device = group.g.key.dtype, group.g.key.device
+            for name, (shape, kept) in self.group_specs(*group.shape, dtype).items():
+                group.tensors[name] = torch.zeros(shape, dtype=kept, device=device)
+
+    def state_bytes(self, key: Key) -> int:
+        """Return the bytes of a factor's state on the wire."""
+        specs = self.state_specs(key_of(*key), key[0].blocks)
+        return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
+
+    def outgoing(self, factor: Factor) -> list[Tensor]:
+        """Return the tensors that the owner sends, and that others fill."""
+        return [factor[name] for name in self.state_specs(factor.key, factor.layer.blocks)]
+
+    def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
+        """Store the tensors that :meth:`outgoing` gave, on all ranks."""
+        return None
+
+    # ---- refresh ----
+
+    def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
+        """Return mean eigenvalues that the owners of A and of G must know of each other's."""
+        return []
+
+    def shifts(
+        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
+    ) -> dict[Key, Tensor]:
+        """Return the damping of each factor's diagonal, ``[blocks]``, from all ranks' means."""
+        return {}
+
+    def renew(
+        self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
+    ) -> None:
+        """Form what follows from the new state of these layers."""
+        return None
+
+    def rotate(
+        self,
+        applied: AppliedFactors,
+        layer: Layer,
+        slots: Slots,
+        rotations: tuple[Rotation, Rotation],
+    ) -> None:
+        """Express the group's tensors of a layer in its new bases, G's first."""
+        raise NotImplementedError
+
+    def settle(
+        self,
+        applied: AppliedFactors,
+        ready: Iterable[Layer],
+        renewed: Iterable[Layer],
+        damping_of: DampingOf,
+    ) -> None:
+        """End the step: ``ready`` layers have a state, ``renewed`` ones a new one."""
+        return None
+
+    # ---- application ----
+
+    @abstractmethod
+    def apply(
+        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
+    ) -> Tensor:
+        """Return the new gradients of ``members``, stacked like ``gradient``; once a step each."""
+
+    def lacks_half_products(self, devices: Iterable[torch.device]) -> bool:
+        """Return whether some product that is asked for in bfloat16 would be none there."""
+        if not (self.wants_half_products or self.dtype == torch.bfloat16):
+            return False
+        ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
+        return not all(products.multiplies_in_half(torch.bfloat16, one) for one in ones)
+
+    def _state(
+        self, group: LayerGroup, side: str, name: str, slots: Slots, like: Tensor
+    ) -> Tensor | None:
+        """Return a factor's tensor, ready for arithmetic with ``like``."""
+        tensor = group.state(side, name, slots)
+        if tensor is None:
+            return None
+        half = name in self.multiplied and self._in_half(tensor.dtype, like)
+        return tensor if half else tensor.to(like.dtype)
+
+    def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
+        if self.half_products is None:
+            return products.multiplies_in_half(dtype, like)
+        # As agreed, also if this rank's device has changed since: weights must not drift apart.
+        return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
+
+    def _orthogonal_in_half(self, matrices: Tensor) -> bool:
+        return self._in_half(torch.bfloat16, matrices) and not orthogonal.narrow(matrices)
+
+
+class TriangleRule(Rule):
+    """A rule whose state is one matrix a factor; it travels as a triangle."""
+
+    def state_specs(self, key: StackKey, count: int) -> Specs:
+        return {self.method: (key.shape(count), self.dtype or key.dtype)}
+
+    def state_bytes(self, key: Key) -> int:
+        shape = key_of(*key)
+        if shape.diagonal:
+            return super().state_bytes(key)
+        dtype = self.dtype or shape.dtype
+        return cargo_bytes([key[0].blocks * moments.packed_size(shape.size) * dtype.itemsize])
+
+    def outgoing(self, factor: Factor) -> list[Tensor]:
+        if factor.key.diagonal:
+            return super().outgoing(factor)
+        return [moments.pack(self._symmetric(factor[self.method]))]
+
+    def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
+        # The owner unpacks its own, too, so that all ranks have the same bits.
+        if not factor.key.diagonal:
+            whole = moments.unpack(tensors[0], factor.key.size)
+            factor[self.method].copy_(self._triangle(whole))
+
+    def _symmetric(self, matrices: Tensor) -> Tensor:
+        return matrices
+
+    def _triangle(self, matrices: Tensor) -> Tensor:
+        return matrices
+
+
+class EigenbasisRule(Rule):
+    """A rule whose state are eigenvalues and eigenvectors."""
+
+    method = "eigen"
+    results = ("values", "vectors")
+    multiplied = ("vectors",)
+
+    def state_specs(self, key: StackKey, count: int) -> Specs:
+        specs: Specs = {"values": ((count, key.size), key.dtype)}
+        if not key.diagonal:
+            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
+        return specs
+
+    def _bases(
+        self, group: LayerGroup, slots: Slots, like: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the eigenvectors of G and of A."""
+        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
+        return g, a
+
+    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the eigenvalues of G and of A."""
+        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
+        assert g is not None and a is not None
+        return g, a
+
+    def curvature(self, group: LayerGroup, change: Tensor, members: list[Layer]) -> Tensor:
+        """Return Σ δᵀFδ of changes δ that are stacked like gradients."""
+        slots = group.slots_of(members)
+        squares = kronecker.into_basis(change, *self._bases(group, slots, change)).square()
+        return self._weighed(group, squares, slots)
+
+    def _weighed(self, group: LayerGroup, squares: Tensor, slots: Slots) -> Tensor:
+        g, a = self._eigenvalues(group, slots, squares)
+        return (g[:, None, :] @ squares @ a[:, :, None]).sum()
+
+
+def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype of storage; finite numbers stay finite in half precision."""
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(tensor.dtype).max:
+        tensor = tensor.clamp(-limit, limit)
+    return tensor.to(dtype)

@@ -1,0 +1,68 @@
+"""Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ: the exact damping, in the factors' eigenbasis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...layers import Layer
+from ...linalg import kronecker
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs
+from .base import DampingOf, EigenbasisRule, StepValues, stored
+
+
+class EigenRule(EigenbasisRule):
+    """Divide by the eigenvalues' product, damped as it is now."""
+
+    def apply(
+        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
+    ) -> Tensor:
+        slots = group.slots_of(members)
+        bases = self._bases(group, slots, gradient)
+        projected = kronecker.into_basis(gradient, *bases)
+        if projected is gradient:  # by two diagonal factors; the caller needs the gradient
+            projected = gradient.clone()
+        self._divide(group, projected, members, slots, values)
+        return kronecker.out_of_basis(projected, *bases)
+
+    def _divide(
+        self,
+        group: LayerGroup,
+        projected: Tensor,
+        members: list[Layer],
+        slots: Slots,
+        values: StepValues,
+    ) -> None:
+        damping = group.common_or_each(members, values.damping_of)
+        g, a = self._eigenvalues(group, slots, projected)
+        projected.div_(kronecker.damped_product(g, a, damping))
+
+
+class StoredProductRule(EigenRule):
+    """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of then."""
+
+    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+        return {"scale": ((count, g, a), self.dtype or dtype)}
+
+    def renew(
+        self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
+    ) -> None:
+        for layer in layers:
+            group = applied.group_of.get(layer)
+            if group is not None:
+                a, g = (applied.by_key[layer, side]["values"] for side in "ag")
+                product = kronecker.damped_product(g, a, damping_of(layer))
+                scale = group.tensors["scale"]
+                scale[group.slots[layer]] = stored(product.reciprocal_(), scale.dtype)
+
+    def _divide(
+        self,
+        group: LayerGroup,
+        projected: Tensor,
+        members: list[Layer],
+        slots: Slots,
+        values: StepValues,
+    ) -> None:
+        projected.mul_(group.tensors["scale"][slots].to(projected.dtype))

@@ -1,0 +1,122 @@
+"""The parameters' side of moments that K-FAC keeps: gradients in, directions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..comm.sharding import parts_here
+from . import muon
+from .lamb import LAMB, clipped_gradients, descend, math_dtype
+
+Group = dict[str, Any]
+
+BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
+
+
+def argument_against(arguments: Group) -> str:
+    """Return the base's argument that :func:`check` would refuse, if any."""
+    if arguments.get("amsgrad"):
+        return "amsgrad=True"
+    betas = arguments.get("betas", ())
+    tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
+    return f"betas={betas!r}" if tensors else ""
+
+
+def check(optimizer: Optimizer, group: Group) -> None:
+    """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, BASES):
+        raise ValueError(
+            f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
+            'of them; use moments="parameters"'
+        )
+    group = {**optimizer.defaults, **group}
+    if group.get("amsgrad"):
+        raise ValueError(
+            "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
+            'leave it out, or use moments="parameters"'
+        )
+    if any(isinstance(beta, Tensor) for beta in group["betas"]):
+        raise ValueError(
+            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
+        )
+
+
+def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return gradients under LAMB's limit on the norm of all, also of those that K-FAC takes."""
+    return clipped_gradients(optimizer.param_groups) if isinstance(optimizer, LAMB) else {}
+
+
+@contextmanager
+def without_limit(optimizer: Optimizer) -> Iterator[None]:
+    """Step LAMB on gradients that :func:`limited` has made."""
+    groups = optimizer.param_groups if isinstance(optimizer, LAMB) else []
+    limits = [group["max_grad_norm"] for group in groups]
+    try:
+        for group in groups:
+            group["max_grad_norm"] = None
+        yield
+    finally:
+        for group, limit in zip(groups, limits, strict=True):
+            group["max_grad_norm"] = limit
+
+
+def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return gradients as the moments take them, where weight decay or maximize changes them."""
+    result: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        decay = 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
+        if decay == 0 and not group["maximize"]:
+            continue
+        for params in _alike(p for p in group["params"] if p.grad is not None):
+            gradients = [p.grad for p in params if p.grad is not None]
+            if group["maximize"]:
+                gradients = list(torch._foreach_neg(gradients))
+            if decay != 0:
+                gradients = list(torch._foreach_add(gradients, params, alpha=decay))
+            result.update(zip(params, gradients, strict=True))
+    return result
+
+
+def move(optimizer: Optimizer, directions: dict[Tensor, Tensor]) -> None:
+    """Step along Adam's directions, which may be overwritten."""
+    for group in optimizer.param_groups:
+        for params in _alike(p for p in group["params"] if p in directions):
+            _move(optimizer, group, params, [directions[p] for p in params])
+
+
+def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return lists of parameters that one foreach call can take."""
+    places: dict[Any, list[Tensor]] = {}
+    for p in params:
+        places.setdefault((p.device, p.dtype, type(p)), []).append(p)
+    return list(places.values())
+
+
+def _move(
+    optimizer: Optimizer, group: Group, params: list[Tensor], directions: list[Tensor]
+) -> None:
+    lr, decay, decoupled = group["lr"], group["weight_decay"], _decoupled(optimizer, group)
+    if isinstance(optimizer, LAMB):
+        wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
+        directions = [x.to(wide[0].dtype) for x in directions]
+        descend(wide, directions, lr, decay, decoupled, group["use_nvlamb"])
+        if wide[0] is not params[0]:
+            torch._foreach_copy_(parts_here(params), parts_here(wide))
+        return
+    muon.descend(params, directions, lr, decay if decoupled else 0.0)
+
+
+def _decoupled(optimizer: Optimizer, group: Group) -> bool:
+    """Return whether weight decay passes the moments by, as in AdamW and in LAMB's own mode."""
+    if isinstance(optimizer, muon.Muon):
+        return True
+    if isinstance(optimizer, LAMB):
+        return bool(group["adam_w_mode"])
+    return isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))

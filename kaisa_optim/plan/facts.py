@@ -1,0 +1,75 @@
+"""Plain facts about layers and their factors, from shapes and placements alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+from .assignment import Placement, Task
+
+if TYPE_CHECKING:
+    from ..comm.sharding import Shards
+
+Side = str  # "a" or "g"
+FactorName = tuple[str, Side]  # a layer's name, and the side of its factor
+
+
+class LayerFacts(NamedTuple):
+    """One layer's task, and where it is done."""
+
+    task: Task
+    placement: Placement
+    itemsize: int = 4  # bytes of a number in the layer's arithmetic
+    device: Hashable = None  # layers of one device travel together
+    sections: int = 1  # counts of rows that ranks compare
+    frozen: bool = False  # a frozen layer costs its numbers in the status exchange alone
+    shards: tuple[tuple[Shards, int], ...] = ()  # of its parameters, each with its itemsize
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def factors(self) -> tuple[FactorFacts, FactorFacts]:
+        task, placement = self.task, self.placement
+        return (
+            FactorFacts(self, "a", placement.a, task.a, task.diagonal_a),
+            FactorFacts(self, "g", placement.g, task.g, task.diagonal_g),
+        )
+
+    @property
+    def gradient(self) -> int:
+        """How many numbers the layer's gradient has."""
+        return self.task.blocks * self.task.g * self.task.a
+
+
+class FactorFacts(NamedTuple):
+    """One factor of a layer; an item of :class:`routes.Bucket`."""
+
+    layer: LayerFacts
+    side: Side
+    owner: int
+    n: int
+    diagonal: bool
+
+    @property
+    def name(self) -> FactorName:
+        return self.layer.name, self.side
+
+    @property
+    def size(self) -> int:
+        """How many numbers of it travel: of a symmetric matrix, one triangle."""
+        return self.layer.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)
+
+    @property
+    def elements(self) -> int:
+        return self.layer.task.blocks * self.n ** (1 if self.diagonal else 2)
+
+    @property
+    def eigenvalues(self) -> int:
+        return self.layer.task.blocks * self.n
+
+    @property
+    def operations(self) -> int:
+        """Operations of its decomposition, up to a constant that is about the same for all."""
+        return self.elements * (1 if self.diagonal else self.n)

@@ -1,0 +1,219 @@
+"""Report, agree, plan: from each rank's numbers to one plan of the step, equal on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .facts import FactorName, Side
+
+SIDES: tuple[Side, Side] = ("a", "g")
+
+
+@dataclass
+class LayerState:
+    """Facts about one layer from step to step, alike on all ranks."""
+
+    has_average: bool = False
+    has_state: bool = False  # what a refresh made of the averages
+    failures: int = 0  # decompositions that failed in a row
+    missed: int = 0  # steps since the slot to gather passed without a pass through the layer
+    missed_with_gradient: int = 0  # those of them in which it had a gradient
+    deferred: bool = False  # refreshed last time without a look: owners tell in the next exchange
+    stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
+
+    def reset(self) -> None:
+        """Forget the layer's averages and state: they are estimated anew.
+
+        ``deferred`` stays, since ranks must agree on how many answers they exchange.
+        """
+        self.has_average = self.has_state = False
+        self.missed = self.missed_with_gradient = 0
+        self.stale.clear()
+
+
+class StepReport(NamedTuple):
+    """One rank's numbers before a step."""
+
+    failed: bool = False  # an error in a hook waits to be raised
+    captured: bool = False  # a backward pass reached a layer, or capture was paused
+    has_gradients: bool = False
+    drawn: bool = False  # labels were drawn for some passes
+    trained: bool = False  # some statistics are of the gradients that train
+    checksum: int = 0  # of what must be alike on all ranks
+    terms: float = 0.0  # K of this rank
+    lacks_half_products: bool = False
+    gradients: Sequence[bool] = ()  # of each layer: whether it has one
+    stale: Sequence[float] = ()  # of each factor of the deferred layers
+    rows: Sequence[float] = ()  # of each section of each layer
+
+    @classmethod
+    def blank(cls, layers: int, deferred: int, sections: int) -> StepReport:
+        """Return a report of the right length, for counting its bytes."""
+        factors = len(SIDES) * deferred
+        return cls(gradients=[False] * layers, stale=[0.0] * factors, rows=[0.0] * sections)
+
+    def numbers(self) -> list[float]:
+        """Return the report as numbers whose sums over the ranks tell all."""
+        *head, gradients, stale, rows = self
+        squared = self.checksum**2  # with the sum of the checksums it tells whether all are alike
+        return [*head, squared, *gradients, *stale, *rows, *(n > 0 for n in rows)]
+
+
+@dataclass(frozen=True)
+class AgreedStep:
+    """The ranks' reports together; only layers with rows are in ``rows`` and ``givers``."""
+
+    exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
+    answered: tuple[str, ...] = ()  # deferred layers, of which ``stale`` tells
+    own_terms: float = 0.0  # K of this rank
+    terms: float = 0.0  # Σ K over the ranks
+    failed: float = 0.0  # how many ranks; so in all fields down to ``trained``
+    captured: float = 0.0
+    has_gradients: float = 0.0
+    drawn: float = 0.0
+    trained: float = 0.0
+    checksums: tuple[float, float] = (0.0, 0.0)  # their sum, and that of their squares
+    lacks_half_products: float = 0.0
+    gradients: Mapping[str, float] = field(default_factory=dict)  # ranks that have one
+    stale: Sequence[float] = ()
+    rows: Mapping[str, list[float]] = field(default_factory=dict)  # of each section
+    givers: Mapping[str, list[float]] = field(default_factory=dict)  # ranks that have rows
+
+    @classmethod
+    def of(
+        cls,
+        mine: StepReport,
+        totals: Sequence[float],
+        sections: Mapping[str, int],
+        answered: tuple[str, ...],
+    ) -> AgreedStep:
+        """Read sums over the ranks of :meth:`StepReport.numbers`; ``sections`` are by layer."""
+        numbers = iter(totals)
+
+        def take(count: int) -> list[float]:
+            return list(itertools.islice(numbers, count))
+
+        failed, captured, has_gradients, drawn, trained, checksum, terms, lacks, squares = take(
+            len(mine.numbers()) - len(mine.gradients) - len(mine.stale) - 2 * len(mine.rows)
+        )
+        gradients = dict(zip(sections, take(len(mine.gradients)), strict=True))
+        stale = take(len(mine.stale))
+        rows, givers = ({name: take(n) for name, n in sections.items()} for _ in range(2))
+        return cls(
+            exchanged=True,
+            answered=answered,
+            own_terms=mine.terms,
+            terms=terms,
+            failed=failed,
+            captured=captured,
+            has_gradients=has_gradients,
+            drawn=drawn,
+            trained=trained,
+            checksums=(checksum, squares),
+            lacks_half_products=lacks,
+            gradients=gradients,
+            stale=stale,
+            rows={name: counts for name, counts in rows.items() if any(counts)},
+            givers={name: givers[name] for name, counts in rows.items() if any(counts)},
+        )
+
+
+@dataclass
+class RefreshReport:
+    """One rank's outcome of a refresh, or that of all ranks: names of layers."""
+
+    error: Exception | None = None  # of this rank alone
+    failed: set[str] = field(default_factory=set)  # their older state stays
+    empty: set[str] = field(default_factory=set)  # none of their statistics was finite
+    rejected: set[str] = field(default_factory=set)  # some of their statistics were not finite
+
+    def numbers(self, layers: Sequence[str]) -> list[float]:
+        parts = self.failed, self.empty, self.rejected
+        return [self.error is not None, *(name in part for part in parts for name in layers)]
+
+    @classmethod
+    def of(cls, layers: Sequence[str], totals: Sequence[float]) -> RefreshReport:
+        """Read sums over the ranks of :meth:`numbers`, but for the first."""
+        numbers = iter(totals)
+        parts = [{name for name in layers if next(numbers)} for _ in range(3)]
+        return cls(None, *parts)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All that one step does with the layers' factors and gradients; layers are named in order."""
+
+    number: int  # of the step
+    exchanges: bool = False  # ranks hold the status exchange
+    answered: tuple[str, ...] = ()  # deferred layers whose owners answer in it
+    average: tuple[str, ...] = ()  # layers whose sums enter the running averages
+    project: tuple[str, ...] = ()  # those of them whose eigenvalues can be corrected by examples
+    refresh: tuple[str, ...] = ()  # layers of which a factor is refreshed
+    decompose: frozenset[FactorName] = frozenset()  # factors that are found anew; the host waits
+    refine: frozenset[FactorName] = frozenset()  # found from the older; checked in the next step
+    round: int = 0  # of refreshes; it grows from each slot of a layer to its next
+    precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
+
+    def renews(self, layer: str, side: Side) -> bool:
+        return (layer, side) in self.decompose or (layer, side) in self.refine
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """The layers of which ranks learn in the next step whether a refinement was enough."""
+        names = {name for name, _ in self.refine}
+        return tuple(name for name in self.refresh if name in names)
+
+
+def due_layers(states: Mapping[str, LayerState], slot: Collection[str]) -> list[str]:
+    """Return the layers to refresh: in their slot, or because they need it."""
+    return list(_due(states, slot))
+
+
+def _due(states: Mapping[str, LayerState], slot: Collection[str]) -> Iterator[str]:
+    for name, state in states.items():
+        if state.has_average and (name in slot or state.stale or not state.has_state):
+            yield name
+
+
+def plan_step(
+    number: int,
+    agreed: AgreedStep,
+    states: Mapping[str, LayerState],
+    *,
+    slot: Collection[str],
+    round: int,
+    refines: Collection[str],
+) -> StepPlan:
+    """Return the plan of a step that all ranks agree on.
+
+    ``states`` are those after the exchange, of all layers in the model's order; ``slot`` the layers
+    whose slot to be refreshed it is; ``refines`` those that may do without a look from the host.
+    """
+    decompose: set[FactorName] = set()
+    refine: set[FactorName] = set()
+    due = due_layers(states, slot)
+    for name in due:
+        state = states[name]
+        looks = name not in refines or not state.has_state or state.failures > 0
+        for side in SIDES:
+            if looks or side in state.stale:
+                decompose.add((name, side))
+            elif name in slot:
+                refine.add((name, side))
+    average = tuple(agreed.rows)
+    will_have_state = {*due, *(name for name, state in states.items() if state.has_state)}
+    return StepPlan(
+        number,
+        exchanges=agreed.exchanged,
+        answered=agreed.answered,
+        average=average,
+        project=tuple(name for name in average if states[name].has_state),
+        refresh=tuple(due),
+        decompose=frozenset(decompose),
+        refine=frozenset(refine),
+        round=round,
+        precondition=tuple(name for name in states if name in will_have_state),
+    )
