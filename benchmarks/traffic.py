@@ -14,12 +14,13 @@ import argparse
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kaisa_optim.plan.account import Account, Means, Papers, Usage, Work
+from benchmarks.papers_account import Papers
+from kaisa_optim.plan.account import Account, Means, Usage
 from kaisa_optim.plan.assignment import (
     Hybrid,
     LayerWise,
@@ -29,6 +30,8 @@ from kaisa_optim.plan.assignment import (
     assign,
     make_grid,
 )
+from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.schedule import Schedule
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 STRATEGIES: dict[str, WorkAssignment] = {
@@ -122,7 +125,7 @@ def account(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Acco
     """With the package's defaults; float32."""
     grid = make_grid(strategy, world)
     placements = assign(strategy, tasks, grid)
-    return Account([Work(task, placements[task.name]) for task in tasks], grid)
+    return Account([LayerFacts(task, placements[task.name]) for task in tasks], grid)
 
 
 @functools.cache
@@ -144,9 +147,10 @@ def schemes(
 ) -> dict[str, list[Means]]:
     """What arrives at each rank in a step: ours, ours with bfloat16 on the wire, the papers'."""
     ours = plan(model, strategy, world)
+    schedule = Schedule(ours.layers, world)
     return {
-        "ours": ours.per_step(every, refreshed),
-        "bf16": replace(ours, wire_bytes=2).per_step(every, refreshed),
+        "ours": ours.per_step(schedule, every, refreshed),
+        "bf16": replace(ours, wire_bytes=2).per_step(schedule, every, refreshed),
         "papers": Papers(ours).per_step(every, refreshed),
         "packed": Papers(ours, packed=True).per_step(every, refreshed),
     }
@@ -212,7 +216,9 @@ def pending() -> str:
     rows = []
     for model in MODELS:
         found = plan(model, "layer-wise", 64)
-        most = [max(map(found.pending, found.gathering_turns(n).values())) for n in (1, 10, 100)]
+        schedule = Schedule(found.layers, found.grid.world)
+        slots = [schedule.gathering_slots(n).values() for n in (1, 10, 100)]
+        most = [max(map(found.pending, names)) for names in slots]
         rows.append([model, *map(mb, most)])
     return table(head, rows)
 
@@ -225,12 +231,23 @@ class Waiting(NamedTuple):
     arriving: int  # bytes of the second order at one rank, in the step in which they are the most
 
 
+def operations(found: Account, names: Collection[str]) -> list[int]:
+    """Return each rank's work where these layers are decomposed anew: cubes of widths."""
+    got = [0] * found.grid.world
+    for layer in found.layers:
+        for factor in layer.factors if layer.name in names else ():
+            got[factor.owner] += factor.operations
+    return got
+
+
 def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> Waiting:
     found = plan(model, strategy, world)
-    turns = found.refresh_turns(REFRESHED, staggered=at_once).values()
-    busiest = [max(found.operations(names)) for names in turns]
-    fair = sum(found.operations(found.names)) / world
-    arriving = [rank["second_order"] for names in turns for rank in found.step(refresh=names)]
+    together = world if at_once is True else int(at_once)
+    slots = Schedule(found.layers, together).refresh_slots(REFRESHED).values()
+    busiest = [max(operations(found, names)) for names in slots]
+    fair = sum(operations(found, found.names)) / world
+    prices = [found.price(found.plan(refresh=names)) for names in slots]
+    arriving = [rank["second_order"] for ranks in prices for rank in ranks]
     return Waiting(sum(busiest) / fair, max(busiest) / fair, max(arriving))
 
 

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
-from .hooks import Capture, ForwardPass
+from .forward_pass import ForwardPass
+from .hooks import Capture
 
 KINDS = ("cross_entropy", "mse", "bce")
 _NAMES = ", ".join(f'"{name}"' for name in KINDS)
 Kind = str | Callable[[Tensor], Tensor]
 
 
-class Sums(Protocol):
+class Counts(Protocol):
     """How K counts."""
 
     loss_reduction: str
@@ -91,16 +92,16 @@ class Fisher:
             self.generator = torch.Generator(self.outputs.device)
             self.generator.manual_seed(int.from_bytes(digest, "big"))
 
-    def draw(self, capture: Capture, sums: Sums) -> None:
+    def draw(self, capture: Capture, sums: Counts) -> None:
         """Gather G; its scale is that of the sum of the terms that K counts."""
         summed = sums.loss_reduction == "sum" or callable(self.kind)
         counted = isinstance(sums.loss_terms, str)
 
-        def scale(runs: Iterable[ForwardPass]) -> float:
+        def scale(passes: Iterable[ForwardPass]) -> float:
             if summed:
                 return 1.0
             # A mean over all losses; a number of terms is one of positions.
-            return sums.terms_of(runs) / max(1, self.count) if counted else 1 / self.width
+            return sums.terms_of(passes) / max(1, self.count) if counted else 1 / self.width
 
         capture.draw(self.outputs, self.columns(relative=counted and not summed), scale)
 
@@ -247,7 +248,7 @@ def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
     )
 
 
-def draw_before_backward(fisher: Fisher, capture: Capture, sums: Sums) -> None:
+def draw_before_backward(fisher: Fisher, capture: Capture, sums: Counts) -> None:
     """Gather G, and name the remedy where the graph is gone already."""
     try:
         fisher.draw(capture, sums)

@@ -74,28 +74,9 @@ def cover(
         for layer in kind.layers_of(name, module):
             if papers_only and not layer.in_papers:
                 reasons.update((p, _PAPERS_ONLY) for p in own)
-                continue
-            for own_parameter in (layer.weight, layer.bias):
-                if own_parameter is not None and len(names[own_parameter]) > 1:
-                    reasons[own_parameter] = "shared by " + " and ".join(names[own_parameter])
-            if layer.weight is None or layer.weight in reasons:
-                # A weight that is computed, or used elsewhere too, is no Kronecker product here.
-                reason = f"{type(module).__name__} whose weight is no parameter of its own"
-                reasons.update((p, reason) for p in own if p not in reasons)
-                continue
-            if layer.bias in reasons:
-                layer.bias = None
-            layer.wide = max_factor_size
-            if matrices_by_output and not kind.multiplies:
-                reasons[layer.weight] = _NO_MATRIX
-                continue
-            layer.without_input = matrices_by_output
-            has_bias = layer.bias is not None and layer.bias in trained
-            layer.trained = (layer.weight in trained, has_bias)
-            if any(layer.trained):
-                check_sizes(layer)
-                layer.covers = layer.covers_now()
-                found.layers[layer.name] = layer
+            elif _claims(layer, own, names, reasons):
+                layer.wide, layer.without_input = max_factor_size, matrices_by_output
+                _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
     for parameter in trained:
@@ -103,6 +84,44 @@ def cover(
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
     return found
+
+
+def _claims(
+    layer: Layer,
+    own: list[Tensor],
+    names: dict[Tensor, list[str]],
+    reasons: dict[Tensor | None, str],
+) -> bool:
+    """Return whether a layer's weight is its own; note why other parameters are left out."""
+    for parameter in (layer.weight, layer.bias):
+        if parameter is not None and len(names[parameter]) > 1:
+            reasons[parameter] = "shared by " + " and ".join(names[parameter])
+    if layer.weight is None or layer.weight in reasons:
+        # A weight that is computed, or used elsewhere too, is no Kronecker product here.
+        reason = f"{type(layer.module).__name__} whose weight is no parameter of its own"
+        reasons.update((p, reason) for p in own if p not in reasons)
+        return False
+    if layer.bias in reasons:
+        layer.bias = None
+    return True
+
+
+def _train(
+    layer: Layer,
+    trained: Collection[Tensor],
+    found: Coverage,
+    reasons: dict[Tensor | None, str],
+) -> None:
+    """Cover the layer's trained parameters, if it has any."""
+    if layer.without_input and not layer.multiplies:
+        reasons[layer.weight] = _NO_MATRIX
+        return
+    has_bias = layer.bias is not None and layer.bias in trained
+    layer.trained = (layer.weight in trained, has_bias)
+    if any(layer.trained):
+        check_sizes(layer)
+        layer.covers = layer.covers_now()
+        found.layers[layer.name] = layer
 
 
 def beside_matrices(model: nn.Module) -> set[Tensor]:

@@ -365,8 +365,7 @@ class Preconditioner(Questions):
         self._capture = Capture(
             coverage.unwrapped(self.model),
             list(registry.layers.values()),
-            self.sums.add,
-            self.sums.drop,
+            self.sums,
             reduce=self.options.weight_sharing == "reduce",
             precision=self.options.statistics_precision,
             # One rank that raised alone in its backward pass would leave the others waiting.

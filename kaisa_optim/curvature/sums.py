@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..capture.hooks import ForwardPass
+from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size
 from ..plan.step_plan import AgreedStep

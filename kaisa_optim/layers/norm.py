@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..capture.saving import saving_hooks
 from ..linalg.moments import projected_diagonal
 from .base import Basis, Layer, Moments, register_layer
 from .sampling import WHOLE, Part
+from .saving import saving_hooks
 
 # Autograd's nodes that keep the mean and 1 over the deviation of a batch.
 _KEEP_STATISTICS = (

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from .assignment import Placement, Task
 
-if TYPE_CHECKING:
-    from ..comm.sharding import Shards
-
 Side = str  # "a" or "g"
 FactorName = tuple[str, Side]  # a layer's name, and the side of its factor
+
+
+class Shards(Protocol):
+    """How one parameter lies over the ranks."""
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's shard."""
+
+    def sends(self, source: int, to: int) -> bool:
+        """Return whether one rank takes a shard from another."""
 
 
 class LayerFacts(NamedTuple):

@@ -50,7 +50,7 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
     )
     found = traffic.plan(model, strategy, world)
     # No more than the costliest layer beside what one step for all would take.
-    costs = [sum(found.operations([name])) for name in found.names]
+    costs = [sum(traffic.operations(found, [name])) for name in found.names]
     assert by_ranks.whole <= at_once.whole + max(costs) / (sum(costs) / world)
     assert at_once.longest == at_once.whole <= by_ranks.whole <= one_by_one.whole
     assert by_ranks.longest <= 1.02 * one_by_one.longest  # a small layer may be on the same rank

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.capture import saving
+from kaisa_optim.layers import saving
 from kaisa_optim.capture.hooks import Capture
 from tests.support.watch import (
     Watch,

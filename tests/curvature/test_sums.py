@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.capture.saving import UNKNOWN, saving_hooks
+from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from kaisa_optim.layers import conv, norm
 from kaisa_optim.layers.norm import BatchNormLayer
 from kaisa_optim.layers.sampling import WHOLE, Sample

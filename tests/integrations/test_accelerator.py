@@ -509,15 +509,15 @@ def _check_replica() -> None:
         model.eval()
         opt = KFACSGD(model, lr=0.1)
         layers = opt.preconditioner.layers
-        capture = opt.preconditioner._capture
-        add = capture.sink
+        sums = opt.preconditioner.sums
+        add = sums.add
 
-        def sink(layer, run, covers, moments, drawn, add=add, where=where):
-            add(layer, run, covers, _moved(moments, where), drawn)
+        def moved(layer, one_pass, covers, moments, drawn, add=add, where=where):
+            add(layer, one_pass, covers, _moved(moments, where), drawn)
 
         for layer in layers.values():
             _run_on(layer, where)
-        capture.sink = sink
+        sums.add = moved
         with accelerator.device():
             model(x).square().mean().backward()
             opt.step()

@@ -1,0 +1,248 @@
+"""The forward passes of a model: how many terms each one's loss averages, and which one runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import _get_current_function_mode
+
+from ..layers import Layer
+
+# The number that autograd gives the next node that this thread makes.
+_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class ForwardPass:
+    """One forward pass of the model, and how many terms its loss averages if it trains."""
+
+    __slots__ = (
+        "end",
+        "examples",
+        "first",
+        "paused",
+        "positions",
+        "reached",
+        "shape",
+        "start",
+        "thread",
+    )
+
+    def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
+        self.paused = paused
+        self.first = first  # the layer that began it, where the model itself was not called
+        self.reached: int | None = None  # by which backward pass that trains, the last of them
+        # Autograd numbers the nodes that a thread makes: those of this pass lie between.
+        self.thread = threading.get_ident()
+        self.start = _sequence_nr()
+        self.end: int | None = None
+        self.measure(value)
+
+    def measure(self, value: Any) -> None:
+        """Count the examples and positions of an input; an unknown one has ``None``."""
+        self.shape: torch.Size | None = None
+        if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
+            # Images of different sizes, as detection models take them.
+            self.examples: int | None = len(value)
+            self.positions = sum(v.shape[1:].numel() for v in value)
+            return
+        if isinstance(value, PackedSequence):
+            self.examples, self.positions = int(value.batch_sizes[0]), value.data.shape[0]
+            return
+        tensor = first_tensor(value)
+        self.examples, self.positions = None, 0
+        if tensor is not None:
+            self.shape = tensor.shape
+            self.examples = tensor.shape[0] if tensor.dim() else 1
+            self.positions = _positions(tensor)
+
+
+def _has_examples(value: Any) -> bool:
+    if isinstance(value, PackedSequence):
+        return True
+    tensor = first_tensor(value)
+    return tensor is not None and tensor.dim() > 0
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor with dimensions, if any: a time or a temperature may come before."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return None
+    first: Tensor | None = None
+    for part in value:
+        tensor = first_tensor(part)
+        if tensor is not None and tensor.dim():
+            return tensor
+        first = tensor if first is None else first
+    return first
+
+
+def _positions(tensor: Tensor) -> int:
+    """Return tokens, or elements of a channel, which is last in sequences, second in images."""
+    if not tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor.numel()
+    return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
+
+
+class _Entered(NamedTuple):
+    """A pass or mode that a call of a module began, and torch's frame of that call."""
+
+    what: Any
+    frame: FrameType
+
+
+class _OfThread(threading.local):
+    """The calls that a thread is in: DataParallel runs its replicas in several."""
+
+    def __init__(self) -> None:
+        # Calls of the model, several of one that calls itself: all are one pass, that of the
+        # outermost which trains.
+        self.calls: list[_Entered] = []
+        self.modes: list[_Entered] = []  # of attention
+
+
+def _frame_of_call() -> FrameType:
+    """Return the frame of torch's function that called a module's hook."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType) -> bool:
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is frame
+
+
+class ForwardPasses:
+    """Which forward pass a call of a layer belongs to; calls nest, and replicas have threads."""
+
+    def __init__(self) -> None:
+        self.paused = 0
+        self._local = _OfThread()
+        self._recent: deque[ForwardPass] = deque(maxlen=1024)
+        self._loose: ForwardPass | None = None
+        self._left_open: list[ForwardPass] = []  # until their own thread is here again
+        self._recomputed: tuple[int, ForwardPass] | None = None
+
+    def enter(self, mode: Any) -> None:
+        """A module runs under this function mode, or under none."""
+        self._local.modes.append(_Entered(mode, _frame_of_call()))
+
+    def leave(self) -> Any:
+        """Return the mode of the module whose call is over."""
+        modes = self._local.modes
+        return modes.pop().what if modes else None
+
+    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
+        """The model is called; it is a pass of its own if no other runs and it ``counts``."""
+        self.break_off()
+        calls = self._local.calls
+        forward_pass = calls[-1].what if calls else None
+        if forward_pass is None and counts:
+            given = (*args, *kwargs.values())
+            value = next(filter(_has_examples, given), given)
+            self.close_loose()
+            forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
+        calls.append(_Entered(forward_pass, _frame_of_call()))
+
+    def ends(self) -> None:
+        """A call of the model is over."""
+        calls = self._local.calls
+        forward_pass = calls.pop().what if calls else None
+        if forward_pass is not None and all(call.what is not forward_pass for call in calls):
+            forward_pass.end = _sequence_nr()
+
+    def break_off(self) -> None:
+        """Leave calls that were interrupted, as by Ctrl-C, after which torch runs no hook."""
+        calls, modes = self._local.calls, self._local.modes
+        while calls and not _is_running(calls[-1].frame):
+            calls.pop()
+        while modes and not _is_running(modes[-1].frame):
+            mode = modes[-1].what
+            if mode is not None:
+                if mode is not _get_current_function_mode():
+                    break  # under another one, which has to end first
+                mode.__exit__(None, None, None)
+            modes.pop()
+
+    def _remember(self, forward_pass: ForwardPass) -> ForwardPass:
+        self._recent.append(forward_pass)
+        return forward_pass
+
+    def current(self, layer: Layer, x: Tensor) -> ForwardPass:
+        """Return the pass that a call of a layer belongs to."""
+        calls = self._local.calls
+        forward_pass = (calls[-1].what if calls else None) or self.again()
+        if forward_pass is None:
+            forward_pass = self._loose_pass(layer, x)
+        if forward_pass.examples is None:
+            forward_pass.measure(x)
+        if layer.unbatched(x) and forward_pass.shape == x.shape:
+            forward_pass.examples = 1
+        return forward_pass
+
+    def again(self) -> ForwardPass | None:
+        """Return the forward pass of which a reentrant checkpoint runs a part again."""
+        if graph_task() is None:
+            return None
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        for forward_pass in reversed(self._recent):
+            if forward_pass.start <= number and (
+                forward_pass.end is None or number < forward_pass.end
+            ):
+                return forward_pass
+        return None
+
+    def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
+        """Return the pass through layers that are called without the model around them.
+
+        It lasts until a backward pass or until the layer that began it is called again; what one
+        backward pass recomputes is one.
+        """
+        task = graph_task()
+        if task is not None:
+            if self._recomputed is None or self._recomputed[0] != task:
+                self._recomputed = task, ForwardPass(x, paused=self.paused > 0, first=layer)
+            return self._recomputed[1]
+        if self._loose is None or self._loose.first is layer:
+            self.close_loose()
+            self._loose = self._remember(ForwardPass(x, paused=self.paused > 0, first=layer))
+        return self._loose
+
+    def close_loose(self) -> None:
+        """End the pass of layers that were called without the model."""
+        # A GPU's backward pass runs in another thread, which does not know where this one is.
+        if self._loose is not None:
+            self._left_open.append(self._loose)
+            self._loose = None
+        here = threading.get_ident()
+        for forward_pass in self._left_open:
+            if forward_pass.thread == here:
+                forward_pass.end = _sequence_nr()
+        self._left_open = [
+            forward_pass for forward_pass in self._left_open if forward_pass.thread != here
+        ]
+
+
+def graph_task() -> int | None:
+    """Return the number of this thread's backward pass; numbers are never used again."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task

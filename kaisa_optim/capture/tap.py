@@ -1,0 +1,183 @@
+"""The tap on a layer's output: an identity that holds the input until the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..comm.sharding import gathered_in, is_sharded
+from ..layers import Layer, Moments
+from ..layers.sampling import Part
+from ..layers.saving import UNKNOWN, saving_hooks
+from .forward_pass import ForwardPass
+
+Covers = tuple[bool, bool]
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a layer's output, after which in-place activations may follow.
+
+    Marked in place for that; but for a view autograd would then copy the gradient three times. It
+    passes under another name, where nothing else can see it. There is no setup_context, for which
+    torch would look up the signature in every call: under its transforms nothing is tapped.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        x: Tensor | None,
+        record: Any,
+        probe: Tensor | None,
+        unseen: bool,
+    ) -> Tensor:
+        # Saved through autograd, so that checkpointing and offloading treat it as their own.
+        ctx.save_for_backward(x)
+        ctx.record = record
+        if unseen and type(output) is Tensor and output._is_view():
+            return torch.ops.aten._unsafe_view(output, output.shape)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @torch.compiler.disable  # where a function is compiled that runs the backward pass
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if ctx.record is not None:
+            ctx.record(x, grad)
+        return grad, None, None, None, None
+
+
+@dataclasses.dataclass(eq=False)
+class Drawn:
+    """What drawn gradients made of one call of a layer, until the training pass takes it."""
+
+    moments: Moments | None = None
+    ever: bool = False
+
+    def add(self, moments: Moments) -> None:
+        if self.moments is not None:
+            moments = self.moments._replace(g=self.moments.g + moments.g)
+        self.moments, self.ever = moments, True
+
+    def take(self) -> Moments | None:
+        """Once: a second training pass through the same graph adds nothing."""
+        moments, self.moments = self.moments, None
+        return moments
+
+
+class Passage(NamedTuple):
+    """One call of a layer in a forward pass, as its backward pass has to know it."""
+
+    layer: Layer
+    forward_pass: ForwardPass
+    anchor: Tensor  # the parameter that its gradients go to
+    covers: Covers
+    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
+
+    @property
+    def own(self) -> Tensor:
+        return own_parameter(self.layer, self.covers)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """What moments are made of, beside the input and the gradient."""
+
+    passage: Passage
+    blocks: slice
+    mode: Any
+    part: Part
+    gathers: bool
+    drawn: Drawn = dataclasses.field(default_factory=Drawn)
+
+
+def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
+    """Return the input as autocast hands it to the layer, which keeps such a copy and not ``x``.
+
+    Of what has to be copied for that, only the part. A copy, too, where the layer keeps another
+    tensor, as what follows may then change ``x`` in place.
+    """
+    device = x.device.type
+    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+    dtype = x.dtype
+    if cast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif not layer.keeps_another:
+        return x
+    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
+
+
+def is_substituted(module: nn.Module, layer: Layer) -> bool:
+    """Return whether functional_call or a later parametrization stands in for the weight."""
+    if layer.weight is not None and is_sharded(layer.weight):
+        return gathered_in(module, "weight", layer.weight) is None
+    if "weight" in module._parameters:
+        return module._parameters["weight"] is not layer.weight
+    return is_parametrized(module, "weight")
+
+
+def own_parameter(layer: Layer, covers: Covers) -> Tensor:
+    own = layer.weight if covers[0] else layer.bias
+    assert own is not None
+    return own
+
+
+def anchor_of(layer: Layer, covers: Covers) -> Tensor:
+    """Return the parameter into which the backward of this forward will accumulate."""
+    own = own_parameter(layer, covers)
+    if not is_sharded(own):
+        return own
+    # While a layer runs, the whole parameter stands in the place of its sharded one.
+    whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
+    assert whole is not None
+    return whole
+
+
+def is_transformed() -> bool:
+    """Return whether a torch.func transform runs, or a trace for TorchScript."""
+    return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()
+
+
+def has_tangent(output: Tensor) -> bool:
+    """Return whether forward-mode differentiation runs, which knows no rule for a tap."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(output).tangent is not None
+
+
+def check_layout(layer: Layer, x: Tensor) -> None:
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+        raise TypeError(
+            f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does not read; "
+            "give it a padded or dense one, or build the optimizer with "
+            f"skip_layers=[{layer.name!r}]"
+        )
+
+
+def is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint's forward or recomputation runs.
+
+    There the same tensors must be saved both times, whatever is wanted by then: the function is
+    applied always, and the record of the first forward decides.
+    """
+    hooks = saving_hooks()
+    return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own
+
+
+def accumulates_into(parameter: Tensor) -> bool:
+    """Return whether the running backward pass will add to ``parameter.grad``."""
+    if not parameter.requires_grad:
+        return False  # frozen since the forward
+    node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # autograd.grad with the parameter among its inputs: it returns, adds nothing
