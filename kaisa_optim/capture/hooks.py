@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import is_sharded, waiting_gradients
-from ..layers import Basis, Layer, Moments, Shared
+from ..layers import Basis, Layer, Moments, PassSettings, Shared
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
 from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
@@ -197,7 +197,7 @@ class Capture:
 
     @property
     def due(self) -> bool:
-        """Whether layers gather in this step, also under a checkpoint, where no tap shows yet."""
+        """Layers gather in this step, also under a checkpoint, where no tap shows yet."""
         return bool(self.wanted or self.tapped or self._misses())
 
     def _misses(self) -> bool:
@@ -340,17 +340,9 @@ class Capture:
         layer, covers, device = passage.layer, passage.covers, grad.device.type
 
         def moments(known_a: Tensor | None = None) -> Moments:
-            return layer.moments(
-                x,
-                grad,
-                covers,
-                reduce=self._reduce,
-                dtype=torch.promote_types(passage.own.dtype, torch.float32),
-                blocks=call.blocks,
-                mode=call.mode,
-                known_a=known_a,
-                part=call.part,
-            )
+            dtype = torch.promote_types(passage.own.dtype, torch.float32)
+            how = PassSettings(self._reduce, dtype, call.blocks, call.mode, call.part)
+            return layer.moments(x, grad, covers, how, known_a)
 
         in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
         precision = statistics_precision(self._precision, device, in_half=in_half)

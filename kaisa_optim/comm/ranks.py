@@ -57,7 +57,7 @@ class RankGroup(NamedTuple):
     """Ranks that share what one of them has."""
 
     members: Sequence[int]
-    shipments: list[BroadcastItem]
+    items: list[BroadcastItem]
 
 
 class GatherItem(NamedTuple):
@@ -98,7 +98,7 @@ class _Round(NamedTuple):
     relay: Callable[[], None] | None  # waits for what this rank is to pass on
     moves: Moves  # from there to all
     targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
-    shipments: list[BroadcastItem]
+    items: list[BroadcastItem]
 
 
 def _is_group(group: Any) -> bool:
@@ -191,16 +191,16 @@ class Ranks:
     # ---- sums ----
 
     def reduce_to_owners(
-        self, parcels: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
     ) -> Iterator[dict[Any, Tensor]]:
-        """Bring every parcel's sum to its owner, in buckets; yields what is mine of some of them.
+        """Bring every item's sum to its owner, in buckets; yields what is mine of some of them.
 
         ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
         whomever, so that the sums' bits depend neither on the owners nor on the buckets.
         """
         added: list[_Added] = []
         coming: Counter[int] = Counter()  # bytes that owners are to receive of that
-        for one in self._buckets_added_up(parcels, fill, kind):
+        for one in self._buckets_added_up(items, fill, kind):
             if not one.bucket.passed_on:
                 yield self._pass_on([one], kind)
                 del one  # nor what the sum was made of, while the next bucket is filled
@@ -220,26 +220,26 @@ class Ranks:
             yield self._pass_on(added, kind)
 
     def _buckets_added_up(
-        self, parcels: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
     ) -> Iterator[_Added]:
         """One after the other, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
-        for bucket in self.buckets(parcels):
-            on_the_way.append(self._send(bucket, fill(bucket.parcels), kind))
+        for bucket in self.buckets(items):
+            on_the_way.append(self._send(bucket, fill(bucket.items), kind))
             if len(on_the_way) == _IN_FLIGHT:
                 yield self._add_up(on_the_way.popleft(), kind)
         while on_the_way:
             yield self._add_up(on_the_way.popleft(), kind)
 
-    def buckets(self, parcels: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
+    def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
         """Parcels of one device and dtype, up to the size that the user has set."""
-        for same in _by_place(parcels):
+        for same in _by_place(items):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
-            for chunk in chunks(same, lambda parcel: parcel.size, limit):
+            for chunk in chunks(same, lambda item: item.size, limit):
                 yield Bucket(chunk, self.world)
 
     def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
-        place = bucket.parcels[0]
+        place = bucket.items[0]
         wire = self.comm_dtype or place.dtype
         scales = None
         if wire == torch.float16:
@@ -258,10 +258,10 @@ class Ranks:
         return _Flight(bucket, flat, received, scales, work)
 
     def _starts(self, bucket: Bucket[ReduceItem]) -> tuple[list[int], list[ReduceItem]]:
-        return [bucket.start[i] for i in range(len(bucket.parcels))], bucket.parcels
+        return [bucket.start[i] for i in range(len(bucket.items))], bucket.items
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
-        """The largest magnitude of each parcel on any rank: float16 has few exponents."""
+        """The largest magnitude of each item on any rank: float16 has few exponents."""
         peaks = torch.stack(torch._foreach_norm(terms, math.inf))
         peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
         with _named(f"sending {kind}"):
@@ -270,7 +270,7 @@ class Ranks:
         return peaks
 
     def _add_up(self, flight: _Flight, kind: str) -> _Added:
-        bucket, dtype = flight.bucket, flight.bucket.parcels[0].dtype
+        bucket, dtype = flight.bucket, flight.bucket.items[0].dtype
         with _named(f"receiving {kind}"):
             flight.work.wait()
         part = _added_up(flight.received.view(self.world, -1).to(dtype))
@@ -302,12 +302,11 @@ class Ranks:
             for piece in bucket.pieces if coming else ():
                 if piece.owner == self.rank != piece.adder:
                     incoming[piece.adder].append(own[piece.start - start : piece.stop - start])
-            for i, parcel in enumerate(bucket.parcels):
-                if parcel.owner == self.rank:
-                    at = bucket.start[i] - start
-                    mine[parcel.key] = own[at : at + parcel.size]
-                    if factors is not None:
-                        scales.append((mine[parcel.key], factors[i]))
+            for i, item in self._owned(bucket):
+                at = bucket.start[i] - start
+                mine[item.key] = own[at : at + item.size]
+                if factors is not None:
+                    scales.append((mine[item.key], factors[i]))
         if kept:
             targets, sources = zip(*kept, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -318,6 +317,10 @@ class Ranks:
             scaled, by = zip(*scales, strict=True)
             torch._foreach_mul_(scaled, by)
         return mine
+
+    def _owned(self, bucket: Bucket[ReduceItem]) -> list[tuple[int, ReduceItem]]:
+        """Return this rank's items of a bucket, with their numbers."""
+        return [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]
 
     def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:
         """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
@@ -409,15 +412,15 @@ class Ranks:
         return found
 
     def broadcast(self, groups: Sequence[RankGroup], device: torch.device, kind: str) -> None:
-        """Give each group's shipments from their roots to all its members.
+        """Give each group's items from their roots to all its members.
 
-        Groups have no rank in common. One may stand for all, if the others' shipments are of the
+        Groups have no rank in common. One may stand for all, if the others' items are of the
         same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
         on their way; what it may do ahead it does before it waits for any of them. What one root
         could not send to all in time goes by way of other members, and meanwhile the next round
         begins.
         """
-        rounds = [list(chunks(g.shipments, lambda x: x.size, self.bucket_bytes)) for g in groups]
+        rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
         begun: deque[_Round] = deque()
         on_the_way: deque[Callable[[], None]] = deque()
         ahead = deque(
@@ -429,32 +432,16 @@ class Ranks:
                 ahead.popleft()()
 
         def send_on() -> None:
-            flat, relay, moves, targets, shipments = begun.popleft()
+            flat, relay, moves, targets, items = begun.popleft()
             if relay is not None:
                 before_waiting()
                 relay()
-                relay = None  # nor what it has received
+                relay = None  # free the relayed bytes
             finish = self._move(flat, moves, kind)
-            on_the_way.append(functools.partial(_unload, finish, targets, shipments))
+            on_the_way.append(functools.partial(_unload, finish, targets, items))
 
-        for i in range(max(map(len, rounds), default=0)):
-            pieces: tuple[Shard, ...] = ()
-            members: Sequence[int] = ()
-            shipments: list[BroadcastItem] = []
-            relayed = False
-            for group, parts in zip(groups, rounds, strict=True):
-                if i < len(parts):
-                    segments = tuple((x.root, x.size) for x in parts[i])
-                    ways = route(tuple(group.members), segments)
-                    relayed = relayed or any(p.adder != p.owner for p in ways)
-                    if self.rank in group.members:
-                        members, shipments, pieces = group.members, parts[i], ways
-            flat, targets = self._loaded(shipments, device)
-            relay = None
-            if relayed:
-                relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
-            moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-            begun.append(_Round(flat, relay, moves, targets, shipments))
+        for parts in itertools.zip_longest(*rounds):
+            begun.append(self._begin(groups, parts, device, kind))
             while begun and (begun[0].relay is None or len(begun) > 1):
                 send_on()
             if len(begun) + len(on_the_way) == _IN_FLIGHT:
@@ -465,14 +452,40 @@ class Ranks:
         while on_the_way:
             on_the_way.popleft()()
 
+    def _begin(
+        self,
+        groups: Sequence[RankGroup],
+        parts: Sequence[list[BroadcastItem] | None],
+        device: torch.device,
+        kind: str,
+    ) -> _Round:
+        """Load this rank's items of a round, and send what others are to pass on."""
+        pieces: tuple[Shard, ...] = ()
+        members: Sequence[int] = ()
+        items: list[BroadcastItem] = []
+        relayed = False
+        for group, own in zip(groups, parts, strict=True):
+            if own is not None:
+                segments = tuple((x.root, x.size) for x in own)
+                ways = route(tuple(group.members), segments)
+                relayed = relayed or any(p.adder != p.owner for p in ways)
+                if self.rank in group.members:
+                    members, items, pieces = group.members, own, ways
+        flat, targets = self._loaded(items, device)
+        relay = None
+        if relayed:
+            relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
+        moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
+        return _Round(flat, relay, moves, targets, items)
+
     def _loaded(
-        self, shipments: list[BroadcastItem], device: torch.device
+        self, items: list[BroadcastItem], device: torch.device
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """What this rank sends as bytes, with room for the rest; and what that will fill."""
-        flat = torch.empty(sum(x.size for x in shipments), dtype=torch.uint8, device=device)
+        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
         targets: list[tuple[Tensor, Tensor]] = []
         at = 0
-        for shipment in shipments:
+        for shipment in items:
             tensors = shipment.tensors()
             parts = _views(flat[at : at + shipment.size], tensors)
             at += shipment.size
@@ -486,14 +499,14 @@ class Ranks:
 def _unload(
     finish: Callable[[], None],
     targets: list[tuple[Tensor, Tensor]],
-    shipments: list[BroadcastItem],
+    items: list[BroadcastItem],
 ) -> None:
     """Wait for what has been sent here, and put it where it belongs."""
     finish()
     if targets:
         tensors, parts = zip(*targets, strict=True)
         torch._foreach_copy_(tensors, parts)
-    for shipment in shipments:
+    for shipment in items:
         if shipment.done is not None:
             shipment.done()
 
@@ -542,10 +555,10 @@ def _by_device(things: list[GatherItem]) -> list[list[GatherItem]]:
     return list(devices.values())
 
 
-def _by_place(parcels: list[ReduceItem]) -> list[list[ReduceItem]]:
+def _by_place(items: list[ReduceItem]) -> list[list[ReduceItem]]:
     places: dict[tuple[torch.device, torch.dtype], list[ReduceItem]] = {}
-    for parcel in parcels:
-        places.setdefault((parcel.device, parcel.dtype), []).append(parcel)
+    for item in items:
+        places.setdefault((item.device, item.dtype), []).append(item)
     return list(places.values())
 
 

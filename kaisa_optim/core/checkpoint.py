@@ -50,7 +50,7 @@ def _home(layer: Layer) -> Tensor:
 
 
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    for name, view in kfac.views(layer):
+    for name, view in kfac.store.views(layer):
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
@@ -205,7 +205,7 @@ def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
     keys = {side: stack_key(layer, side) for side in "ag"}
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
-        kept = kfac.averages.specs(key, layer.blocks)
+        kept = kfac.store.averages.specs(key, layer.blocks)
         kept |= kfac.refresher.specs(layer.blocks)
         kept |= kfac.rule.state_specs(key, layer.blocks)
         specs.append((f"{side}_", kfac.registry.owner(layer, side), kept))

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
 from ..curvature.refresh import OlderBases
-from ..curvature.rules import Rule, StepValues
+from ..curvature.rules import EkfacRule, Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
     Factor,
+    Factors,
     Key,
     alike,
     by_device,
@@ -66,7 +67,37 @@ def reduce_to_owners(
         yield values
 
 
-def sum_projected(
+def correct_by_examples(
+    ranks: Ranks,
+    rule: Rule,
+    sums: FactorSums,
+    applied: AppliedFactors,
+    layers: Sequence[Layer],
+    agreed: AgreedStep,
+    values: StepValues,
+) -> None:
+    """Correct eigenvalues by examples that were captured in the bases as they still are."""
+    if isinstance(rule, EkfacRule) and rule.correction == "examples":
+        projected = _sum_projected(ranks, sums, layers, agreed)
+        rule.take_examples(applied, projected, agreed, values)
+
+
+def damping_shifts(
+    ranks: Ranks,
+    registry: Registry,
+    rule: Rule,
+    owned: Factors,
+    layers: Sequence[Layer],
+    damping_of: Callable[[Layer], float],
+) -> dict[Key, Tensor]:
+    """Return the damping of each factor's diagonal, on all ranks."""
+    means = rule.means(owned, layers)
+    if registry.splits_owners:  # each owner needs to know the other's
+        means = [ranks.sum_on_device(both, "second_order") for both in means]
+    return rule.shifts(layers, damping_of, means)
+
+
+def _sum_projected(
     ranks: Ranks, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
 ) -> dict[Layer, Tensor]:
     """Return second moments in the eigenbases of these layers, summed over all ranks."""
@@ -120,7 +151,7 @@ def share_state(
         older.keep(keys)
         _broadcast_state(ranks, registry, rule, applied, keys)
         rule.renew(applied, some, damping_of)
-        older.rotate(rule, some)
+        older.rotate(some)
         older.release(keys)
 
 

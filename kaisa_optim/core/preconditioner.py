@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,17 +17,17 @@ from ..curvature import rules
 from ..curvature.averages import RunningAverages
 from ..curvature.refresh import OlderBases, Refresher
 from ..curvature.rules import Rule, StepValues
-from ..curvature.stacks import AppliedFactors, Factors, alike
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
-from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
+from ..plan.step_plan import AgreedStep, StepPlan, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
 from .hyperparameters import Group
 from .options import Options
 from .questions import Questions
 from .registry import Registry, basis_reader
-from .status import Status, with_gradient, zeros_like_gradients
+from .status import Status, step_report, with_gradient, zeros_like_gradients
+from .store import FactorStore
 
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
@@ -65,30 +64,8 @@ class Preconditioner(Questions):
             comm_dtype=options.comm_dtype,
             device=next((p.device for p in model.parameters()), None),
         )
-        several = self.ranks.world > 1
-        scaling = options.kaisa_scaling
-        sums = FactorSums(
-            kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
-        )
         self.steps = 0
-        self.step_count = torch.tensor(0, device="cpu")
-        super().__init__(options, sums, group_schedules)
-        self.rule = make_rule(options)
-        if several:
-            self.rule.half_products = False  # until ranks agree
-        self.registry = Registry(model, options, self.ranks, self.rule, known)
-        self.status = Status(self.ranks, self.registry)
-        self.averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
-        self.refresher = Refresher(self.rule, options.tolerance, keep_errors=several)
-        self.gradients = exchange.GradientExchange(
-            self.ranks,
-            self.registry,
-            self.rule,
-            comm_dtype=options.comm_dtype,
-            grafting=options.grafting,
-        )
-        self.owned = Factors()  # the factors whose averages this rank keeps and decomposes
-        self.applied = AppliedFactors()  # those of the layers whose gradients it preconditions
+        self._make_parts(options, group_schedules, known)
         self.plan = StepPlan(-1)  # of the last step
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # what entries there followed from
@@ -103,6 +80,30 @@ class Preconditioner(Questions):
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
         reports.warn_at_construction(self.registry, self.ranks, self.rule, options)
+
+    def _make_parts(
+        self,
+        options: Options,
+        group_schedules: list[dict[str, Callable[[int], Any]]],
+        known: Iterable[Tensor],
+    ) -> None:
+        several, scaling = self.ranks.world > 1, options.kaisa_scaling
+        sums = FactorSums(
+            kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
+        )
+        super().__init__(options, sums, group_schedules)
+        self.rule = make_rule(options)
+        if several:
+            self.rule.half_products = False  # until ranks agree
+        self.registry = Registry(self.model, options, self.ranks, self.rule, known)
+        self.status = Status(self.ranks, self.registry)
+        averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
+        self.refresher = Refresher(self.rule, options.tolerance, keep_errors=several)
+        self.store = FactorStore(averages, self.rule, self.refresher)
+        dtype, grafting = options.comm_dtype, options.grafting
+        self.gradients = exchange.GradientExchange(
+            self.ranks, self.registry, self.rule, comm_dtype=dtype, grafting=grafting
+        )
 
     # ---- the step ----
 
@@ -127,7 +128,7 @@ class Preconditioner(Questions):
         renewed = self._renew(plan, agreed, values)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
-        self._name_layers_without_statistics()
+        reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
         clip = None if self.rule.makes_directions else self.kl_clip
         updates = self.gradients.updates(values, clips=clip is not None)
         if clip is not None:
@@ -164,20 +165,11 @@ class Preconditioner(Questions):
             return AgreedStep()
         capture, states = self.capture, self.registry.states
         layers = list(self.registry.layers.values())
-        common, graded = self._common(groups), with_gradient(layers)
-        sums = self.sums.of_layer.values()
-        report = StepReport(
-            failed=capture.error is not None,
-            captured=capture.backwards > 0 or capture.was_paused,
-            has_gradients=any(graded),
-            drawn=capture.draws > 0 or any(x.drawn for x in sums),
-            trained=any(x.trained for x in sums),
+        common = self._common(groups)
+        report = step_report(capture, self.sums, layers)._replace(
             checksum=agreement.checksum(common),
-            terms=self.sums.terms(),
             lacks_half_products=self._lacks_half_products(),
-            gradients=graded,
             stale=self.refresher.answers(self.owned, self.registry.deferred),
-            rows=self.sums.rows(layers),
         )
         agreed = self.status.exchange(capture, report, self.steps)
         # Anew in each exchange: the model may have been moved.
@@ -219,54 +211,36 @@ class Preconditioner(Questions):
         with_state = {layer for layer in due if states[layer.name].has_state}
         older = OlderBases(self.rule, self.applied, with_state)
         older.keep(key for key in keys if key in self.owned.by_key)
-        for name in plan.refresh:
-            states[name].stale.clear()
-        for name in plan.deferred:
-            states[name].deferred = True
+        self.registry.note(plan)
         try:
-            average = [layers[name] for name in plan.average]
-            self._correct_by_examples(plan, agreed, values)
-            for sums in exchange.reduce_to_owners(
-                self.ranks, self.registry, self.sums, average, agreed
-            ):
-                self.averages.update(self.owned, sums, agreed, values.decay_of)
-            self.sums.clear()
-            shifts = self._damping_shifts(due, values)
+            self._average(plan, agreed, values)
+            shifts = exchange.damping_shifts(
+                self.ranks, self.registry, self.rule, self.owned, due, values.damping_of
+            )
             report = self.refresher.decompose(self.owned, self.applied, plan, shifts)
             if not due:
                 return []
             names, empty = self.status.settle(plan, report, self.options.max_failures)
             self._named.update(layers[name] for name in empty)
-            renewed = [layers[name] for name in names]
-            new = {layer: keys_of[layer] for layer in renewed}
-            exchange.share_state(
-                self.ranks,
-                self.registry,
-                self.rule,
-                self.applied,
-                new,
-                older,
-                values.damping_of,
-            )
+            new = {layers[name]: keys_of[layers[name]] for name in names}
+            parts = self.ranks, self.registry, self.rule, self.applied
+            exchange.share_state(*parts, new, older, values.damping_of)
         except BaseException:
             older.restore()
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
             raise
-        return renewed
+        return list(new)
 
-    def _correct_by_examples(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
-        """Correct eigenvalues by examples that were captured in the bases as they still are."""
-        if isinstance(self.rule, rules.EkfacRule) and self.rule.correction == "examples":
-            layers = [self.registry.layers[name] for name in plan.project]
-            sums = exchange.sum_projected(self.ranks, self.sums, layers, agreed)
-            self.rule.take_examples(self.applied, sums, agreed, values)
-
-    def _damping_shifts(self, due: list[Layer], values: StepValues) -> dict[Any, Tensor]:
-        means = self.rule.means(self.owned, due)
-        if self.registry.splits_owners:  # each owner needs to know the other's
-            means = [self.ranks.sum_on_device(both, "second_order") for both in means]
-        return self.rule.shifts(due, values.damping_of, means)
+    def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
+        """Take the sums of all ranks into their owners' averages."""
+        ranks, sums, layers = self.ranks, self.sums, self.registry.layers
+        project = [layers[name] for name in plan.project]
+        exchange.correct_by_examples(ranks, self.rule, sums, self.applied, project, agreed, values)
+        average = [layers[name] for name in plan.average]
+        for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
+            self.store.averages.update(self.owned, arrived, agreed, values.decay_of)
+        sums.clear()
 
     def _values(self, groups: list[Group], agreed: AgreedStep) -> StepValues:
         registry = self.registry
@@ -284,19 +258,6 @@ class Preconditioner(Questions):
             agreed.terms,
             frozenset(x.name for x in graded),
         )
-
-    def _name_layers_without_statistics(self) -> None:
-        """Name once each layer that has a gradient but no average."""
-        for layer in (layer for group in self.applied.groups for layer in group.layers):
-            has_average = self.registry.states[layer.name].has_average
-            if not has_average and layer not in self._named and with_gradient([layer])[0]:
-                self._named.add(layer)
-                warnings.warn(
-                    f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "
-                    "is used; its weight may be in use outside of its module's forward, or the "
-                    "forward pass was paused()",
-                    stacklevel=3,
-                )
 
     def _alpha(self, parameter: Tensor, groups: list[Group]) -> Any:
         group = groups[self.registry.group_of(parameter)]
@@ -355,7 +316,9 @@ class Preconditioner(Questions):
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
         registry = self.registry
         registry.match_groups(groups)
-        found = self._find_covered(groups)
+        identity = self._identity if self._compares else None
+        described = self._common(groups) | self.options.described()
+        found = self.status.cover(groups, described, identity, first=self._capture is None)
         registry.rebuild(found, groups)
         for layer in self.sums.of_layer.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
@@ -375,31 +338,6 @@ class Preconditioner(Questions):
             self._capture.resume(former)
         self.allocate()
         self._aim()
-
-    def _find_covered(self, groups: list[Group]) -> coverage.Coverage:
-        """Return what is covered, found alike on all ranks; else every rank raises."""
-        error: Exception | None = None
-        found = coverage.Coverage()
-        try:
-            found = self.registry.cover(groups, first=self._capture is None)
-        except ValueError as problem:
-            if self.ranks.world == 1:
-                raise
-            error = problem
-        if self.ranks.world > 1 and not self._compares:
-            if error is not None:
-                raise error
-        elif self.ranks.world > 1:
-            described = self._common(groups) | self.options.described() | reports.described(found)
-            sizes = {
-                f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
-                for i, group in enumerate(groups)
-            }
-            # Else a step would be refused on those ranks alone, and the others wait for them.
-            on_meta = {"parameters on the meta device": sorted(self.registry.on_meta)}
-            mine = {**self._identity, **described, **sizes, **on_meta}
-            agreement.compare(self.ranks, mine, "models and options", error)
-        return found
 
     def _follow_changes(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
@@ -423,27 +361,12 @@ class Preconditioner(Questions):
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         registry = self.registry
-        kept = {layer: dict(self.views(layer)) for layer in registry.with_average}
-        self.owned, rank, grid = Factors(), self.ranks.rank, self.ranks.grid
-        for members in alike(registry.active):
-            for side in "ag":
-                for layer in members:
-                    if registry.owner(layer, side) == rank:
-                        self.owned.put(layer, side)
-        column = rank % grid.columns
-        self.applied = AppliedFactors(x for x in registry.active if registry.column(x) == column)
-        self.averages.allocate(self.owned)
-        self.refresher.allocate(self.owned)
-        self.rule.allocate(self.applied)
+        self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
         if self.options.correction == "examples":
             # Not a method: hooks must not keep this object alive.
-            self.capture.basis_of = basis_reader(self.registry.states, self.applied)
-        for layer in set(registry.with_average).intersection(registry.active):
-            for name, view in self.views(layer):
-                if name in kept[layer]:
-                    view.copy_(kept[layer][name])
-        self._placed = list(registry.devices)
+            self.capture.basis_of = basis_reader(registry.states, self.applied)
+        self._placed = registry.devices
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
         self.schedule = Schedule(registry.facts, at_once, self.options.early)
@@ -451,11 +374,6 @@ class Preconditioner(Questions):
         self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
         self.published_by = None
-
-    def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that this rank has of a layer, as views with stable names."""
-        yield from self.owned.views(layer)
-        yield from self.applied.views(layer)
 
     # ---- loading ----
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..capture import fisher
 from ..capture.hooks import Capture
 from ..comm.ranks import Ranks
-from ..curvature.averages import RunningAverages
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
@@ -23,6 +22,7 @@ from . import reports
 from .hyperparameters import Hyperparameters
 from .registry import Registry
 from .reports import Assigned
+from .store import FactorStore
 
 
 class Questions(Hyperparameters):
@@ -31,11 +31,9 @@ class Questions(Hyperparameters):
     model: nn.Module
     ranks: Ranks
     registry: Registry
-    averages: RunningAverages
     rule: Rule
     refresher: Refresher
-    owned: Factors  # the factors whose averages this rank keeps and decomposes
-    applied: AppliedFactors  # those of the layers whose gradients it preconditions
+    store: FactorStore
     schedule: Schedule
     _capture: Capture | None = None
 
@@ -43,6 +41,16 @@ class Questions(Hyperparameters):
     def capture(self) -> Capture:
         assert self._capture is not None
         return self._capture
+
+    @property
+    def owned(self) -> Factors:
+        """The factors whose averages this rank keeps and decomposes."""
+        return self.store.owned
+
+    @property
+    def applied(self) -> AppliedFactors:
+        """The factors of the layers whose gradients this rank preconditions."""
+        return self.store.applied
 
     @property
     def layers(self) -> dict[str, Layer]:

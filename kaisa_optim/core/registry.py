@@ -19,7 +19,7 @@ from ..layers import Basis, Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
 from ..plan.facts import LayerFacts
-from ..plan.step_plan import LayerState
+from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Options
@@ -261,18 +261,25 @@ class Registry:
                 changed.append(layer)
         return changed
 
+    def note(self, plan: StepPlan) -> None:
+        """Note the layers that a plan refreshes: which are no longer stale, which are checked."""
+        for name in plan.refresh:
+            self.states[name].stale.clear()
+        for name in plan.deferred:
+            self.states[name].deferred = True
+
     def _find_shards(self, layers: Iterable[Layer]) -> None:
         """Note how the parameters of these layers lie over the ranks."""
         self.sharded = {}
         for layer in layers:
-            spread = [
+            shards = [
                 sharding.shards_of(f"a parameter of {layer.name!r}", p, self._ranks.members())
                 if p is not None and sharding.is_sharded(p)
                 else None
                 for p in (layer.weight, layer.bias)
             ]
-            if any(spread):
-                self.sharded[layer] = tuple(spread)
+            if any(shards):
+                self.sharded[layer] = tuple(shards)
 
     def _place(self) -> None:
         """Give new layers to ranks; layers with a place stay where their factors are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement, is_real
+from ..plan.step_plan import LayerState
 from .coverage import Coverage, unwrapped
 from .options import Options
 from .registry import Registry, task_of
@@ -248,6 +250,22 @@ def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
         )
     head = f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:"
     return "\n".join([head, *wide, remedy])
+
+
+def name_layers_without_statistics(
+    applied: AppliedFactors, states: Mapping[str, LayerState], named: set[Layer]
+) -> None:
+    """Warn once of each layer that has a gradient but no average."""
+    for layer in (layer for group in applied.groups for layer in group.layers):
+        has_gradient = any(p.grad is not None for p in layer.parameters)
+        if has_gradient and not states[layer.name].has_average and layer not in named:
+            named.add(layer)
+            warnings.warn(
+                f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "
+                "is used; its weight may be in use outside of its module's forward, or the "
+                "forward pass was paused()",
+                stacklevel=3,
+            )
 
 
 def no_capture(step: int) -> RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from . import coverage, reports
 from .coverage import unwrapped
 from .registry import Registry
 
@@ -38,6 +39,40 @@ class Status:
         self._registry = registry
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
+
+    # ---- the model ----
+
+    def cover(
+        self,
+        groups: list[dict[str, Any]],
+        described: dict[str, Any],
+        identity: Mapping[str, Any] | None,
+        *,
+        first: bool,
+    ) -> coverage.Coverage:
+        """Return what is covered, found alike on all ranks; else every rank raises.
+
+        ``described`` is what ranks compare beside the layers; without an ``identity`` they compare
+        later, in the first step.
+        """
+        error: Exception | None = None
+        found, alone = coverage.Coverage(), self._ranks.world == 1
+        try:
+            found = self._registry.cover(groups, first=first)
+        except ValueError as problem:
+            if alone or identity is None:
+                raise
+            error = problem
+        if identity is not None and not alone:
+            sizes = {
+                f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
+                for i, group in enumerate(groups)
+            }
+            # Else a step would be refused on those ranks alone, and the others wait for them.
+            on_meta = {"parameters on the meta device": sorted(self._registry.on_meta)}
+            mine = {**identity, **described, **reports.described(found), **sizes, **on_meta}
+            agreement.compare(self._ranks, mine, "models and options", error)
+        return found
 
     # ---- before the step ----
 
@@ -242,6 +277,21 @@ class Status:
             if failures:
                 state.failures = round(failures / world)
         return found
+
+
+def step_report(capture: Capture, sums: FactorSums, layers: list[Layer]) -> StepReport:
+    """Return what this rank has captured since the last step."""
+    graded, all_sums = with_gradient(layers), sums.of_layer.values()
+    return StepReport(
+        failed=capture.error is not None,
+        captured=capture.backwards > 0 or capture.was_paused,
+        has_gradients=any(graded),
+        drawn=capture.draws > 0 or any(one.drawn for one in all_sums),
+        trained=any(one.trained for one in all_sums),
+        terms=sums.terms(),
+        gradients=graded,
+        rows=sums.rows(layers),
+    )
 
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:

@@ -21,7 +21,7 @@ from ..linalg.precision import full_precision
 from ..plan.routes import chunks
 from ..plan.step_plan import RefreshReport, StepPlan
 from .notes import Notes
-from .rules.base import Rotation, Rule, stored
+from .rules.base import RotatingRule, Rotation, Rule, stored
 from .stacks import (
     WITH_STREAMS,
     AppliedFactors,
@@ -46,13 +46,13 @@ class OlderBases:
 
     def __init__(self, rule: Rule, applied: AppliedFactors, with_state: Collection[Layer]) -> None:
         self.with_state = with_state  # layers that had a state before
-        self._rotates = rule.rotates
+        self._rule = rule
         self._applied = applied
         self._bases: dict[Key, Tensor] = {}
 
     def keep(self, keys: Iterable[Key]) -> None:
         """Copy the bases of these factors before new ones take their place."""
-        for key in keys if self._rotates else ():
+        for key in keys if self._rule.rotates else ():
             factor = self._applied.by_key.get(key)
             known = key in self._bases or key[0] not in self.with_state
             if not known and factor is not None and not factor.key.diagonal:
@@ -62,9 +62,12 @@ class OlderBases:
         for key in keys:
             self._bases.pop(key, None)
 
-    def rotate(self, rule: Rule, layers: Iterable[Layer]) -> None:
+    def rotate(self, layers: Iterable[Layer]) -> None:
         """Express moments in the new bases; those of layers without an older state start anew."""
-        for layer in layers if self._rotates else ():
+        rule = self._rule
+        if not isinstance(rule, RotatingRule):
+            return
+        for layer in layers:
             group = self._applied.group_of.get(layer)
             if group is None:
                 continue

@@ -38,6 +38,16 @@ class Moments(NamedTuple):
     projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], where it is wanted
 
 
+class PassSettings(NamedTuple):
+    """How moments are taken of one call of a layer."""
+
+    reduce: bool  # one row an example: ā, Σ ∂L/∂s
+    dtype: torch.dtype  # of the moments
+    blocks: slice = slice(None)  # of the layer, that the call sees
+    mode: Any = None  # what the forward pass noted for the moments, if anything
+    part: Part = WHOLE  # of the pass
+
+
 # Eigenvectors of G and of A ``[blocks, n, n]``; None for a diagonal factor.
 Basis = tuple[Tensor | None, Tensor | None]
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
@@ -74,17 +84,8 @@ class Shared:
             self.clear()
 
 
-class Layer:
-    """One covered module: how its tensors become rows and its gradient a matrix.
-
-    A kind for a module of your own is a subclass under :func:`register_layer` that sets
-    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
-    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
-    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
-    for kinds that store their parameters differently or know a shorter way to a moment.
-
-    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves that 1.
-    """
+class CoveredModule:
+    """One module: its trained parameters, and the sizes of its factors."""
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # papers' normalization: rows over the number of positions
@@ -131,36 +132,6 @@ class Layer:
         """The covered ones, weight first."""
         return self._parameters
 
-    @classmethod
-    def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
-        """The layers that a module of this kind makes; most make one."""
-        return [cls(name, module)]
-
-    @classmethod
-    def unsupported(cls, module: nn.Module) -> str | None:
-        """Why this module can't be covered, or ``None``."""
-        return None
-
-    @classmethod
-    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
-        """A mode to run the module's forward under, where its output alone doesn't tell enough.
-
-        It calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of these
-        ``layers`` and goes on with the tensor that ``tap`` returns.
-        """
-        return None
-
-    @property
-    def sections(self) -> int:
-        """Equal parts of its blocks that a call may see alone; most kinds see all in each call."""
-        return self.blocks if self.intercepts() else 1
-
-    @classmethod
-    @functools.cache
-    def intercepts(cls) -> bool:
-        """Whether this kind looks into its module's forward."""
-        return _overrides(cls, "interceptor")
-
     @property
     def inputs(self) -> int:
         return math.prod(self.in_shape)
@@ -198,13 +169,15 @@ class Layer:
             self.trained[1] and bias is not None and bias.requires_grad,
         )
 
-    def same_place(self, other: Layer) -> bool:
+    def same_place(self, other: CoveredModule) -> bool:
         """Whether both stand for the same parameters of the same module."""
         return (
             self.module is other.module and self.weight is other.weight and self.bias is other.bias
         )
 
-    # ---- statistics ----
+
+class RowsOfModule(CoveredModule):
+    """How a module's tensors become rows."""
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """Rows a, without the bias's 1, from the module's input (and its output's gradient)."""
@@ -253,23 +226,27 @@ class Layer:
         """What the moments must know of the forward pass that made ``output``, if anything."""
         return None
 
+    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Input and output gradient, or parts of the batch where rows take much more room."""
+        yield x, grad
+
+
+class MomentsOfRows(RowsOfModule):
+    """Moments of a module's rows; a kind that knows a shorter way overrides them."""
+
     def moments(
         self,
         x: Tensor | None,
         grad: Tensor,
         covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-        dtype: torch.dtype,
-        blocks: slice = slice(None),
-        mode: Any = None,
+        how: PassSettings,
         known_a: Tensor | None = None,
-        part: Part = WHOLE,
     ) -> Moments:
-        """Both moments of one backward pass. ``reduce`` means one row an example: ā, Σ ∂L/∂s.
+        """Return both moments of one backward pass.
 
-        ``known_a`` is the input's, where an earlier pass has made it.
+        ``known_a`` is the input's moment, where an earlier pass has made it.
         """
+        reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
         wide = self.g_dim_of(covers) > self.wide
         moment_g, *counts = self._output_moment(
             None if x is None else part.of(x),
@@ -382,9 +359,48 @@ class Layer:
         assert total is not None  # split gives at least one chunk
         return total
 
-    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input and output gradient, or parts of the batch where rows take much more room."""
-        yield x, grad
+
+class Layer(MomentsOfRows):
+    """One covered module: how its tensors become rows and its gradient a matrix.
+
+    A kind for a module of your own is a subclass under :func:`register_layer` that sets
+    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
+    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
+    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
+    for kinds that store their parameters differently or know a shorter way to a moment.
+
+    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves that 1.
+    """
+
+    @classmethod
+    def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
+        """The layers that a module of this kind makes; most make one."""
+        return [cls(name, module)]
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Why this module can't be covered, or ``None``."""
+        return None
+
+    @classmethod
+    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
+        """A mode to run the module's forward under, where its output alone doesn't tell enough.
+
+        It calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of these
+        ``layers`` and goes on with the tensor that ``tap`` returns.
+        """
+        return None
+
+    @property
+    def sections(self) -> int:
+        """Equal parts of its blocks that a call may see alone; most kinds see all in each call."""
+        return self.blocks if self.intercepts() else 1
+
+    @classmethod
+    @functools.cache
+    def intercepts(cls) -> bool:
+        """Whether this kind looks into its module's forward."""
+        return _overrides(cls, "interceptor")
 
     # ---- the gradient as a matrix ----
 

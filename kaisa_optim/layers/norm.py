@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..linalg.moments import projected_diagonal
-from .base import Basis, Layer, Moments, register_layer
-from .sampling import WHOLE, Part
+from .base import Basis, Layer, Moments, PassSettings, register_layer
 from .saving import saving_hooks
 
 # Autograd's nodes that keep the mean and 1 over the deviation of a batch.
@@ -91,20 +90,16 @@ class _Norm(Layer):
         x: Tensor | None,
         grad: Tensor,
         covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-        dtype: torch.dtype,
-        blocks: slice = slice(None),
-        mode: Any = None,
+        how: PassSettings,
         known_a: Tensor | None = None,
-        part: Part = WHOLE,
     ) -> Moments:
+        reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
         if grad.numel() == 0:
             return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
         assert x is not None or not covers[0]
         x = x if covers[0] else None
         # Before the part is taken: the forward normalized by the whole batch.
-        frame = None if x is None else self._frame(x, mode, dtype)
+        frame = None if x is None else self._frame(x, how.mode, dtype)
         x, grad = None if x is None else part.of(x), part.of(grad)
         whole = self.unbatched(grad)
         batch = 1 if whole else grad.shape[0]

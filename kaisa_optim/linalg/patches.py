@@ -32,8 +32,8 @@ _MOST_ROWS = 3  # products of channels with channels, for each one in the result
 _REMEMBERED = 1 << 10  # geometries, of which each step has the same
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
 # Of each dimension in which positions are left out: its axis, and what _strips says.
-Piece = tuple[tuple[int, int, int, int, int], ...]
-_Alike = list[tuple[tuple[Sizes, ...], list[Piece]]]
+Strip = tuple[tuple[int, int, int, int, int], ...]
+_Alike = list[tuple[tuple[Sizes, ...], list[Strip]]]
 # Of pieces that are alike: how many taps they cut, their kernel, and each one's axes and taps.
 _Layout = tuple[tuple[Sizes, Sizes, tuple[tuple[Sizes, ...], ...]], ...]
 
@@ -164,7 +164,7 @@ def _pairs_of_taps(
 def _alike(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> _Alike:
     """The pieces, those of equal shapes together: how many taps of each dimension they cut,
     kernel, dilation and size of the others, and how many positions they are about."""
-    alike: dict[tuple[Sizes, ...], list[Piece]] = {}
+    alike: dict[tuple[Sizes, ...], list[Strip]] = {}
     for piece in _pieces(size, kernel, dilation, pad):
         cut, rest, rows = _shape(piece, len(size))
         of_rest = (tuple(g[i] for i in rest) for g in (kernel, dilation, size))
@@ -172,14 +172,14 @@ def _alike(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> _Alike:
     return list(alike.items())
 
 
-def _shape(piece: Piece, dims: int) -> tuple[Sizes, list[int], Sizes]:
+def _shape(piece: Strip, dims: int) -> tuple[Sizes, list[int], Sizes]:
     """How many taps of each dimension it cuts, the other dimensions, and its rows in those cut."""
     cut = {axis: stop - start for axis, start, stop, *_ in piece}
     rest = [i for i in range(dims) if i not in cut]
     return tuple(cut.values()), rest, tuple(rows for *_, rows in piece)
 
 
-def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Piece) -> Tensor:
+def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Strip) -> Tensor:
     """What the taps of a piece meet, as channels, at its positions, as images:
     ``[batch·positions, groups·taps·C, *other dimensions]``."""
     batch, of_batch, of_channel = x.shape[0], x.stride(0), x.stride(1)
@@ -283,7 +283,7 @@ def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
     return product.unflatten(2, (kernel, channels)).movedim(2, 1)
 
 
-def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator[Piece]:
+def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator[Strip]:
     """All positions, rows of them that a convolution leaves out, and where such rows cross."""
     strips = [
         list(_strips(*geometry)) for geometry in zip(size, kernel, dilation, pad, strict=True)

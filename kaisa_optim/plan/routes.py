@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-# Elements to which every parcel is padded, and bytes to which every tensor is: views of any dtype
+# Elements to which every item is padded, and bytes to which every tensor is: views of any dtype
 # can begin there.
 _ALIGN = 16
 
 
 class Sized(Protocol):
-    """What a bucket must know of its parcels."""
+    """What a bucket must know of its items."""
 
     @property
     def owner(self) -> int: ...
@@ -82,22 +82,22 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
 class Bucket(Generic[P]):
     """Parcels that travel together, and the way of every piece of them."""
 
-    def __init__(self, parcels: list[P], world: int) -> None:
-        self.parcels = parcels
+    def __init__(self, items: list[P], world: int) -> None:
+        self.items = items
         # By owner: what owners add up themselves then needs no reordering.
-        order = sorted(range(len(parcels)), key=lambda i: parcels[i].owner)
+        order = sorted(range(len(items)), key=lambda i: items[i].owner)
         self.start: dict[int, int] = {}
         segments, at = [], 0
         for i in order:
-            size = _padded(parcels[i].size)
+            size = _padded(items[i].size)
             self.start[i] = at
-            segments.append((parcels[i].owner, size))
+            segments.append((items[i].owner, size))
             at += size
         self.size = at
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Shard]] = [[] for _ in range(world)]  # by rank
         self.sizes = [0] * world  # of that
-        self.owned = [(0, 0)] * world  # from where to where each rank's parcels lie
+        self.owned = [(0, 0)] * world  # from where to where each rank's items lie
         self.passed_on: Counter[int] = Counter()  # what comes to owners from other adders
         for piece in self.pieces:
             size = piece.stop - piece.start

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import (
 )
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.layers import saving
 from kaisa_optim.capture.hooks import Capture
+from kaisa_optim.layers import saving
 from tests.support.watch import (
     Watch,
     assert_close,

@@ -264,7 +264,7 @@ def test_bases_that_adam_works_in_are_found_anew_early(options, early):
 
     def bases() -> list[Tensor]:
         kfac = opt.preconditioner
-        return [dict(kfac.views(x))["a_vectors"].clone() for x in kfac.layers.values()]
+        return [dict(kfac.store.views(x))["a_vectors"].clone() for x in kfac.layers.values()]
 
     before, together = None, []
     for i in range(60):

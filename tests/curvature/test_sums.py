@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
-from kaisa_optim.layers import conv, norm
+from kaisa_optim.layers import PassSettings, conv, norm
 from kaisa_optim.layers.norm import BatchNormLayer
 from kaisa_optim.layers.sampling import WHOLE, Sample
+from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from kaisa_optim.linalg import eigen
 
 
@@ -72,7 +72,7 @@ def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
 def batch_norm_moment(x, grad, part=WHOLE, eps=1e-5):
     layer = BatchNormLayer("", nn.BatchNorm2d(x.shape[1], eps=eps))
     layer.trained = layer.covers = (True, True)
-    return layer.moments(x, grad, (True, True), reduce=False, dtype=x.dtype, part=part).g
+    return layer.moments(x, grad, (True, True), PassSettings(False, x.dtype, part=part)).g
 
 
 def expected_moment(x, grad, eps=1e-5):
@@ -133,7 +133,7 @@ def test_a_batch_is_normalized_as_the_forward_did(dtype, training, hooks):
     assert (mode is not None) == (kept or not training)
     mean, var = net.running_mean.double(), net.running_var.double()
     net.running_mean.add_(1)
-    found = layer.moments(x, grad, (True, True), reduce=False, dtype=torch.float32, mode=mode).g
+    found = layer.moments(x, grad, (True, True), PassSettings(False, torch.float32, mode=mode)).g
     expected = expected_moment(x, grad)
     if not training:
         x = (x.double() - mean[:, None, None]) * (var + net.eps).rsqrt()[:, None, None]

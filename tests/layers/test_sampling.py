@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from kaisa_optim.layers.sampling import WHOLE, sample_of
+from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
 from tests.support.ranks import RankError, run

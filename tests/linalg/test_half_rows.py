@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
-from kaisa_optim.layers import kind_of
+from kaisa_optim.layers import PassSettings, kind_of
 from kaisa_optim.linalg import moments, products
 
 HALVES = torch.bfloat16, torch.float16
@@ -110,7 +110,7 @@ def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wi
     grad = (rows(*like.shape) * 1e-2).to(dtype)
 
     def moments(dtype: torch.dtype, *given: Tensor) -> Any:
-        return layer.moments(*given, layer.covers, reduce=reduce, dtype=dtype)
+        return layer.moments(*given, layer.covers, PassSettings(reduce, dtype))
 
     found = moments(torch.float32, x, grad)
     expected = moments(torch.float64, x if name == "words" else x.double(), grad.double())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
 from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, present_blocks
-from .base import EigenbasisRule, Rotation, StepValues
+from .base import RotatingRule, Rotation, StepValues
 
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
 
@@ -44,11 +44,10 @@ def settings(group: dict[str, Any]) -> Settings:
     return Settings(beta1, take1, beta2, 1 - beta2, log1, log2, group["eps"])
 
 
-class AdamRule(EigenbasisRule):
+class AdamRule(RotatingRule):
     """Keep both moments in the eigenbasis; there directions may be made orthogonal."""
 
     makes_directions = True
-    rotates = True
 
     def __init__(self, dtype: torch.dtype | None, *, nesterov: bool, orthogonal: bool) -> None:
         super().__init__(dtype)

@@ -101,16 +101,6 @@ class Rule(ABC):
         """Form what follows from the new state of these layers."""
         return None
 
-    def rotate(
-        self,
-        applied: AppliedFactors,
-        layer: Layer,
-        slots: Slots,
-        rotations: tuple[Rotation, Rotation],
-    ) -> None:
-        """Express the group's tensors of a layer in its new bases, G's first."""
-        raise NotImplementedError
-
     def settle(
         self,
         applied: AppliedFactors,
@@ -222,6 +212,22 @@ class EigenbasisRule(Rule):
     def _weighed(self, group: LayerGroup, squares: Tensor, slots: Slots) -> Tensor:
         g, a = self._eigenvalues(group, slots, squares)
         return (g[:, None, :] @ squares @ a[:, :, None]).sum()
+
+
+class RotatingRule(EigenbasisRule):
+    """A rule with tensors of gradients in the eigenbasis, which rotate with it."""
+
+    rotates = True
+
+    @abstractmethod
+    def rotate(
+        self,
+        applied: AppliedFactors,
+        layer: Layer,
+        slots: Slots,
+        rotations: tuple[Rotation, Rotation],
+    ) -> None:
+        """Express the group's tensors of a layer in its new bases, G's first."""
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,13 +17,11 @@ from ...linalg import kronecker
 from ...plan.step_plan import AgreedStep
 from ..averages import has_rows, keep_and_take, weighed
 from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, joined, per_block
-from .base import EigenbasisRule, Rotation, StepValues
+from .base import RotatingRule, Rotation, StepValues
 
 
-class EkfacRule(EigenbasisRule):
+class EkfacRule(RotatingRule):
     """Divide by S + γ; S is corrected by "examples" or by the mean "gradients" of steps."""
-
-    rotates = True
 
     def __init__(self, dtype: torch.dtype | None, correction: str) -> None:
         super().__init__(dtype)

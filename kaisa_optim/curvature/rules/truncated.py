@@ -94,7 +94,7 @@ class Leading(NamedTuple):
         return sum(min(sides.orders(r.stop - r.start, c.stop - c.start)) for r, c in self.blocks())
 
 
-Run = tuple[slice, Leading]  # entries of a stack that are multiplied together
+JoinedEntries = tuple[slice, Leading]  # entries of a stack that are multiplied together
 
 
 class TruncatedRule(EigenRule):
@@ -106,7 +106,9 @@ class TruncatedRule(EigenRule):
         self._known: dict[LayerGroup, list[Counts]] = {}  # "left_out", on the host
         self._notes = Notes()
         # Of each group by the first of some members.
-        self._runs: dict[LayerGroup, dict[Layer, tuple[tuple[Layer, ...], list[Run] | None]]] = {}
+        self._runs: dict[
+            LayerGroup, dict[Layer, tuple[tuple[Layer, ...], list[JoinedEntries] | None]]
+        ] = {}
 
     def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
         """Return :class:`Counts` of each entry."""
@@ -163,7 +165,7 @@ class TruncatedRule(EigenRule):
         found = counted(g, a, self.tolerance * _NOTCH**notch, _sides(group), _calls(group))
         group.tensors["left_out"][slots] = torch.nn.functional.pad(found, (0, 1), value=notch).int()
 
-    def _runs_of(self, group: LayerGroup, members: Sequence[Layer]) -> list[Run] | None:
+    def _runs_of(self, group: LayerGroup, members: Sequence[Layer]) -> list[JoinedEntries] | None:
         """Return how these layers are multiplied; ``None`` where nothing is left out."""
         found, layers = self._runs.setdefault(group, {}), tuple(members)
         if layers[0] not in found or found[layers[0]][0] != layers:
@@ -189,7 +191,7 @@ def _calls(group: LayerGroup) -> int:
     return _CALLS_ON_CPU if group.g.key.device.type == "cpu" else _CALLS_ELSEWHERE
 
 
-def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[Run]:
+def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[JoinedEntries]:
     """Neighbours together by the most of any, where that takes no longer than apart.
 
     In none are entries of which nothing leads, unless others lie on both sides of them.
@@ -198,7 +200,7 @@ def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[Run]:
     def cost(leading: Leading, count: int) -> int:
         return count * leading.work(sides) + calls * len(leading.blocks())
 
-    runs: list[Run] = []
+    runs: list[JoinedEntries] = []
     for i, entry in enumerate(counts):
         rows, columns = sides.g - entry.idle_g, sides.a - entry.idle_a
         own = Leading(rows, columns, rows - entry.short, columns - entry.spared)
@@ -257,7 +259,7 @@ def precondition(
     vectors: Basis,
     values: tuple[Tensor, Tensor],
     left_out: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[JoinedEntries],
     damping: Tensor | float,
 ) -> Tensor:
     """About Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ; of each layer by what leads in it."""

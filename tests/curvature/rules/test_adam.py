@@ -1133,11 +1133,11 @@ def held_bases(name: str) -> list[tuple[set[str], set[str], set[str]]]:
     opt = build(plan_of(2, name, {}), model, model, bucket_cap_mb=1e-5)
     seen, rotate = [], OlderBases.rotate
 
-    def rotated(older: OlderBases, rule: Any, layers: Any) -> None:
+    def rotated(older: OlderBases, layers: Any) -> None:
         kept = {layer.name for layer, _ in older._bases}
         own = {layer.name for layer, _ in opt.preconditioner.owned.by_key}
         seen.append(({layer.name for layer in layers}, kept, own))
-        rotate(older, rule, layers)
+        rotate(older, layers)
 
     with mock.patch.object(OlderBases, "rotate", rotated):
         for step in range(INTERVAL + 1):

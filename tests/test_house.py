@@ -1,0 +1,90 @@
+"""The rules of the house that linters do not hold: sizes, words, and what the contract lists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
+CONTRACT = ROOT / "tests" / "CONTRACT.md"
+
+MOST_LINES_OF_A_CLASS = 400
+MOST_METHODS_OF_A_CLASS = 12
+MOST_LINES_OF_A_FUNCTION = 50
+
+# A constructor that says each argument of a public optimizer, and its functional form.
+LONG = {"KFACMixin.__init__", "LAMB.__init__", "Muon.__init__", "lamb"}
+# Words that have a new one, as whole identifiers.
+RETIRED = {
+    *("Run", "Gathered", "Tally", "fed", "overdue", "shelf", "Shelf", "Layout", "Pair", "Members"),
+    *("Parcel", "Shipment", "Thing", "Circle", "Piece", "add_up", "all_of", "swap", "spread"),
+    *("hand_out", "lay_out", "forget", "go_on", "papers", "parted", "SecondOrder", "Tracking"),
+    *("Statistics", "_turn", "_turns", "turns_of", "unseen_layers", "_handed_out"),
+}
+
+
+def definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Yield classes and functions of a file with their qualified names."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                yield prefix + child.name, child
+                yield from walk(child, f"{prefix}{child.name}.")
+
+    return walk(ast.parse(path.read_text()), "")
+
+
+def lines(node: ast.AST) -> int:
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def is_public_method(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+        return False
+    names = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
+    return not names & {"property", "setter", "cached_property"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))
+def test_sizes(path):
+    for name, node in definitions(path):
+        if isinstance(node, ast.ClassDef):
+            methods = [child.name for child in node.body if is_public_method(child)]
+            assert lines(node) <= MOST_LINES_OF_A_CLASS, f"{name} has {lines(node)} lines"
+            assert len(methods) <= MOST_METHODS_OF_A_CLASS, f"{name} has {methods}"
+        elif name not in LONG:
+            assert lines(node) <= MOST_LINES_OF_A_FUNCTION, f"{name} has {lines(node)} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))
+def test_no_retired_word(path):
+    tree = ast.parse(path.read_text())
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    named |= {name.rsplit(".", 1)[-1] for name, _ in definitions(path)}
+    assert not named & RETIRED
+
+
+def test_no_docstring_begins_with_what_or_whether():
+    for path in FILES:
+        for name, node in definitions(path):
+            text = ast.get_docstring(node) or ""  # type: ignore[arg-type]
+            assert not text.startswith(("What ", "Whether ")), f"{path.name}: {name}: {text}"
+
+
+def test_the_contract_names_tests_that_exist():
+    entries = re.findall(r"^- .* — `([^`]+)`$", CONTRACT.read_text(), flags=re.M)
+    promises = [line for line in CONTRACT.read_text().splitlines() if line.startswith("- ")]
+    assert len(entries) == len(promises) > 40
+    for entry in entries:
+        file, _, test = entry.partition("::")
+        assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), flags=re.M), entry
