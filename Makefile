@@ -25,7 +25,7 @@ help:
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
 	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
-	@echo "make lint    ruff: rules and formatting; make format repairs what it can"
+	@echo "make lint    ruff: rules, formatting, limits; which floor imports which (make format repairs)"
 	@echo "make types   mypy"
 	@echo "make setup   only build the environment, in $(VENV)"
 	@echo "make clean   remove the environment and all caches"
@@ -66,6 +66,7 @@ coverage: test
 lint: $(VENV)/all-ready
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/all-ready
 	$(BIN)/python -m ruff check --fix .

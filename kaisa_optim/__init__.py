@@ -2,8 +2,8 @@
 
 from .layers import Layer, Moments, register_layer
 from .optim.adaptive_damping import AdaptiveDamping
+from .optim.family import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from .optim.lamb import LAMB
-from .optim.mixin import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from .optim.muon import Muon
 from .optim.scheduler import KFACParamScheduler, decay_at
 from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment

@@ -1,4 +1,4 @@
-"""The form that errors about arguments have."""
+"""The form of errors about arguments."""
 
 from __future__ import annotations
 

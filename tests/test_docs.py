@@ -1,6 +1,5 @@
 """What the documentation shows must run, and the options that it lists must be the real ones."""
 
-import inspect
 import re
 from pathlib import Path
 from unittest import mock
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaisa_optim import KFACAdam
+from kaisa_optim.optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
 ROOT = Path(__file__).parent.parent
@@ -51,32 +50,14 @@ def test_examples_run_on_two_ranks(i, code):
     run(2, execute_on_rank, i, code)
 
 
-def test_readme_lists_every_kfac_option_with_its_default():
+def test_readme_has_the_table_of_options():
     text = (ROOT / "README.md").read_text()
-    table = text[text.index("| option | default") :]
-    listed = {}
-    for line in re.findall(r"^\| (`.*?) \| (.*?) \| .* \|$", table, flags=re.M):
-        names, default = re.findall(r"`(\w+)`", line[0]), line[1].replace("`", "")
-        values = [default] if len(names) == 1 else default.split(", ")
-        listed.update(zip(names, values * (len(names) if len(values) == 1 else 1), strict=True))
-    base = inspect.signature(torch.optim.Adam).parameters
-    ours = inspect.signature(KFACAdam).parameters  # SGD has a nesterov of its own
-    options = {k: p.default for k, p in ours.items() if k not in base and k != "model"}
-    # None: they follow from other options.
-    settled = {
-        "kl_clip_lr": "initial",
-        "staggered": True,
-        "inv_update_steps": 50,
-        "basis_tolerance": 0.0,
-    }
-    told_elsewhere = {"damping_split"}
-    assert set(listed) == set(options) - told_elsewhere
-    for name, default in options.items():
-        if name in told_elsewhere or (default is None and listed[name] == "float32"):
-            continue
-        expected = settled.get(name, default)
-        shown = listed[name].strip('"')
-        assert shown == str(expected) or float(shown) == expected, name
+    begin, end = "<!-- options: begin -->\n", "\n<!-- options: end -->"
+    shown = text[text.index(begin) + len(begin) : text.index(end)]
+    assert shown == arguments.table(), (
+        "put the output of this between the markers in README.md: "
+        'python -c "from kaisa_optim.optim.arguments import table; print(table())"'
+    )
 
 
 def test_links_between_pages_lead_somewhere():

@@ -100,6 +100,13 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
                     f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
                     "need the same model and options"
                 )
+        # The same things in another order, as of modules that were registered so.
+        for here, there in zip(theirs[0], values, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"Invalid {what}: {there!r} stands on rank {rank} where rank 0 has {here!r}; "
+                    "register modules and add parameters in one order on all ranks"
+                )
     raise ValueError(f"Invalid {what}: they differ among the ranks")
 
 

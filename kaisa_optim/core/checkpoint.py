@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import is_real
 from ..comm.ranks import GatherItem
 from ..curvature.stacks import Specs, stack_key
 from ..layers import Layer
-from ..plan.assignment import is_real
 from .coverage import unwrapped
 from .preconditioner import Preconditioner
 
@@ -24,6 +24,7 @@ STEP = f"{PREFIX}step"
 # Earlier versions could decompose beside the steps that followed, and kept copies of factors here.
 _FORMER = f"{PREFIX}under_way"
 _STATUS_SHAPES = (6,), (8,)  # earlier versions had two more, of such decompositions
+_ORTHONORMAL = 0.1  # what rounding to half precision leaves is far below
 _MOMENTS = "exp_avg", "momentum"  # one of them is among the tensors of each gradient
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -279,6 +280,8 @@ def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
         if isinstance(count, Tensor) and count.numel() != 1:
             name = names.get(p, "a parameter")
             yield f"{name}: {STEP} is {tuple(count.shape)}, it must be a number"
+        elif count is not None and int(count) < 0:
+            yield f"{name}: {STEP} is {int(count)}, it must be 0 or more"
 
 
 def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
@@ -300,8 +303,25 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
                 if name in entry and entry[name].shape != tuple(shape):
                     found = tuple(entry[name].shape)
                     wrong.append(f"{layer.name}: {name} is {found}, the model needs {tuple(shape)}")
+                elif name in entry and status in entry and entry[status][1]:
+                    wrong += [
+                        f"{layer.name}: {name} is {why}" for why in _faults(kind, entry[name])
+                    ]
     layer.covers = before
     return wrong
+
+
+def _faults(kind: str, tensor: Tensor) -> Iterator[str]:
+    """Yield why eigenvalues or eigenvectors can't be used: weights would turn NaN."""
+    if kind not in ("values", "vectors"):
+        return
+    wide = tensor.float()
+    if not wide.isfinite().all():
+        yield "not finite"
+    elif kind == "vectors":
+        off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
+        if off.abs().max() > _ORTHONORMAL:
+            yield "not orthonormal"
 
 
 def _entries_of(layer: Layer, entries: Entries) -> list[dict[str, Tensor]]:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from ..checks import check_callable, is_real
 from ..curvature.sums import FactorSums
-from ..plan.assignment import is_real
-from . import options as checks
-from .options import Options
+from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
 
 Group = dict[str, Any]
 Schedule = Callable[[int], Any]
-
-# Numbers that may be given as callables of the step, beside those of the parameter groups.
-_SCHEDULED = (
-    "kl_clip",
-    "factor_update_steps",
-    "inv_update_steps",
-    "loss_terms",
-    "statistics_fraction",
-)
-_SETTABLE = (*_SCHEDULED, "grad_scaler")
-_FIXED = {"process_group"}.union(f.name for f in dataclasses.fields(Options)).difference(_SETTABLE)
 
 
 class Hyperparameters:
@@ -42,32 +29,32 @@ class Hyperparameters:
         self.sums = sums
         self._schedules: dict[str, Schedule] = {}
         self._group_schedules = group_schedules  # of damping and factor_decay, one dict a group
-        for name in _SCHEDULED:
+        for name in SCHEDULED:
             value = getattr(options, name)
             if callable(value):
-                checks.check_callable(name, value, "step")
+                check_callable(name, value, "step")
                 self._schedules[name] = value
                 value = value(0)
             setattr(self, name, value)
         self.grad_scaler = options.grad_scaler
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in checks.PER_GROUP:
+        if name in PER_GROUP:
             raise AttributeError(
                 f"{name} = {value!r}: it belongs to the parameter groups; set "
                 f'optimizer.param_groups[i]["{name}"]'
             )
-        if self._is_built and name in _FIXED:
+        if self._is_built and name in FIXED:
             raise AttributeError(
                 f"{name} = {value!r}: it can only be given at construction; build the optimizer "
                 f"with {name}={value!r}"
             )
         # A misspelled one would have no effect. Names of its own appear while it is built.
         if self._is_built and not (name.startswith("_") or hasattr(self, name)):
-            near = difflib.get_close_matches(name, _SETTABLE, 1)
+            near = difflib.get_close_matches(name, SETTABLE, 1)
             raise AttributeError(
                 f"{name} = {value!r}: the preconditioner has no {name}"
-                + (f"; did you mean {near[0]}?" if near else f"; {', '.join(_SETTABLE)} can be set")
+                + (f"; did you mean {near[0]}?" if near else f"; {', '.join(SETTABLE)} can be set")
             )
         super().__setattr__(name, value)
 
@@ -79,10 +66,10 @@ class Hyperparameters:
                 "added; use add_param_group, or build a new optimizer"
             )
         for group, schedules in zip(groups, self._group_schedules, strict=True):
-            for name, check in checks.PER_GROUP.items():
+            for name, settled in PER_GROUP.items():
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
-                group[name] = check(group[name] if schedule is None else schedule(self.steps))
+                group[name] = settled(group[name] if schedule is None else schedule(self.steps))
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
@@ -91,18 +78,18 @@ class Hyperparameters:
         schedule = self._schedules.get("factor_update_steps")
         if schedule is None:
             return self.factor_update_steps
-        return checks.check_interval("factor_update_steps", schedule(self.steps))
+        return int(check("factor_update_steps", schedule(self.steps)))
 
     def next_fraction(self) -> float:
         """Return the part of their examples that the next backward passes gather."""
         schedule = self._schedules.get("statistics_fraction")
         if schedule is None:
             return self.statistics_fraction
-        return checks.check_statistics_fraction(schedule(self.steps))
+        return float(check("statistics_fraction", schedule(self.steps)))
 
     def current_options(self) -> Options:
         """Return the options with all values that have been set since construction."""
-        plain = [name for name in _SCHEDULED if name not in self._schedules]
+        plain = [name for name in SCHEDULED if name not in self._schedules]
         return self.options.having({name: getattr(self, name) for name in (*plain, "grad_scaler")})
 
     def _changed(self) -> None:
@@ -114,10 +101,7 @@ class Hyperparameters:
 
     @kl_clip.setter
     def kl_clip(self, value: float | None) -> None:
-        value = checks.check_kl_clip(value)
-        if self.options.grafting:
-            checks.refuse_clip_of_grafted(value)
-        self._kl_clip = value
+        self._kl_clip = self.options.checked("kl_clip", value)
 
     @property
     def factor_update_steps(self) -> int:
@@ -125,7 +109,7 @@ class Hyperparameters:
 
     @factor_update_steps.setter
     def factor_update_steps(self, value: int) -> None:
-        self._factor_update_steps = checks.check_interval("factor_update_steps", value)
+        self._factor_update_steps = check("factor_update_steps", value)
         self._changed()
 
     @property
@@ -134,7 +118,7 @@ class Hyperparameters:
 
     @inv_update_steps.setter
     def inv_update_steps(self, value: int) -> None:
-        self._inv_update_steps = checks.check_interval("inv_update_steps", value)
+        self._inv_update_steps = check("inv_update_steps", value)
 
     @property
     def statistics_fraction(self) -> float:
@@ -143,7 +127,7 @@ class Hyperparameters:
 
     @statistics_fraction.setter
     def statistics_fraction(self, value: float) -> None:
-        self._statistics_fraction = checks.check_statistics_fraction(value)
+        self._statistics_fraction = check("statistics_fraction", value)
         self._changed()
 
     @property
@@ -153,12 +137,7 @@ class Hyperparameters:
 
     @loss_terms.setter
     def loss_terms(self, value: str | float) -> None:
-        value = checks.check_loss_terms(value)
-        if self.options.kaisa_scaling and value != "examples":
-            raise ValueError(
-                f'Invalid loss_terms: {value!r} has no meaning under normalization="kaisa", which '
-                'leaves K out; use normalization="fisher"'
-            )
+        value = self.options.checked("loss_terms", value)
         former = self.sums.loss_terms
         numbers = not isinstance(value, str) and not isinstance(former, str)
         if value != former and not numbers and self._has_drawn():
@@ -185,26 +164,19 @@ class Hyperparameters:
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     """Return how to read a loss scale without waiting for the device."""
+    check("grad_scaler", scaler)
     if scaler is None:
         return None
     if callable(scaler):
-        checks.check_callable("grad_scaler", scaler)
         return lambda: _scale(scaler())
-    if isinstance(scaler, int | float | Tensor) and not isinstance(scaler, bool):
-        if not isinstance(scaler, Tensor) and not scaler > 0:
-            raise ValueError(f"Invalid grad_scaler: {scaler!r}; a scale must be above 0")
+    if isinstance(scaler, int | float | Tensor):
         return lambda: scaler
-    if hasattr(scaler, "get_scale"):
 
-        def read() -> Tensor | float:
-            scale = getattr(scaler, "_scale", None)
-            return scale if isinstance(scale, Tensor) else scaler.get_scale()
+    def read() -> Tensor | float:
+        scale = getattr(scaler, "_scale", None)
+        return scale if isinstance(scale, Tensor) else scaler.get_scale()
 
-        return read
-    raise ValueError(
-        f"Invalid grad_scaler: {scaler!r}; it must be a torch.amp.GradScaler, a number or a "
-        "callable"
-    )
+    return read
 
 
 def _scale(value: Any) -> Tensor | float:

@@ -23,7 +23,7 @@ from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
 from .hyperparameters import Group
-from .options import Options
+from .options import SHARED, Options
 from .questions import Questions
 from .registry import Registry, basis_reader
 from .status import Status, step_report, with_gradient, zeros_like_gradients
@@ -182,6 +182,9 @@ class Preconditioner(Questions):
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise reports.no_capture(self.steps)
+        averages = any(state.has_average for state in states.values())
+        if not (agreed.has_gradients or agreed.rows or averages):
+            return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
             states[name].has_average = True
@@ -298,8 +301,7 @@ class Preconditioner(Questions):
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         values = reports.of_groups(groups)
-        names = ("kl_clip", "factor_update_steps", "inv_update_steps", "statistics_fraction")
-        values |= {name: getattr(self, name) for name in ("steps", *names)}
+        values |= {name: getattr(self, name) for name in ("steps", *SHARED)}
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import rules
@@ -18,7 +19,7 @@ from ..curvature.stacks import AppliedFactors, Factors
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.account import Account
-from ..plan.assignment import Grid, Placement, is_real
+from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import LayerState
 from .coverage import Coverage, unwrapped
 from .options import Options

@@ -209,7 +209,11 @@ class Refresher:
             whole = results[0].norm(dim=1)
         else:
             values, vectors = (state[name][slots].to(average.dtype) for name in names)
-            *results, outside, whole = eigen.refine_basis(average, vectors, values, round)
+            try:
+                *results, outside, whole = eigen.refine_basis(average, vectors, values, round)
+            except RuntimeError as error:  # the next step decomposes, with all attempts
+                decompose.raise_unless_a_solvers(error)
+                return _note(factors, torch.zeros(len(average), dtype=torch.bool))
         # An average that overflowed must not get in: its factor is stale, and fails by name then.
         fine = (outside + whole).isfinite()
         for name, result in zip(names, results, strict=True):

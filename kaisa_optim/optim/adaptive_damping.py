@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_real, is_whole
 from ..comm.sharding import is_sharded
-from ..core.options import check_damping, check_interval
+from ..core.options import check
 from ..curvature.rules.base import EigenbasisRule
+from ..errors import invalid
 from ..linalg import precision
-from ..plan.assignment import is_real
 from .mixin import KFACMixin
 from .scheduler import check_optimizer, claim_damping
 
@@ -69,7 +70,9 @@ class AdaptiveDamping:
                 f"Invalid minimum: {minimum!r} is above maximum={maximum!r}; exchange them"
             )
         self.decay = decay
-        self.interval = check_interval("interval", interval)
+        if not is_whole(interval) or interval < 1:
+            raise invalid("interval", interval, "it must be a whole number of steps, at least 1")
+        self.interval = int(interval)
         self.optimizer = optimizer
         self.ratio: float | None = None  # ρ of the last decision; NaN: no decrease was foreseen
         self._before: tuple[int, dict[Tensor, Tensor]] | None = None
@@ -204,7 +207,7 @@ class AdaptiveDamping:
                 f"optimizer has {len(groups)}; build it with the same groups"
             )
         for group, damping in zip(groups, saved, strict=True):
-            group["damping"] = check_damping(damping)
+            group["damping"] = check("damping", damping)
         self.ratio = state_dict["ratio"]
 
     def __getstate__(self) -> dict[str, Any]:

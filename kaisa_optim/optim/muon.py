@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from ..checks import check_flag, is_real
 from ..comm import sharding
 from ..core.muon_groups import muon_step, takes_muon
 from ..linalg import orthogonal, precision, products
-from ..plan.assignment import check_flag, is_real
 from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.options import PER_GROUP, check_callable, unexpected
-from ..plan.assignment import is_real
+from ..checks import check_callable, is_real
+from ..core.options import PER_GROUP, unexpected
+from ..errors import invalid
 from .mixin import KFACMixin
 
 Factor = Callable[[int], float] | Mapping[int, float]
@@ -91,31 +92,9 @@ class KFACParamScheduler:
         self.compound = compound
         self.schedules: dict[str, Factor] = {}
         for name, schedule in given.items():
-            if schedule is None:
-                continue
-            if not callable(schedule) and not isinstance(schedule, Mapping):
-                raise ValueError(
-                    f"Invalid {name}: {schedule!r}; it must be a callable epoch -> factor or a "
-                    "mapping {milestone: factor}"
-                )
-            if callable(schedule):
-                check_callable(name, schedule, "epoch")
-            if optimizer.has_schedule(name):
-                raise ValueError(
-                    f"Invalid {name}: the optimizer was given a callable for it already; give it a "
-                    "number, or leave it out here"
-                )
-            moments = optimizer.preconditioner.options.moments
-            if moments == "metric" and name == "kl_clip":
-                raise ValueError("Invalid kl_clip: KFACMuon has no use for it; leave it out here")
-            if moments == "eigenbasis" and name in ("damping", "kl_clip"):
-                raise ValueError(
-                    f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
-                    'leave it out here, or build the optimizer with moments="parameters"'
-                )
-            if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
-                raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
-            self.schedules[name] = schedule
+            if schedule is not None:
+                _check_schedule(optimizer, name, schedule)
+                self.schedules[name] = schedule
         if "damping" in self.schedules:
             claim_damping(optimizer, self)
         self.last_epoch = 0
@@ -199,3 +178,27 @@ def _factor(name: str, schedule: Factor, epoch: int) -> float:
                 "be a number"
             )
     return math.prod(factors)
+
+
+def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
+    """Refuse a schedule of another form, or of a hyperparameter without effect."""
+    if not callable(schedule) and not isinstance(schedule, Mapping):
+        must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
+        raise invalid(name, schedule, must)
+    if callable(schedule):
+        check_callable(name, schedule, "epoch")
+    if optimizer.has_schedule(name):
+        raise ValueError(
+            f"Invalid {name}: the optimizer was given a callable for it already; give it a "
+            "number, or leave it out here"
+        )
+    moments = optimizer.preconditioner.options.moments
+    if moments == "metric" and name == "kl_clip":
+        raise ValueError("Invalid kl_clip: KFACMuon has no use for it; leave it out here")
+    if moments == "eigenbasis" and name in ("damping", "kl_clip"):
+        raise ValueError(
+            f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
+            'leave it out here, or build the optimizer with moments="parameters"'
+        )
+    if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
+        raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..checks import check_flag, is_real
+
 
 class Task(NamedTuple):
     """One layer's work, as its shapes tell."""
@@ -389,17 +391,6 @@ def _checked(placement: Any, grid: Grid, together: bool, what: str) -> Placement
 
 def _workers(fraction: float, world: int) -> int:
     return max(1, round(fraction * world))
-
-
-def is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def check_flag(name: str, value: Any, none: bool = False) -> None:
-    """With ``none``, None is allowed, too."""
-    if not isinstance(value, bool) and not (none and value is None):
-        rest = ", or None for what follows from other options" if none else ""
-        raise ValueError(f"Invalid {name}: {value!r}; it must be True or False{rest}")
 
 
 def _is_count(value: Any) -> bool:

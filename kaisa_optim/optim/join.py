@@ -1,0 +1,89 @@
+"""Ranks that run out of data: they go on with every step, inside torch's ``Join``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.options import SHARED
+
+if TYPE_CHECKING:
+    from .mixin import KFACMixin
+
+if torch.distributed.is_available():
+    from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+else:
+    Joinable = JoinHook = object  # type: ignore[assignment, misc]
+
+__all__ = ["Joinable", "StepsOn", "joined_gradients", "refuse_join_of_the_model_alone"]
+
+Settings = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+class StepsOn(JoinHook):
+    """A rank without data still owns factors, decomposes and preconditions: it takes every step.
+
+    Its gradients and settings come from a rank that goes on, so that its weights stay alike.
+    """
+
+    def __init__(self, optimizer: KFACMixin) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer._has_joined = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer._has_joined = False
+
+
+def joined_gradients(optimizer: KFACMixin) -> dict[Tensor, Tensor]:
+    """Return the gradients that a rank without data takes from one that has data."""
+    kfac, has_joined = optimizer.preconditioner, optimizer._has_joined
+    ranks = kfac.ranks
+    if ranks.world == 1 or not optimizer._join_config.enable:
+        return {}
+    if not has_joined:
+        Join.notify_join_context(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = _settings(optimizer), [p.grad is not None for p in parameters]
+    told = ranks.gather_objects(None if has_joined else mine, "joining")
+    if all(told):
+        return {}
+    root = next(rank for rank, said in enumerate(told) if said)
+    settings, graded = told[root]
+    if has_joined:
+        _adopt(optimizer, settings)
+    taken = [p for p, has in zip(parameters, graded, strict=True) if has]
+    new = {p: p.grad if ranks.rank == root else torch.empty_like(p) for p in taken}
+    ranks.broadcast_from(root, list(new.values()), "gradients")
+    return new if has_joined else {}
+
+
+def _settings(optimizer: KFACMixin) -> Settings:
+    """Return the values that schedulers may have changed on the ranks that go on."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return groups, {name: getattr(optimizer.preconditioner, name) for name in SHARED}
+
+
+def _adopt(optimizer: KFACMixin, settings: Settings) -> None:
+    for group, values in zip(optimizer.param_groups, settings[0], strict=True):
+        group.update(values)
+    for name, value in settings[1].items():
+        setattr(optimizer.preconditioner, name, value)
+
+
+def refuse_join_of_the_model_alone(optimizer: KFACMixin) -> None:
+    """Refuse the model's own join(): its ranks would answer to none of K-FAC's collectives."""
+    if optimizer.preconditioner.ranks.world == 1:
+        return
+    config: Any = getattr(optimizer._kfac_model, "_join_config", None)
+    # Torch leaves a wrapper's setting as its last Join made it.
+    entered = config is not optimizer._former_join and config.enable
+    if entered and not optimizer._join_config.enable:
+        raise RuntimeError(
+            "the model's join() knows nothing of K-FAC's exchange between ranks; use "
+            "torch.distributed.algorithms.Join([model, optimizer]) in its place"
+        )

@@ -1,0 +1,187 @@
+"""Warnings about settings without the effect that a user would expect, and refusals of a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm import agreement
+from ..core import reports
+from ..core.options import DAMPING, KL_CLIP, meant
+from ..core.preconditioner import Preconditioner
+from .arguments import GROUP_KEYS, OF_ALL
+
+if TYPE_CHECKING:
+    from .mixin import KFACMixin
+
+
+class Notices:
+    """Warnings that come once for each optimizer, at its steps."""
+
+    def __init__(self) -> None:
+        self._of_settings = self._of_order = False  # were given
+
+    def look(self, optimizer: KFACMixin) -> None:
+        """Warn of a setting that has no effect, or not the expected one."""
+        kfac = optimizer.preconditioner
+        found = "" if self._of_order else reports.misread(kfac)
+        if found:
+            self._of_order = True
+            agreement.warn(kfac.ranks, found, level_of_caller())
+        if self._of_settings:
+            return
+        found = _unread(optimizer)
+        if not found and kfac.rule.makes_directions:
+            found = _unused(optimizer)
+        elif not found:
+            found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
+        if found:
+            self._of_settings = True
+            agreement.warn(kfac.ranks, found, level_of_caller())
+
+
+def level_of_caller() -> int:
+    """Return how far it is from the function that asks to code that is neither torch's nor ours."""
+    return 1 + len(list(_callers(2)))
+
+
+def _callers(depth: int = 1) -> Iterator[FrameType]:
+    """Yield frames from the function that asks on, as long as they are torch's or ours."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "torch",
+        "kaisa_optim",
+    ):
+        yield frame
+        frame = frame.f_back
+
+
+def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> None:
+    """Warn of keys of groups that nobody reads and that are near to a name; torch says nothing."""
+    keys = dict.fromkeys(key for group in groups for key in group)
+    unread = [key for key in keys if key not in (*GROUP_KEYS, *optimizer.defaults)]
+    # Schedulers' max_momentum is as near as 0.8.
+    near = {key: meant(str(key), GROUP_KEYS, optimizer.defaults, 0.85) for key in unread}
+    said = [f"{key!r}: did you mean {name!r}?" for key, name in near.items() if name]
+    if said:
+        text = f"a parameter group has a key that nobody reads, {'; '.join(said)}"
+        agreement.warn(optimizer.preconditioner.ranks, text, level_of_caller())
+
+
+def _unread(optimizer: KFACMixin) -> str:
+    """Name options of the whole optimizer that were put into a group since it was built."""
+    names = OF_ALL.difference(optimizer.defaults)
+    found = [name for group in optimizer.param_groups for name in sorted(names & group.keys())]
+    if not found:
+        return ""
+    return (
+        f"a parameter group has {found[0]!r}, which nobody reads there; it is an option of the "
+        "whole optimizer: pass it as an argument, or, of those that may change, set it as an "
+        "attribute of optimizer.preconditioner"
+    )
+
+
+def _unused(optimizer: KFACMixin) -> str:
+    """Name a clip or a damping that moments kept by K-FAC have no use for."""
+    kfac = optimizer.preconditioner
+    clip, dampings = kfac.kl_clip, {g["damping"] for g in optimizer.param_groups}
+    unread = [f"kl_clip {clip!r}"] * (clip not in (None, KL_CLIP))
+    if not kfac.rule.rotates:
+        return f"{unread[0]}: of no use to KFACMuon; leave it out" if unread else ""
+    asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})] + unread
+    if not asked:
+        return ""
+    return (
+        f'{" and ".join(asked)}: of no use to moments="eigenbasis"; leave it out, or build the '
+        'optimizer with moments="parameters"'
+    )
+
+
+def _unread_scale(kfac: Preconditioner) -> str:
+    """Name a GradScaler that the optimizer does not know.
+
+    G would be too large by the scale squared, and steps too short to train.
+    """
+    if kfac.sums.loss_scale is not None:
+        return ""
+    for caller in _callers():
+        if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
+            # Locals that are asked for live on with their frame, and all that a step has made.
+            continue
+        scaler = caller.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+            return (
+                "step() was called by a GradScaler that the optimizer does not know: factors "
+                "are made of scaled gradients, and weights will hardly move; pass "
+                "grad_scaler=scaler"
+            )
+    return ""
+
+
+def _beyond_the_clip(optimizer: KFACMixin) -> str:
+    """Name groups whose lr is above the one that the KL clip goes by."""
+    if optimizer.preconditioner.kl_clip is None:
+        return ""
+    # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
+    beyond = [
+        number
+        for number, group in enumerate(optimizer.param_groups)
+        if isinstance(group["kl_clip_lr"], int | float)
+        and isinstance(group.get("lr"), int | float)
+        and 0 < 1.01 * group["kl_clip_lr"] < group["lr"]
+    ]
+    if beyond:
+        covered = optimizer.preconditioner.registry.covered_groups
+        beyond = [number for number in beyond if number in covered]
+    if not beyond:
+        return ""
+    group = optimizer.param_groups[beyond[0]]
+    lr, alpha = group["lr"], group["kl_clip_lr"]
+    return (
+        f"lr {lr:g} is above kl_clip_lr {alpha:g} in parameter group "
+        f"{', '.join(map(str, beyond))}: the KL clip goes by the latter, which is the lr at "
+        f"construction, so that clipped steps are {lr / alpha:.3g} times as long as kl_clip "
+        'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or '
+        'use kl_clip_lr="current"'
+    )
+
+
+def missing_process_group(group: Any) -> None:
+    """Warn under a launcher of a script without a process group: it trains many models apart."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    distributed = torch.distributed
+    initialized = distributed.is_available() and distributed.is_initialized()
+    if world not in ("", "1") and group is None and not initialized:
+        warnings.warn(
+            f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
+            "call torch.distributed.init_process_group() before building model and optimizer",
+            stacklevel=4,
+        )
+
+
+def refuse_late_process_group(kfac: Preconditioner) -> None:
+    """Refuse a process group that came after the optimizer."""
+    distributed = torch.distributed
+    if kfac.ranks.group is None and distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+        if world > 1:
+            raise RuntimeError(
+                f"Invalid process group: it came with {world} ranks after the optimizer, which "
+                "would not exchange anything with them; build the optimizer after "
+                "init_process_group()"
+            )
+
+
+def refuse_graph_capture() -> None:
+    """Refuse a step inside a CUDA graph."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a K-FAC step can't be captured in a CUDA graph: it decides on the host what is due; "
+            "run the training step outside of graphs"
+        )
