@@ -350,9 +350,8 @@ def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> N
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if world > 1:
-        store = dist.FileStore(str(Path(out, "store")), world)
-        wait = timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+        meeting, wait = f"file://{out}/store", timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", meeting, wait, world, rank)
     with Path(out, f"{rank}.jsonl").open("w") as lines:
         for name in names:
             began = time.perf_counter()
@@ -417,8 +416,8 @@ def run_group(tree: str, names: list[str], world: int, out: str) -> str:
         if deadline is None and any(rank.poll() for rank in ranks):
             deadline = time.monotonic() + GRACE
         if deadline is not None and time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill()
+            for process in ranks:
+                process.kill()
         time.sleep(0.05)
     failed = [i for i, rank in enumerate(ranks) if rank.returncode]
     logs = [Path(out, f"{i}.log").read_text() for i in failed]
