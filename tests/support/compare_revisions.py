@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -117,13 +118,21 @@ class Wide(nn.Module):
         return self.head(self.middle(self.first(x).tanh()).tanh())
 
 
+class Small(nn.Sequential):
+    """The network of saved files."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
+
+
 NETWORKS: dict[str, type[nn.Module]] = {
     "images": Images,
     "tokens": Tokens,
     "chain": Chain,
     "wide": Wide,
+    "small": Small,
 }
-SHAPES = {"images": (2, 5, 5), "chain": (7,), "wide": (200,)}
+SHAPES = {"images": (2, 5, 5), "chain": (7,), "wide": (200,), "small": (5,)}
 
 
 @dataclass(frozen=True)
@@ -359,7 +368,7 @@ def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> N
                 hashes, end = train(CASES[name])
                 result = {"steps": hashes, "end": end, "seconds": time.perf_counter() - began}
             except Exception as error:
-                result = {"error": f"{type(error).__name__}: {error}"[:500]}
+                result = {"error": f"{type(error).__name__}: {error}"[:500], "at": time.time()}
             print(json.dumps([name, result]), file=lines, flush=True)
             if "error" in result and world > 1:
                 os._exit(1)  # destructors of the group would wait for its ranks
@@ -369,6 +378,13 @@ def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> N
 
 
 # ---- comparing ----
+
+
+LATE = "ended after another rank"
+
+
+def _is_late(text: str) -> bool:
+    return LATE in text
 
 
 Results = dict[str, dict[str, Any]]  # by "world-rank", then by case
@@ -394,9 +410,13 @@ def run_revision(tree: str, names: list[str], world: int) -> Results:
         failed = waiting[broken.index(True)] if any(broken) else ""
         if failed == waiting[0] and not any(failed in rank for rank in ranks):
             raise SystemExit(f"{tree}: no training on {world} ranks: {errors}")
+        if failed:
+            # Errors of the others follow from the first, and differ from run to run.
+            first = min(r[failed].get("at", math.inf) for r in ranks if failed in r)
+            for rank in ranks:
+                if rank.get(failed, {}).get("at") != first:
+                    rank[failed] = {"error": LATE}
         for where, rank in zip(found.values(), ranks, strict=True):
-            if failed:
-                rank.setdefault(failed, {"error": "ended after another rank"})
             where.update(rank)
         waiting = waiting[waiting.index(failed) + 1 :] if failed else []
     return found
@@ -473,7 +493,7 @@ def differences(
     """Yield the first parameter and the first entry of each kind that differ on one rank."""
     if "error" in old or "error" in new:
         if old.get("error") != new.get("error"):
-            yield f"old: {old.get('error', 'trained')}; new: {new.get('error', 'trained')}"
+            yield f"{old.get('error', 'trained')}, is now: {new.get('error', 'trained')}"
         return
 
     def differing(one: dict[str, Any], other: dict[str, Any], kind: str) -> list[str]:
@@ -514,7 +534,7 @@ def compare(
                 found += [f"{place}: {text}" for text in differences(old, new, ignored, unsigned)]
                 failed += [f"{place}: {new['error']}"] if "error" in new else []
         status = f"FAILS IN BOTH: {failed[0]}" if failed and not found else "equal"
-        status = f"DIFFERS: {'; '.join(found[:4])}" if found else status
+        status = f"DIFFERS: {'; '.join(sorted(found, key=_is_late)[:4])}" if found else status
         print(f"{name}: {status}", flush=True)
         equal = equal and not found and not failed
     return equal
