@@ -48,7 +48,7 @@ def test_a_run_goes_on_from_a_file_of_an_earlier_revision(name):
 
 def test_a_file_with_decompositions_under_way_loads():
     """The factors as saved are decomposed in their place, at the first step."""
-    saved, case = load("under way"), dataclasses.replace(CASES["eigen"], network="chain")
+    saved, case = load("under way"), dataclasses.replace(CASES["eigen"], network="small")
     assert saved["optimizer"]["kfac_under_way"]
     begun = [
         entry["kfac_status"][6:]

@@ -2,10 +2,16 @@
 
 The tool trains the same small networks with the package of both revisions, on one process and on
 groups of 2 and 4 ranks, and names the first step and tensor whose bits differ. NEW is the working
-tree if it is left out. ``--ignore`` leaves out state entries by a pattern, for changes that are
-meant. ``--write-golden FILE`` writes names, shapes and dtypes of the states of one process.
+tree if it is left out, with its uncommitted changes.
 
-Only public names of the package are used here, so that one driver serves both revisions.
+``--sets`` chooses option sets by a pattern, ``--worlds`` numbers of ranks; ``--list`` lists sets.
+``--ignore`` leaves out what a change is meant to alter: a pattern, searched for in texts such as
+``state head.weight: kfac_status``, ``memory pending`` and ``volume gradients``.
+``--unsigned-zeros`` takes both zeros for one number. ``--write-golden [FILE]`` writes names, shapes
+and dtypes of the states of one process.
+
+A commit's results are kept in ``.compare_cache`` in the temporary folder. Only public names of the
+package are used here, so that one driver serves both revisions.
 """
 
 from __future__ import annotations
@@ -14,14 +20,17 @@ import argparse
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +41,14 @@ from torch import Tensor, nn
 
 STEPS = 20
 WORLDS = (1, 2, 4)
+FEW = (1, 2)  # of cases whose like is trained on 4 ranks
 ROWS = 8  # examples of a step, of all ranks together
+PATIENCE = 120  # seconds that a rank waits for others
+GRACE = 5  # seconds for the other ranks to end after one has failed
 
-Step = dict[str, str]  # a hash of each parameter's bits
+GOLDEN = Path(__file__).parents[1] / "data" / "golden_state.json"
+
+Step = dict[str, list[str]]  # each parameter's hashes: of its bits, and with one zero
 
 
 class Images(nn.Module):
@@ -91,7 +105,34 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-NETWORKS: dict[str, type[nn.Module]] = {"images": Images, "tokens": Tokens, "chain": Chain}
+class Wide(nn.Module):
+    """Factors of 201, 161 and 160 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(200, 12)
+        self.middle = nn.Linear(12, 160)
+        self.head = nn.Linear(160, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.first(x).tanh()).tanh())
+
+
+class Small(nn.Sequential):
+    """The network of saved files."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
+
+
+NETWORKS: dict[str, type[nn.Module]] = {
+    "images": Images,
+    "tokens": Tokens,
+    "chain": Chain,
+    "wide": Wide,
+    "small": Small,
+}
+SHAPES = {"images": (2, 5, 5), "chain": (7,), "wide": (200,), "small": (5,)}
 
 
 @dataclass(frozen=True)
@@ -117,28 +158,32 @@ eigenbasis = {"moments": "eigenbasis"}
 CASES: dict[str, Case] = {
     "eigen": Case(),
     "tokens": Case("tokens"),
-    "double": Case(dtype=torch.float64),
+    "double": Case(dtype=torch.float64, worlds=FEW),
     "inverse pi": Case(options=inverse),
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
     "inverse split owners": Case("chain", options={**inverse, "colocate_factors": False}),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
     "ekfac examples": Case("tokens", options={"eigenvalue_correction": "examples"}),
-    "ekfac images": Case(options={"eigenvalue_correction": "examples"}, micro=2),
+    "ekfac images": Case(options={"eigenvalue_correction": "examples"}, micro=2, worlds=FEW),
     "ekfac gradients": Case(options={"eigenvalue_correction": "gradients"}),
     "truncated": Case("tokens", options={"truncation": 0.5}),
     "refined": Case(options={"basis_tolerance": 0.3}),
-    "refined, often anew": Case("chain", options={"basis_tolerance": 0.01}),
+    "refined, often anew": Case("chain", options={"basis_tolerance": 0.01}, worlds=FEW),
     "adam": Case("tokens", "KFACAdam"),
-    "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}),
+    "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}, worlds=FEW),
     "adam by name": Case("chain", "KFACAdam", options=eigenbasis, branches=True),
     "adam parameters": Case("chain", "KFACAdam", options={"moments": "parameters"}),
     "adamw": Case("tokens", "AdamW"),
     "lamb": Case("tokens", "KFACLAMB"),
-    "lamb parameters": Case(optimizer="KFACLAMB", options={"moments": "parameters"}),
+    "lamb parameters": Case(optimizer="KFACLAMB", options={"moments": "parameters"}, worlds=FEW),
     "muon": Case("tokens", "KFACMuon"),
-    "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}),
+    "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}, worlds=FEW),
+    "wide": Case("wide"),
+    "wide inverse": Case("wide", options=inverse, worlds=FEW),
+    "wide refined adam": Case("wide", "KFACAdam", {"basis_tolerance": 0.3}),
     "layer-wise": Case(options={"assignment": "layer-wise"}, worlds=(2, 4)),
     "layer-wise adam": Case("tokens", "KFACAdam", {"assignment": "layer-wise"}, worlds=(2, 4)),
+    "opt": Case("chain", options={"assignment": "opt"}, worlds=(2, 4)),
     "hybrid": Case("tokens", options={"assignment": "hybrid"}, worlds=(2, 4)),
     "hybrid lamb": Case("chain", "KFACLAMB", {"grad_worker_fraction": 0.5}, worlds=(4,)),
     "hybrid small buckets": Case(
@@ -147,9 +192,9 @@ CASES: dict[str, Case] = {
     "accumulation": Case(micro=2),
     "fraction": Case("tokens", options={"statistics_fraction": 0.5}),
     "reduce": Case("tokens", options={"weight_sharing": "reduce"}),
-    "positions": Case("tokens", options={"loss_terms": "positions", "kl_clip": None}),
+    "positions": Case("tokens", options={"loss_terms": "positions", "kl_clip": None}, worlds=FEW),
     "kaisa": Case(options={"normalization": "kaisa", "damping": 0.01}),
-    "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}),
+    "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
     "halves": Case(options={"factor_dtype": brain, "inv_dtype": brain, "comm_dtype": brain}),
     "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
     "grafting": Case(options={"grafting": True, "kl_clip": None, "warmup_steps": 6}),
@@ -158,15 +203,15 @@ CASES: dict[str, Case] = {
     "skipped": Case(options={"skip_layers": ["head"], "max_factor_size": 20}),
     "diagonal inverse": Case(options={**inverse, "max_factor_size": 20}),
     "frozen": Case("chain", freezes="middle.1"),
-    "frozen adam": Case("chain", "KFACAdam", freezes="branch"),
+    "frozen adam": Case("chain", "KFACAdam", freezes="branch", worlds=FEW),
     "branches": Case("chain", branches=True),
     "drawn": Case("chain", draws=True),
     "sharded": Case("chain", sharded=True, worlds=(2, 4)),
     "sharded adam": Case("tokens", "KFACAdam", sharded=True, worlds=(2, 4)),
     "resumed": Case("tokens", resumes=True),
     "resumed adam": Case("chain", "KFACAdam", resumes=True),
-    "resumed refined": Case(options={"basis_tolerance": 0.3}, resumes=True),
-    "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}),
+    "resumed refined": Case(options={"basis_tolerance": 0.3}, resumes=True, worlds=FEW),
+    "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}, worlds=FEW),
 }
 RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "KFACMuon": 0.02, "AdamW": 0.005}
 
@@ -193,8 +238,10 @@ def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(4, (ROWS,), generator=generator)
     if case.network == "tokens":
         return torch.randint(9, (ROWS, 3), generator=generator), labels
-    shape = (ROWS, 2, 5, 5) if case.network == "images" else (ROWS, 7)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype), labels
+    shape = SHAPES[case.network]
+    return torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64).to(
+        case.dtype
+    ), labels
 
 
 def prepared(case: Case) -> tuple[nn.Module, Any]:
@@ -219,10 +266,11 @@ def backward(case: Case, model: nn.Module, opt: Any, step: int, rank: int, world
             opt.preconditioner.sample_fisher(outputs, "cross_entropy")
         (F.cross_entropy(outputs, ys) / case.micro).backward()
     if world > 1 and not case.sharded:
-        for p in model.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= world
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / world).split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[list[Step], dict[str, Any]]:
@@ -248,14 +296,9 @@ def train(case: Case, steps: int = STEPS) -> tuple[list[Step], dict[str, Any]]:
         opt.step()
         hashes.append({name: bits(p) for name, p in model.named_parameters()})
     kfac = opt.preconditioner
-    end: dict[str, Any] = {
-        "memory": kfac.memory_usage(),
-        "volume": {kind: f"{size:.6g}" for kind, size in kfac.communication_volume().items()},
-    }
-    state = complete_state(opt)
-    if rank == 0 and not case.sharded:
-        end["state"] = entries(model, opt, state)
-    return hashes, end
+    end = {"memory": kfac.memory_usage(), "volume": kfac.communication_volume()}
+    # Consolidated on rank 0; other ranks' states are their own parts, as are shards.
+    return hashes, {**end, **entries(model, opt, complete_state(opt))}
 
 
 def complete_state(opt: Any) -> Any:
@@ -263,41 +306,72 @@ def complete_state(opt: Any) -> Any:
     return opt.state_dict()
 
 
-def entries(model: nn.Module, opt: Any, state: Any) -> dict[str, list[Any]]:
-    """Return shape, dtype and hash of each entry of a state, by names of parameters."""
+def entries(model: nn.Module, opt: Any, state: Any) -> dict[str, dict[str, Any]]:
+    """Return shape, dtype and hashes of each entry of a state, by names of parameters."""
     names = {p: name for name, p in model.named_parameters()}
     order = [names[p] for group in opt.param_groups for p in group["params"]]
-    found = {}
-    for index, entry in state["state"].items():
-        for key, value in entry.items():
-            tensor = torch.as_tensor(value)
-            found[f"{order[index]}: {key}"] = [list(tensor.shape), str(tensor.dtype), bits(tensor)]
-    return found
+    found = {
+        f"{order[index]}: {key}": described(value)
+        for index, entry in state["state"].items()
+        for key, value in entry.items()
+    }
+    groups = {
+        f"{i}: {key}": "a function" if callable(value) else repr(value)
+        for i, group in enumerate(state["param_groups"])
+        for key, value in group.items()
+        if key != "params"
+    }
+    rest = {
+        key: repr(value) for key, value in state.items() if key not in ("state", "param_groups")
+    }
+    return {"state": found, "group": groups, "beside": rest}
 
 
-def bits(tensor: Any) -> str:
+def described(value: Any) -> list[Any]:
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    return [list(tensor.shape), str(tensor.dtype), *bits(tensor)]
+
+
+def bits(tensor: Any) -> list[str]:
+    """Return a hash of a tensor's bits, and one in which a zero has no sign.
+
+    A zero that stands for a missing number may have either sign.
+    """
     tensor = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
-    # A zero may have either sign where it stands for a missing one: both are the same number.
-    tensor = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
+    unsigned = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
+    return [_hash(tensor), _hash(unsigned)]
+
+
+def _hash(tensor: Tensor) -> str:
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def train_all(names: list[str], world: int, rank: int, port: int, out: str) -> None:
-    """Train the cases in a row, in one process group."""
+def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> None:
+    """Train the cases in a row, in one process group, and write a line for each.
+
+    A group of ranks ends where one has failed: what the others wait for then is not known.
+    """
+    import kaisa_optim
+
+    if not Path(kaisa_optim.__file__).resolve().is_relative_to(Path(tree).resolve()):
+        raise SystemExit(f"{kaisa_optim.__file__} is not the package of {tree}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if world > 1:
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    results: dict[str, Any] = {}
-    for name in names:
-        try:
-            hashes, end = train(CASES[name])
-            results[name] = {"steps": hashes, "end": end}
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-    Path(out, f"{world}-{rank}.json").write_text(json.dumps(results))
+        meeting, wait = f"file://{out}/store", timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", meeting, wait, world, rank)
+    with Path(out, f"{rank}.jsonl").open("w") as lines:
+        for name in names:
+            began = time.perf_counter()
+            try:
+                hashes, end = train(CASES[name])
+                result = {"steps": hashes, "end": end, "seconds": time.perf_counter() - began}
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}"[:500], "at": time.time()}
+            print(json.dumps([name, result]), file=lines, flush=True)
+            if "error" in result and world > 1:
+                os._exit(1)  # destructors of the group would wait for its ranks
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -306,86 +380,163 @@ def train_all(names: list[str], world: int, rank: int, port: int, out: str) -> N
 # ---- comparing ----
 
 
-def run_revision(tree: str, names: list[str], worlds: list[int], out: str) -> None:
-    """Train with the package of a tree, in processes of its own."""
-    for world in worlds:
-        chosen = [name for name in names if world in CASES[name].worlds]
-        port = 20000 + os.getpid() % 20000 + world
-        command = [sys.executable, __file__, "--train", json.dumps([chosen, world, port, out])]
-        environment = {**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment, cwd=out)
-            for rank in range(world)
+LATE = "ended after another rank"
+
+
+def _is_late(text: str) -> bool:
+    return LATE in text
+
+
+Results = dict[str, dict[str, Any]]  # by "world-rank", then by case
+
+
+def run_revision(tree: str, names: list[str], world: int) -> Results:
+    """Train with the package of a tree, in processes of its own; begin anew after a failure."""
+    found: Results = {f"{world}-{rank}": {} for rank in range(world)}
+    waiting = [name for name in names if world in CASES[name].worlds]
+    while waiting:
+        with tempfile.TemporaryDirectory() as out:
+            errors = run_group(tree, waiting, world, out)
+            lines = [Path(out, f"{rank}.jsonl") for rank in range(world)]
+            ranks = [
+                dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
+                for path in lines
+            ]
+        # On one process, a case with an error is no reason to begin anew.
+        broken = [
+            any(name not in rank or (world > 1 and "error" in rank[name]) for rank in ranks)
+            for name in waiting
         ]
-        if sum(rank.wait() != 0 for rank in ranks):
-            raise SystemExit(f"{tree}: training on {world} ranks failed")
-
-
-def results_of(revision: str, names: list[str], worlds: list[int]) -> dict[str, Any]:
-    """Return the results of a revision; those of a commit are kept, with all cases."""
-    git = ["git", "-C", str(Path(__file__).parents[2])]
-    top = subprocess.check_output([*git, "rev-parse", "--show-toplevel"], text=True).strip()
-    with tempfile.TemporaryDirectory() as folder:
-        if revision == ".":
-            run_revision(top, names, worlds, folder)
-            return load(Path(folder), worlds)
-        commit = subprocess.check_output([*git, "rev-parse", revision], text=True).strip()
-        key = repr([commit, Path(__file__).read_text(), torch.__version__])
-        digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-        kept = Path(tempfile.gettempdir(), "compare_revisions", digest)
-        missing = [world for world in worlds if not (kept / f"{world}-0.json").exists()]
-        if missing:
-            kept.mkdir(parents=True, exist_ok=True)
-            tree = str(Path(folder, "tree"))
-            subprocess.check_call([*git, "worktree", "add", "--detach", "-q", tree, commit])
-            try:
-                run_revision(tree, list(CASES), missing, str(kept))
-            finally:
-                subprocess.check_call([*git, "worktree", "remove", "--force", tree])
-        return load(kept, worlds)
-
-
-def load(folder: Path, worlds: list[int]) -> dict[str, Any]:
-    found = {}
-    for world in worlds:
-        for rank in range(world):
-            found[f"{world}-{rank}"] = json.loads((folder / f"{world}-{rank}.json").read_text())
+        failed = waiting[broken.index(True)] if any(broken) else ""
+        if failed == waiting[0] and not any(failed in rank for rank in ranks):
+            raise SystemExit(f"{tree}: no training on {world} ranks: {errors}")
+        if failed:
+            # Errors of the others follow from the first, and differ from run to run.
+            first = min(r[failed].get("at", math.inf) for r in ranks if failed in r)
+            for rank in ranks:
+                if rank.get(failed, {}).get("at") != first:
+                    rank[failed] = {"error": LATE}
+        for where, rank in zip(found.values(), ranks, strict=True):
+            where.update(rank)
+        waiting = waiting[waiting.index(failed) + 1 :] if failed else []
     return found
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], ignored: str) -> Iterator[str]:
-    """Yield the first difference of one case on one rank, and all differences of its end."""
+def run_group(tree: str, names: list[str], world: int, out: str) -> str:
+    """Run the ranks; end all once one has failed. Return the end of what the first has said."""
+    command = [sys.executable, __file__, "--train", json.dumps([names, world, tree, out])]
+    environment = {**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(world):
+        with Path(out, f"{rank}.log").open("w") as log:
+            own = [*command, "--rank", str(rank)]
+            ranks.append(subprocess.Popen(own, env=environment, cwd=out, stdout=log, stderr=log))
+    deadline = None
+    while any(rank.poll() is None for rank in ranks):
+        if deadline is None and any(rank.poll() for rank in ranks):
+            deadline = time.monotonic() + GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            for process in ranks:
+                process.kill()
+        time.sleep(0.05)
+    failed = [i for i, rank in enumerate(ranks) if rank.returncode]
+    logs = [Path(out, f"{i}.log").read_text() for i in failed]
+    return next((log.strip()[-500:] for log in logs if log.strip()), "no output") if failed else ""
+
+
+def results_of(revision: str, names: list[str], worlds: list[int]) -> Results:
+    """Return the results of a revision; those of a commit are kept, with all cases."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    found: Results = {}
+    if revision == ".":
+        top = subprocess.check_output([*git, "rev-parse", "--show-toplevel"], text=True).strip()
+        for world in worlds:
+            found |= run_revision(top, names, world)
+        return found
+    commit = f"{revision}^{{commit}}"
+    commit = subprocess.check_output([*git, "rev-parse", "--verify", commit], text=True).strip()
+    driver = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
+    kept = Path(tempfile.gettempdir(), ".compare_cache", f"{commit}-{driver}-{torch.__version__}")
+    missing = [world for world in worlds if not (kept / f"{world}.json").exists()]
+    found = {}
+    for world in worlds:
+        if world not in missing:
+            found |= json.loads((kept / f"{world}.json").read_text())
+    if missing:
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            tree = str(Path(folder, "tree"))
+            subprocess.check_call([*git, "worktree", "add", "--detach", "-q", tree, commit])
+            try:
+                for world in missing:
+                    trained = run_revision(tree, list(CASES), world)
+                    found |= trained
+                    if not any(
+                        "error" in case for rank in trained.values() for case in rank.values()
+                    ):
+                        keep(kept / f"{world}.json", trained)
+            finally:
+                subprocess.check_call([*git, "worktree", "remove", "--force", tree])
+    return found
+
+
+def keep(path: Path, results: Results) -> None:
+    """Write a file that is whole at any time, also beside another run of the tool."""
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps(results))
+    own.replace(path)
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], ignored: str, unsigned: bool
+) -> Iterator[str]:
+    """Yield the first parameter and the first entry of each kind that differ on one rank."""
     if "error" in old or "error" in new:
         if old.get("error") != new.get("error"):
-            yield f"old: {old.get('error', 'trained')}; new: {new.get('error', 'trained')}"
+            yield f"{old.get('error', 'trained')}, is now: {new.get('error', 'trained')}"
         return
+
+    def differing(one: dict[str, Any], other: dict[str, Any], kind: str) -> list[str]:
+        # In place of both hashes, the second alone.
+        def seen(value: Any) -> Any:
+            return [*value[:-2], value[-1]] if unsigned and isinstance(value, list) else value
+
+        return [
+            key
+            for key in {**one, **other}
+            if (key in one) != (key in other) or seen(one[key]) != seen(other[key])
+            if not (ignored and re.search(ignored, f"{kind} {key}"))
+        ]
+
     for step, (one, other) in enumerate(zip(old["steps"], new["steps"], strict=True)):
-        different = [name for name in one if one[name] != other.get(name)]
-        if different:
-            yield f"step {step}: {different[0]} and {len(different) - 1} more parameters"
+        if names := differing(one, other, "parameter"):
+            yield f"step {step}: {names[0]} and {len(names) - 1} more parameters"
             break
-    for kind in ("memory", "volume", "state"):
-        one, other = old["end"].get(kind, {}), new["end"].get(kind, {})
-        for key in sorted({*one, *other}):
-            if one.get(key) != other.get(key) and not (ignored and re.search(ignored, key)):
-                yield f"{kind} {key}: {one.get(key)} is now {other.get(key)}"
-                break
+    for kind in old["end"]:
+        one, other = old["end"][kind], new["end"][kind]
+        for key in differing(one, other, kind)[:1]:
+            yield f"{kind} {key}: {one.get(key, 'nothing')} is now {other.get(key, 'nothing')}"
 
 
-def compare(old: str, new: str, names: list[str], worlds: list[int], ignored: str) -> bool:
+def compare(
+    pair: list[str], names: list[str], worlds: list[int], ignored: str, unsigned: bool
+) -> bool:
     """Print one line a case; return whether all are equal."""
-    results = [results_of(revision, names, worlds) for revision in (old, new)]
+    results = [results_of(revision, names, worlds) for revision in pair]
     equal = True
     for name in names:
-        found = []
+        found, failed = [], []
         for where in results[0]:
             if name in results[0][where]:
-                pair = (result[where][name] for result in results)
-                found += [f"{where}: {text}" for text in differences(*pair, ignored)]
-        failed = [r[name]["error"] for r in results[1].values() if "error" in r.get(name, {})]
-        status = f"fails in both: {failed[0]}" if failed and not found else "equal"
-        print(f"{name}: {'; '.join(found[:4]) or status}")
-        equal = equal and not found
+                old, new = (result[where][name] for result in results)
+                world, rank = where.split("-")
+                place = f"world {world}, rank {rank}"
+                found += [f"{place}: {text}" for text in differences(old, new, ignored, unsigned)]
+                failed += [f"{place}: {new['error']}"] if "error" in new else []
+        status = f"FAILS IN BOTH: {failed[0]}" if failed and not found else "equal"
+        status = f"DIFFERS: {'; '.join(sorted(found, key=_is_late)[:4])}" if found else status
+        print(f"{name}: {status}", flush=True)
+        equal = equal and not found and not failed
     return equal
 
 
@@ -402,25 +553,35 @@ def golden() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("revisions", nargs="*")
     parser.add_argument("--sets", default="", help="a pattern of the cases' names")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
-    parser.add_argument("--ignore", default="")
-    parser.add_argument("--write-golden")
-    parser.add_argument("--train")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="list the cases")
+    parser.add_argument("--ignore", default="", help="a pattern of what may differ")
+    parser.add_argument("--unsigned-zeros", action="store_true", help="take -0 for 0")
+    parser.add_argument("--write-golden", nargs="?", const=str(GOLDEN), metavar="FILE")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    names = [name for name in CASES if re.search(given.sets, name)]
+    worlds = [int(world) for world in given.worlds.split(",")]
     if given.train:
-        names, world, port, out = json.loads(given.train)
-        train_all(names, world, given.rank, port, out)
+        chosen, world, tree, out = json.loads(given.train)
+        train_all(chosen, world, given.rank, tree, out)
     elif given.write_golden:
         Path(given.write_golden).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
+    elif given.list:
+        for name in names:
+            print(f"{name}: {CASES[name]}")
+    elif not 1 <= len(given.revisions) <= 2 or not names:
+        parser.error("name one or two revisions, and sets that there are")
     else:
-        old, new = [*given.revisions, "."][:2]
-        names = [name for name in CASES if re.search(given.sets, name)]
-        worlds = [int(world) for world in given.worlds.split(",")]
-        raise SystemExit(not compare(old, new, names, worlds, given.ignore))
+        pair = [*given.revisions, "."][:2]
+        equal = compare(pair, names, worlds, given.ignore, given.unsigned_zeros)
+        raise SystemExit(not equal)
 
 
 if __name__ == "__main__":
