@@ -56,7 +56,7 @@ class Tap(torch.autograd.Function):
 
 @dataclasses.dataclass(eq=False)
 class Drawn:
-    """What drawn gradients made of one call of a layer, until the training pass takes it."""
+    """Sums that drawn gradients made of one call of a layer, until the training pass takes it."""
 
     moments: Moments | None = None
     ever: bool = False
@@ -88,7 +88,7 @@ class Passage(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """What moments are made of, beside the input and the gradient."""
+    """Data that moments are made of, beside the input and the gradient."""
 
     passage: Passage
     blocks: slice

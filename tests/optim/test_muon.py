@@ -563,8 +563,8 @@ def matrices(opt: Any, of_gradient: bool = False) -> dict[tuple[str, int], Tenso
 def momenta_of(opt: Any) -> dict[str, Tensor]:
     layout = opt.preconditioner.applied
     return {
-        x.name: pair.tensors["momentum"][pair.slots[x]].clone()
-        for x, pair in layout.pair_of.items()
+        x.name: group.tensors["momentum"][group.slots[x]].clone()
+        for x, group in layout.group_of.items()
     }
 
 
