@@ -1,4 +1,4 @@
-"""What all ranks must have alike: compared by a sum of checksums, named where it differs."""
+"""All that all ranks must have alike: compared by a sum of checksums, named where it differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checksum(thing: Any) -> int:
 
 
 def alike(world: int, total: float, squares: float) -> bool:
-    """Whether whole numbers, one a rank, are all equal, from their sum and that of their squares.
+    """Return whether whole numbers, one a rank, are equal, from their sum and sum of squares.
 
     In integers: the square of the sum has more digits than a float.
     """

@@ -180,7 +180,7 @@ class Ranks:
         return numbers
 
     def gather_objects(self, thing: Any, during: str) -> list[Any]:
-        """What every rank says, in the order of ranks; for the rare cases."""
+        """All that every rank says, in the order of ranks; for the rare cases."""
         if self.world == 1:
             return [thing]
         things: list[Any] = [None] * self.world
@@ -481,7 +481,7 @@ class Ranks:
     def _loaded(
         self, items: list[BroadcastItem], device: torch.device
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """What this rank sends as bytes, with room for the rest; and what that will fill."""
+        """All that this rank sends as bytes, with room for the rest; and what that will fill."""
         flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
         targets: list[tuple[Tensor, Tensor]] = []
         at = 0

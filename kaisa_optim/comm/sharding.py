@@ -30,7 +30,7 @@ class Shards(NamedTuple):
     shape: tuple[int, ...]  # of the whole
 
     def sends(self, source: int, to: int) -> bool:
-        """Whether ``to`` takes a part from ``source``: one that holds some of the same copy."""
+        """Say if ``to`` takes a part from ``source``: one that holds some of the same copy."""
         return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
@@ -96,7 +96,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def layout(tensor: Any) -> Any:
-    """What tensors have alike that one operation can take; ``None`` of those that are whole."""
+    """All that tensors have alike that one operation can take; ``None`` of those that are whole."""
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""What travels between ranks in a step: sums to owners, state to gradient workers, gradients."""
+"""All that ranks send in a step: sums to owners, state to gradient workers, gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users may ask of one model's K-FAC."""
+"""All that users may ask of one model's K-FAC."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Registry:
 
     @property
     def splits_owners(self) -> bool:
-        """Whether A and G of some layer have two owners."""
+        """Return whether A and G of some layer have two owners."""
         return any(p.a != p.g for p in self.placements.values())
 
     def shards(self, layer: Layer) -> list[sharding.Shards]:

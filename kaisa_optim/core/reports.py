@@ -321,7 +321,7 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
 
     def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
-        return item[0] != "lr", item[0]  # others follow from lr
+        return item[0] != "lr", str(item[0])  # others follow from lr
 
     return {
         f"{name} of parameter group {i}": _number(value)

@@ -1,4 +1,4 @@
-"""What K-FAC asks of a kind of layer, and the register of kinds.
+"""All that K-FAC asks of a kind of layer, and the register of kinds.
 
 One canonical layout: rows are ``[blocks, batch, positions, features]``. A block is one Kronecker
 pair: a plain layer has one, a grouped convolution one for each group.
@@ -170,7 +170,7 @@ class CoveredModule:
         )
 
     def same_place(self, other: CoveredModule) -> bool:
-        """Whether both stand for the same parameters of the same module."""
+        """Return whether both stand for the same parameters of the same module."""
         return (
             self.module is other.module and self.weight is other.weight and self.bias is other.bias
         )
@@ -192,7 +192,7 @@ class RowsOfModule(CoveredModule):
         raise NotImplementedError
 
     def unbatched(self, x: Tensor) -> bool:
-        """Whether this input is a single example without a batch dimension."""
+        """Return whether this input is a single example without a batch dimension."""
         return False
 
     def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
@@ -219,11 +219,11 @@ class RowsOfModule(CoveredModule):
         return part
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
-        """Whether the statistics need the module's input to be kept for the backward pass."""
+        """Say if the statistics need the module's input to be kept for the backward pass."""
         return covers[0] and (self.reads_input or not self.without_input)
 
     def mode(self, output: Tensor) -> Any:
-        """What the moments must know of the forward pass that made ``output``, if anything."""
+        """All the moments must know of the forward pass that made ``output``, if anything."""
         return None
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -399,7 +399,7 @@ class Layer(MomentsOfRows):
     @classmethod
     @functools.cache
     def intercepts(cls) -> bool:
-        """Whether this kind looks into its module's forward."""
+        """Return whether this kind looks into its module's forward."""
         return _overrides(cls, "interceptor")
 
     # ---- the gradient as a matrix ----
@@ -522,12 +522,12 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether the module's class or one that it inherits from has a kind."""
+    """Return whether the module's class or one that it inherits from has a kind."""
     return any(cls in _KINDS for cls in type(module).__mro__)
 
 
 def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether a module's forward is its class's own, not a subclass's or its instance's."""
+    """Return whether a module's forward is its class's own, not a subclass's or its instance's."""
     if "forward" in vars(module):
         return False
     names = ("forward", "_conv_forward")  # the latter is what weight standardization overrides

@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """What makes a sum over the part one that stands for the whole."""
+        """All that makes a sum over the part one that stands for the whole."""
         return self.whole / self.taken
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
 
 
 def sums_images(images: Tensor) -> bool:
-    """Whether :func:`moment_of_images` takes less time than the moment of their rows.
+    """Return whether :func:`moment_of_images` takes less time than the moment of their rows.
 
     ``images`` are ``[batch, k, n, *size]``. Where batch and k are not one in memory, they would be
     copied; of few positions, products are mostly written and read; those of wide rows are halved.
@@ -160,7 +160,7 @@ def _gram_by_onednn(
 
 
 def _in_brain_floats(rows: Tensor) -> bool:
-    """Whether a CPU takes these products in bfloat16, as it has been asked to."""
+    """Return whether a CPU takes these products in bfloat16, as it has been asked to."""
     on_cpu = rows.device.type == "cpu"
     return on_cpu and _asked.setting == "medium" and multiplies_in_half(torch.bfloat16, rows)
 

@@ -49,7 +49,7 @@ def windows(
 
 @functools.lru_cache(_REMEMBERED)
 def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
-    """Whether this takes fewer products of channels than patches would, by a clear margin, and
+    """Say if this takes fewer products of channels than patches would, by a clear margin, and
     little more memory than the result. It does not for wide kernels without padding: the strips
     that they leave out are as wide."""
     taps = math.prod(kernel)
@@ -105,7 +105,7 @@ def _rows(alike: _Alike) -> int:
 
 
 def _layout(alike: _Alike) -> _Layout:
-    """What the places of products depend on: not on the sizes of images."""
+    """All that the places of products depend on: not on the sizes of images."""
     return tuple(
         (counts, kernel, tuple(tuple(cut[:3] for cut in piece) for piece in pieces))
         for (counts, kernel, *_), pieces in alike
@@ -180,7 +180,7 @@ def _shape(piece: Strip, dims: int) -> tuple[Sizes, list[int], Sizes]:
 
 
 def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Strip) -> Tensor:
-    """What the taps of a piece meet, as channels, at its positions, as images:
+    """All that the taps of a piece meet, as channels, at its positions, as images:
     ``[batch·positions, groups·taps·C, *other dimensions]``."""
     batch, of_batch, of_channel = x.shape[0], x.stride(0), x.stride(1)
     channels, first = x.shape[1] // groups, x.storage_offset()

@@ -52,7 +52,7 @@ class _OfProcess:
 
 
 class _Asked(threading.local):
-    """What the statistics that this thread gathers are to be taken in."""
+    """All that the statistics that this thread gathers are to be taken in."""
 
     def __init__(self) -> None:
         self._begun = ["highest"]
@@ -241,7 +241,7 @@ def _convolutions(device: str | None) -> Sequence[_OfProcess]:
 
 
 def _set(backend: Any, value: str) -> None:
-    """What a backend inherits it inherits again, else a later change would pass it by."""
+    """All that a backend inherits it inherits again, else a later change would pass it by."""
     backend.fp32_precision = "none"
     if backend.fp32_precision != value:
         backend.fp32_precision = value

@@ -80,12 +80,12 @@ def _onednn_is_off() -> bool:
 
 
 def multiplies_slowly(like: Tensor) -> bool:
-    """Whether torch's products take about twice as long as oneDNN's, and so as convolutions."""
+    """Say if torch's products take about twice as long as oneDNN's, and so as convolutions."""
     return _linear_for(like) is not None
 
 
 def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
-    """Whether products of float32 matrices with those of ``dtype`` are taken in that.
+    """Return whether products of float32 matrices with those of ``dtype`` are taken in that.
 
     In bfloat16 they are, where the device has instructions for it: elsewhere it would take longer,
     and float16 has no room for preconditioned gradients.
@@ -123,7 +123,7 @@ def orders(rows: Count, g: int, a: int, columns: Count) -> tuple[Count, Count]:
 
 
 def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
-    """Whether M R first is less work; square sides are alike."""
+    """Return whether M R first is less work; square sides are alike."""
     left, right = orders(rows, g, a, columns)
     return right < left
 

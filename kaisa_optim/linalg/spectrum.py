@@ -63,7 +63,7 @@ def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 def pays(
     size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int, slow: bool
 ) -> bool:
-    """Whether this takes less time on a CPU than products for each position and shift would, and
+    """Say if this takes less time on a CPU than products for each position and shift would, and
     little more memory.
 
     ``slow``: where these, as a convolution, are multiplied twice as fast.
@@ -161,7 +161,7 @@ def _transforms(
 def _phases(
     size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What products at frequencies add to each shift, ``[2, shifts, last dimension's, others]``."""
+    """All products at frequencies add to each shift, ``[2, shifts, last dimension's, others]``."""
     padded, dims = _padded(size, kernel, dilation), len(size)
     taps = itertools.product(*(range(1 - k, k) for k in kernel))
     apart = torch.tensor([s for s in taps if s >= (0,) * dims], device="cpu")

@@ -87,12 +87,11 @@ def table() -> str:
 
 
 def separate(
-    title: str, base: type[Optimizer], given: dict[str, Any]
+    title: str, base: type[Optimizer], known: Parameters, given: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the base's keyword arguments and K-FAC's; refuse arguments that neither has."""
+    """Return the arguments of the next class, which knows these, and K-FAC's; refuse others."""
     ours = {n: v for n, v in given.items() if n in OPTIONS and not _belongs(n, v, base)}
     theirs = {n: v for n, v in given.items() if n not in ours}
-    known = parameters_of(base)
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         for name in theirs:
             if name not in known:

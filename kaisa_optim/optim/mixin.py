@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +46,8 @@ class KFACMixin(Optimizer, Joinable):
         ``model``, and K-FAC's options by keyword.
         """
         title, base = type(self).__name__, self._base
-        theirs, ours = arguments.separate(title, base, kwargs)
+        known = inspect.signature(super().__init__).parameters
+        theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
         groups: list[dict[str, Any]] = []
         if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses

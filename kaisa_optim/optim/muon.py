@@ -136,7 +136,7 @@ class Muon(Optimizer):
             _adopt(group, present[i] if i < len(present) else self.defaults)
 
     def takes_muon(self, group: Group, p: Tensor) -> bool:
-        """Whether Muon steps a parameter of this group, or AdamW."""
+        """Return whether Muon steps a parameter of this group, or AdamW."""
         return takes_muon(group, p)
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ class Muon(Optimizer):
 
 @dataclasses.dataclass
 class _Kept:
-    """What a load does not cast to the parameter's dtype, as it does with tensors."""
+    """All that a load does not cast to the parameter's dtype, as it does with tensors."""
 
     tensor: Tensor
 

@@ -75,7 +75,7 @@ class WorkAssignment(ABC):
         """How many of ``world`` ranks precondition a layer: a divisor of ``world``."""
 
     def cost(self, size: int, diagonal: bool) -> float:
-        """What one factor weighs: here the time of its decomposition."""
+        """All that one factor weighs: here the time of its decomposition."""
         return float(size) if diagonal else float(size) ** 3
 
     def place(
@@ -249,7 +249,7 @@ def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
 
 
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
-    """Whether A and G of a layer stay on one rank: what the user says, or what the strategy does.
+    """Say if A and G of a layer stay on one rank: what the user says, or what the strategy does.
 
     In a world of one rank they do, whatever the user says.
     """
@@ -350,7 +350,7 @@ def _balance_split(
 
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
-    """What A and G of a task weigh, all blocks together."""
+    """All that A and G of a task weigh, all blocks together."""
 
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)

@@ -17,7 +17,7 @@ _ALIGN = 16
 
 
 class Sized(Protocol):
-    """What a bucket must know of its items."""
+    """All that a bucket must know of its items."""
 
     @property
     def owner(self) -> int: ...
@@ -163,7 +163,7 @@ def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tu
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
-    """What tensors of these sizes in bytes take on the wire together."""
+    """All that tensors of these sizes in bytes take on the wire together."""
     return sum(map(_padded, sizes))
 
 

@@ -57,7 +57,7 @@ class Sides(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is kept of a layer. Zeros leave nothing out."""
+    """All that is kept of a layer. Zeros leave nothing out."""
 
     idle_g: int  # of the last eigenvectors of G, those that lead with none
     idle_a: int
@@ -84,7 +84,7 @@ class Leading(NamedTuple):
         return [upper, (slice(self.first, self.rows), slice(0, self.few))]
 
     def forms(self) -> list[Leading]:
-        """What one block may stand for when it is joined with others: an upper or a lower one."""
+        """All one block may stand for when it is joined with others: an upper or a lower one."""
         if len(self.blocks()) > 1:
             return [self]
         return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]
