@@ -38,7 +38,7 @@ NAN, INF = math.nan, math.inf
 # Option, bad values, what the error must say beside the option and the value.
 OPTIONS = [
     ("damping", [0, 0.0, -1e-3, NAN, INF, "0.1", True], "a number above 0, such as 1e-3"),
-    ("factor_decay", [0, -0.5, 1.01, NAN, INF, "0.9", None, True], r"\(0, 1\], such as 0.95"),
+    ("factor_decay", [-0.5, 1.01, NAN, INF, "0.9", None, True], r"\[0, 1\]"),
     ("kl_clip", [0, -1e-3, NAN, INF, "1e-3", False], "above 0, or None for no clip"),
     ("factor_update_steps", [0, -2, 1.5, NAN, INF, "10", None, True], "whole number of steps"),
     ("inv_update_steps", [0, -2, 1.5, NAN, INF, "10", True], "whole number of steps"),
@@ -87,13 +87,15 @@ def test_option(option, value, remedy):
 
 @pytest.mark.parametrize("other", [{"compute_method": "inverse"}, {"normalization": "kaisa"}])
 def test_a_basis_that_is_not_there(other):
-    with pytest.raises(ValueError, match=r"Invalid basis_tolerance: 0.1 belongs to"):
+    with pytest.raises(
+        ValueError, match=r"Invalid basis_tolerance: 0.1 with .*leave one of the two out"
+    ):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, **other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bases_that_follow_are_not_kept_in_half_precision(dtype):
-    said = r"Invalid inv_dtype: torch.* with basis_tolerance=0.1; .* leave out one of the two"
+    said = r"Invalid basis_tolerance: 0.1 with inv_dtype=torch.*leave one of the two out"
     with pytest.raises(ValueError, match=said):
         KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=dtype)
     KFACSGD(net(), lr=0.1, basis_tolerance=0.1, inv_dtype=torch.float32)
@@ -117,7 +119,9 @@ def test_eigenvectors_that_can_not_be_left_out(other):
     with pytest.raises(ValueError, match=said):
         KFACSGD(net(), lr=0.1, truncation=0.1, **other)
     KFACSGD(net(), lr=0.1, truncation=0, **other)
-    with pytest.raises(ValueError, match=r'Invalid moments: "eigenbasis".*truncation, or use'):
+    with pytest.raises(
+        ValueError, match=r"Invalid truncation: 0.1 with moments=.eigenbasis.: .*leave one"
+    ):
         KFACAdam(net(), lr=0.1, truncation=0.1, moments="eigenbasis")
 
 
@@ -128,10 +132,12 @@ def test_damping_split(value):
 
 
 def test_options_that_contradict_each_other():
-    with pytest.raises(ValueError, match=r"Invalid damping_split: 'pi' .*compute_method=.inverse"):
+    with pytest.raises(
+        ValueError, match=r"Invalid damping_split: 'pi' with compute_method='eigen'.*leave one"
+    ):
         KFACSGD(net(), lr=0.1, damping_split="pi")
     with pytest.raises(
-        ValueError, match=r'compute_eigenvalue_outer_product: True .*compute_method="eigen"'
+        ValueError, match=r"compute_eigenvalue_outer_product: True with compute_method=.inverse"
     ):
         KFACSGD(net(), lr=0.1, compute_method="inverse", compute_eigenvalue_outer_product=True)
     for option, value in (
@@ -462,7 +468,7 @@ def test_group_added_with_another_damping_for_a_layers_bias():
     assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("factor_decay", 0.0)])
+@pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("factor_decay", -0.1)])
 def test_group_with_a_bad_value(name, value):
     model = net()
     with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
@@ -650,7 +656,7 @@ def test_a_misspelled_setting_of_the_preconditioner_is_refused():
     with pytest.raises(AttributeError, match=r"loss_term = 5: .* did you mean loss_terms\?"):
         kfac.loss_term = 5
     with pytest.raises(
-        AttributeError, match=r"temperature = 1.0: .* kl_clip, .*grad_scaler can be"
+        AttributeError, match=r"temperature = 1.0: .*loss_terms, .*grad_scaler, .*kl_clip can be"
     ):
         kfac.temperature = 1.0
     kfac.loss_terms = 5
