@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..errors import invalid
 from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
 
 Check = Callable[[str, Any], Any]
+DEFAULT = object()  # stands for an option's own default
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -68,12 +69,22 @@ def _one_of(*choices: Any) -> Check:
     return check
 
 
-def _or_none(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
-
-
 def _above_zero(value: float) -> bool:
     return 0 < value < math.inf
+
+
+def _kl_clip(name: str, value: Any) -> float | None:
+    must = "a number above 0, or None for no clip"
+    return None if value is None else _real(_above_zero, must)(name, value)
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    return None if value is None else check_fraction(value)
+
+
+def _correction(name: str, value: Any) -> str | bool:
+    settled: str | bool = _one_of(False, True, "examples", "gradients")(name, value)
+    return "examples" if settled is True else settled
 
 
 _interval = _whole(1, "a whole number of steps, at least 1")
@@ -91,41 +102,33 @@ def _grad_scaler(name: str, value: Any) -> Any:
 
 
 def _loss_terms(name: str, value: Any) -> str | float:
-    if value in ("examples", "positions") if isinstance(value, str) else False:
-        return str(value)
-    if isinstance(value, str):
-        raise invalid(
-            name,
-            value,
-            "choose from 'examples', 'positions', or give the number of terms that the losses of "
-            "one step average on this rank",
-        )
-    return _real(
-        _above_zero,
+    if isinstance(value, str) and value in ("examples", "positions"):
+        return value
+    must = (
         '"examples", "positions" or the number of terms, above 0, that the losses of one step '
-        "average on this rank",
-    )(name, value)
+        "average on this rank"
+    )
+    return _real(_above_zero, must)(name, value)
 
 
 def _staggered(name: str, value: Any) -> bool | int:
     if isinstance(value, bool):
         return value
-    return _whole(
-        1,
+    must = (
         "how many layers are refreshed at once, 1 or more, True for as many as there are ranks, "
-        "False for all, or None for the default",
-    )(name, value)
+        "False for all, or None for the default"
+    )
+    return _whole(1, must)(name, value)
 
 
 def _step_numbers(name: str, value: Any) -> tuple[int, ...]:
     steps = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [0]
     if not all(is_whole(n) and n >= 1 for n in steps):
-        raise invalid(
-            name,
-            value,
+        must = (
             "it must be numbers of steps, such as (5, 10), each at least 1: the first step, number "
-            "0, refreshes everything anyway",
+            "0, refreshes everything anyway"
         )
+        raise invalid(name, value, must)
     return tuple(sorted({int(n) for n in steps}))
 
 
@@ -190,32 +193,25 @@ class Option:
     annotation: str
     check: Check
     help: str
-    section: str = ""
     scope: str = "construction"  # "group" of parameters, "optimizer" (may be set) or "construction"
     schedulable: bool = False  # takes a callable of the step
     follows: Callable[[Options], Any] | None = None  # the value that None stands for
-    off: Any = None  # the value that goes with every other option, beside the default
+    off: Any = DEFAULT  # the value that goes with every other option
     conflicts: tuple[Conflict, ...] = ()
-    unused_by: tuple[str, ...] = ()  # "eigenbasis", "muon": no use for it
-    own_of_rank: bool = False  # ranks may have set different values
+    unused_by: tuple[str, ...] = ()  # "eigenbasis" (of the moments), "muon"
+    own_of_rank: bool = False  # ranks may set different values
     guide: str = ""  # heading of the guide's section
 
     def in_use(self, value: Any) -> bool:
         """Return whether a value asks for something that may contradict another option."""
-        if self.name == "kl_clip":
-            return value is not None
-        return differs(value, self.default) and differs(value, self.off)
+        off = self.default if self.off is DEFAULT else self.off
+        return value is not None and differs(value, off)
 
 
 def differs(value: Any, default: Any) -> bool:
     """Return whether an option was asked for. An unchecked tensor is not compared by ``==``."""
     plain = isinstance(value, int | float | str)
     return value is not default and not (plain and value == default)
-
-
-_INVERSE = ("inverse",)
-_KAISA = ("kaisa",)
-_EIGENBASIS = ("eigenbasis",)
 
 
 def _refined(options: Options) -> float:
@@ -238,469 +234,196 @@ def _split(options: Options) -> str | None:
     return "full" if options.kaisa_scaling else "pi"
 
 
-def _declarations() -> Iterator[Option]:
-    number, interval = "float | Callable[[int], float]", "int | Callable[[int], int]"
-    dtype = "torch.dtype | None"
-    fisher = "the papers' scaling leaves K out"
-
-    section = "Curvature"
-    yield Option(
-        "damping",
-        DAMPING,
-        f"{number} | None",
-        _real(_above_zero, "a number above 0, such as 1e-3"),
-        "γ, added to the curvature; a parameter group may have its own. None: 0.005, or 0.1 for "
-        "KFACMuon, where it is a share of G's mean eigenvalue.",
-        section,
-        "group",
-        schedulable=True,
-        unused_by=_EIGENBASIS,
-    )
-    yield Option(
-        "factor_decay",
-        0.95,
-        number,
-        _real(
-            lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95, or 0 for the newest statistics alone"
-        ),
-        "β of the factors' running average; a parameter group may have its own. 0: the newest "
-        "statistics replace the average.",
-        section,
-        "group",
-        schedulable=True,
-    )
-    yield Option(
-        "loss_terms",
-        "examples",
-        f"str | {number}",
-        _loss_terms,
-        'What the loss averages: "examples" (the first dimension of the model\'s input), '
-        '"positions", or their number.',
-        section,
-        "optimizer",
-        schedulable=True,
-        own_of_rank=True,
-        conflicts=(Conflict("normalization", _KAISA, fisher),),
-        guide="What K is",
-    )
-    yield Option(
-        "loss_reduction",
-        "mean",
-        "str",
-        _one_of("mean", "sum"),
-        '"sum" for a loss that does not average. On W ranks, whose gradients are averaged, it '
-        "then equals one process on the joined sum at W times the damping.",
-        section,
-        conflicts=(Conflict("normalization", _KAISA, fisher),),
-        guide="What K is",
-    )
-    yield Option(
-        "weight_sharing",
-        "expand",
-        "str",
-        _one_of("expand", "reduce"),
-        '"expand": one row for each position; "reduce": one row for each example.',
-        section,
-        conflicts=(Conflict("normalization", _KAISA, fisher),),
-        unused_by=("muon",),
-    )
-    yield Option(
-        "statistics_fraction",
-        1.0,
-        number,
-        _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all examples"),
-        "The part of the examples from which statistics are taken.",
-        section,
-        "optimizer",
-        schedulable=True,
-        guide="Statistics of a part of the batch",
-    )
-    yield Option(
-        "statistics_precision",
-        "highest",
-        "str",
-        _one_of("highest", "high", "medium"),
-        "The precision of the statistics' float32 products, as in "
-        'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
-        section,
-        guide="Mixed precision",
-    )
-    yield Option(
-        "eigenvalue_correction",
-        False,
-        "bool | str",
-        lambda name, value: (
-            "examples"
-            if value is True
-            else _one_of(False, True, "examples", "gradients")(name, value)
-        ),
-        'EKFAC: True or "examples" corrects eigenvalues by the gradients of examples, "gradients" '
-        "by those of batches.",
-        section,
-        conflicts=(
-            Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
-            Conflict("compute_eigenvalue_outer_product", (True,), "corrected ones are no product"),
-            Conflict("moments", _EIGENBASIS, "Adam's second moment is in their place"),
-            Conflict("normalization", _KAISA, "it leaves K out, which their scale needs"),
-        ),
-        unused_by=("eigenbasis", "muon"),
-        guide="Corrected eigenvalues",
-    )
-    yield Option(
-        "normalization",
-        "fisher",
-        "str",
-        _one_of("fisher", "kaisa"),
-        '"kaisa" scales statistics as the papers\' own code does, for published settings.',
-        section,
-        unused_by=("eigenbasis", "muon"),
-    )
-    yield Option(
-        "grad_scaler",
-        None,
-        "Any",
-        _grad_scaler,
-        "The GradScaler, number or callable that gives the scale of the losses.",
-        section,
-        "optimizer",
-        own_of_rank=True,
-        guide="Mixed precision",
-    )
-    yield Option(
-        "skip_layers",
-        (),
-        "str | Sequence[str]",
-        _patterns,
-        "Patterns of layers to leave alone, searched in qualified names and in class names.",
-        section,
-    )
-    yield Option(
-        "max_factor_size",
-        16384,
-        "float",
-        _real(lambda x: x >= 1, "1 or more"),
-        "A side wider than this gets a diagonal factor. Decompositions take time as the cube of "
-        "the side: minutes at 9,000 on one core of a CPU.",
-        section,
-    )
-
-    section = "Refreshes"
-    yield Option(
-        "factor_update_steps",
-        10,
-        interval,
-        _interval,
-        "The interval, in steps, at which statistics of a layer are gathered.",
-        section,
-        "optimizer",
-        schedulable=True,
-    )
-    yield Option(
-        "inv_update_steps",
-        None,
-        f"{interval} | None",
-        _interval,
-        "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon and "
-        "for moments in an eigenbasis that is refined.",
-        section,
-        "optimizer",
-        schedulable=True,
-        follows=_refresh_interval,
-        guide="What a refresh costs",
-    )
-    yield Option(
-        "staggered",
-        None,
-        "bool | int | None",
-        _staggered,
-        "True spreads the layers over both intervals and refreshes as many at once as there are "
-        "ranks; a number: that many at once; False: all at once. None: True, unless normalization "
-        'is "kaisa".',
-        section,
-        follows=lambda options: not options.kaisa_scaling,
-    )
-    yield Option(
-        "early_refreshes",
-        None,
-        "Iterable[int] | None",
-        _step_numbers,
-        "Further steps in which everything is gathered and refreshed. None: (5, 10, 25, 50) with "
-        "moments in the eigenbasis, else none.",
-        section,
-        follows=lambda options: _EARLY if options.moments == "eigenbasis" else (),
-    )
-    yield Option(
-        "compute_method",
-        "eigen",
-        "str",
-        _one_of("eigen", "inverse"),
-        '"eigen": eigendecompositions; "inverse": inverses by Cholesky.',
-        section,
-        conflicts=(Conflict("moments", _EIGENBASIS, "moments live in eigenvectors"),),
-        unused_by=("eigenbasis", "muon"),
-    )
-    yield Option(
-        "damping_split",
-        None,
-        "str | None",
-        _one_of("pi", "full"),
-        'The damping of inverses: "pi", divided between A and G, or "full", on both. None: "pi", '
-        'or "full" if normalization is "kaisa".',
-        section,
-        follows=_split,
-        conflicts=(
-            Conflict("compute_method", ("eigen",), "the eigenbasis applies the exact damping"),
-        ),
-        unused_by=("muon",),
-    )
-    yield Option(
-        "compute_eigenvalue_outer_product",
-        False,
-        "bool",
-        check_flag,
-        "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
-        section,
-        conflicts=(
-            Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
-            Conflict("moments", _EIGENBASIS, "Adam's second moment is in their place"),
-        ),
-        unused_by=("eigenbasis", "muon"),
-    )
-    yield Option(
-        "basis_tolerance",
-        None,
-        "float | None",
-        _real(
-            lambda x: 0 <= x < 1,
-            "a share in [0, 1), such as 0.1, or 0 for a new decomposition at every refresh",
-        ),
-        "The share outside of the diagonal up to which eigenvectors are refined in place of a new "
-        "decomposition. None: 0.1 with moments in the eigenbasis, unless normalization is "
-        '"kaisa" or inv_dtype a half precision, else 0.',
-        section,
-        follows=_refined,
-        off=0.0,
-        conflicts=(
-            Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
-            Conflict("normalization", _KAISA, "the papers decompose anew each time"),
-            Conflict(
-                "inv_dtype",
-                _HALVES,
-                "refined from rounded ones, eigenvectors would not stay orthonormal",
-            ),
-        ),
-        unused_by=("muon",),
-        guide="What a refresh costs",
-    )
-    yield Option(
-        "truncation",
-        0.0,
-        "float",
-        _real(
-            lambda x: 0 <= x < 1,
-            "a share of the damping in [0, 1), such as 0.1, or 0 to multiply by all eigenvectors",
-        ),
-        "The share of the damping up to which curvature may be taken for none, so that gradients "
-        "are multiplied by the leading eigenvectors alone.",
-        section,
-        conflicts=(
-            Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
-            Conflict("compute_eigenvalue_outer_product", (True,), "it is of all eigenvectors"),
-            Conflict(
-                "eigenvalue_correction",
-                ("examples", "gradients"),
-                "corrected eigenvalues do not tell which eigenvectors lead",
-            ),
-            Conflict("moments", _EIGENBASIS, "moments live in all eigenvectors"),
-            Conflict("normalization", _KAISA, "the papers multiply by all eigenvectors"),
-            Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors"),
-        ),
-        unused_by=("eigenbasis", "muon"),
-        guide="Leading eigenvectors alone",
-    )
-    yield Option(
-        "factor_dtype",
-        None,
-        dtype,
-        _dtype,
-        "The dtype in which factors are stored. None: float32, or float64 for float64 parameters.",
-        section,
-    )
-    yield Option(
-        "inv_dtype",
-        None,
-        dtype,
-        _dtype,
-        "The dtype in which eigenvectors or inverses are stored. None: as for factors. "
-        "torch.bfloat16 also multiplies gradients in bfloat16 where the device is fast at it.",
-        section,
-        guide="Mixed precision",
-    )
-    yield Option(
-        "max_failures",
-        3,
-        "int",
-        _whole(0, "a count, 0 or more"),
-        "Decompositions of one layer that may fail in a row.",
-        section,
-        guide="Failures",
-    )
-
-    section = "Steps"
-    yield Option(
-        "kl_clip",
-        KL_CLIP,
-        f"{number} | None",
-        _or_none(_real(_above_zero, "a number above 0, or None for no clip")),
-        "κ of the KL clip, which limits the length of a step. None: no limit.",
-        section,
-        "optimizer",
-        schedulable=True,
-        unused_by=("eigenbasis", "muon"),
-        conflicts=(
-            Conflict(
-                "grafting",
-                (True,),
-                "it gives gradients a length that the clip would change",
-                "pass kl_clip=None, or leave out grafting",
-            ),
-        ),
-    )
-    yield Option(
-        "kl_clip_lr",
-        None,
-        "str | None",
-        _one_of("initial", "current"),
-        'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
-        'None: "initial", or "current" if normalization is "kaisa".',
-        section,
-        follows=lambda options: "current" if options.kaisa_scaling else "initial",
-        unused_by=("eigenbasis", "muon"),
-    )
-    yield Option(
-        "grafting",
-        False,
-        "bool",
-        check_flag,
-        "Give each preconditioned gradient the length of the raw one; start from the base's lr. "
-        "It needs kl_clip=None.",
-        section,
-        conflicts=(Conflict("moments", _EIGENBASIS, "its directions have Adam's length already"),),
-        unused_by=("eigenbasis", "muon"),
-        guide="The base's learning rate, and the first steps",
-    )
-    yield Option(
-        "warmup_steps",
-        0,
-        "int",
-        _whole(0, "a whole number of steps, 0 for none"),
-        "Steps in which raw gradients give way to preconditioned ones.",
-        section,
-        conflicts=(
-            Conflict(
-                "moments",
-                _EIGENBASIS,
-                "its directions do not mix with gradients",
-                "leave one of the two out, and let lr start low",
-            ),
-        ),
-        unused_by=("eigenbasis", "muon"),
-        guide="The base's learning rate, and the first steps",
-    )
-    yield Option(
-        "moments",
-        None,
-        "str | None",
-        _moments,
-        'Over Adam, AdamW and LAMB: "eigenbasis", moments live in K-FAC\'s eigenbasis, or '
-        '"parameters", the base sees preconditioned gradients. None: the former with nesterov and '
-        "orthogonal, unless an option is set that has no use there.",
-        section,
-        follows=lambda options: "parameters",
-        unused_by=("muon",),
-        guide="Adam in the eigenbasis",
-    )
-    yield Option(
-        "nesterov",
-        None,
-        "bool | None",
-        check_flag,
-        "For moments in the eigenbasis: the direction takes the gradient in once more. None: True "
-        "where moments=None leads there. For SGD and Muon it is their own.",
-        section,
-        follows=lambda options: False,
-        unused_by=(),
-        guide="Adam in the eigenbasis",
-    )
-    yield Option(
-        "orthogonal",
-        None,
-        "bool | None",
-        check_flag,
-        "For moments in the eigenbasis: directions have nearly equal singular values, as Muon's. "
-        "None: as for nesterov.",
-        section,
-        follows=lambda options: False,
-        unused_by=("muon",),
-        guide="Adam in the eigenbasis",
-    )
-
-    section = "Ranks"
-    yield Option(
-        "grad_worker_fraction",
-        None,
-        "float | None",
-        _or_none(lambda _, x: check_fraction(x)),
-        "The share of the ranks that precondition a layer: the smaller, the less memory and the "
-        "more communication. None: all ranks, or as assignment says.",
-        section,
-    )
-    yield Option(
-        "assignment",
-        None,
-        "WorkAssignment | str | None",
-        _unchecked,
-        '"layer-wise", "opt", "hybrid" or a WorkAssignment. None: "opt", or "hybrid" with '
-        "grad_worker_fraction.",
-        section,
-    )
-    yield Option(
-        "colocate_factors",
-        None,
-        "bool | None",
-        functools.partial(check_flag, none=True),
-        "Keep both factors of a layer on one rank. None: as the assignment says.",
-        section,
-    )
-    yield Option(
-        "bucket_cap_mb",
-        25.0,
-        "float",
-        _real(_above_zero, "a number of MiB above 0"),
-        "MiB that travel in one call; for each rank, of sharded gradients and of sums on the way "
-        "to their owners.",
-        section,
-    )
-    yield Option(
-        "comm_dtype",
-        None,
-        dtype,
-        _comm_dtype,
-        "The dtype in which statistics and gradients travel, torch.bfloat16 or torch.float16. "
-        "None: as they are.",
-        section,
-    )
-    yield Option(
-        "process_group",
-        None,
-        "Any",
-        _unchecked,
-        "The ranks that train this model. None: the default group.",
-        section,
-    )
+_FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
+_BOTH = ("eigenbasis", "muon")
+_FIRST_STEPS = "The base's learning rate, and the first steps"
+_WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' scaling leaves K out")
+_INVERSE = ("inverse",)
 
 
-OPTIONS: dict[str, Option] = {option.name: option for option in _declarations()}
+def _in_eigenbasis(reason: str, remedy: str = Conflict.remedy) -> Conflict:
+    return Conflict("moments", ("eigenbasis",), reason, remedy)
+
+
+# fmt: off
+_CURVATURE = (
+    Option("damping", DAMPING, _FLOAT, _real(_above_zero, "a number above 0, such as 1e-3"),
+           "γ, added to the curvature; a parameter group may have its own. Of KFACMuon, a share of "
+           "G's mean eigenvalue, 0.1 by default.",
+           "group", schedulable=True, unused_by=("eigenbasis",)),
+    Option("factor_decay", 0.95, _FLOAT, _real(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
+           "β of the factors' running average; a parameter group may have its own. 0: the newest "
+           "statistics replace the average.",
+           "group", schedulable=True),
+    Option("loss_terms", "examples", f"str | {_FLOAT}", _loss_terms,
+           'What the loss averages: "examples" (the first dimension of the model\'s input), '
+           '"positions", or their number.',
+           "optimizer", schedulable=True, own_of_rank=True, conflicts=(_WITHOUT_K,),
+           guide="What K is"),
+    Option("loss_reduction", "mean", "str", _one_of("mean", "sum"),
+           '"sum" for a loss that does not average. W ranks, which average gradients, then equal '
+           "one process on the joined sum at W times their damping.",
+           conflicts=(_WITHOUT_K,), guide="What K is"),
+    Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
+           '"expand": one row for each position; "reduce": one row for each example.',
+           conflicts=(_WITHOUT_K,), unused_by=("muon",)),
+    Option("statistics_fraction", 1.0, _FLOAT,
+           _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
+                 "examples"),
+           "The part of the examples from which statistics are taken.",
+           "optimizer", schedulable=True, guide="Statistics of a part of the batch"),
+    Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
+           "The precision of the statistics' float32 products, as in "
+           'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
+           guide="Mixed precision"),
+    Option("eigenvalue_correction", False, "bool | str", _correction,
+           'EKFAC: True or "examples" corrects eigenvalues by the gradients of examples, '
+           '"gradients" by those of batches.',
+           conflicts=(
+               Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
+               Conflict("compute_eigenvalue_outer_product", (True,),
+                        "corrected eigenvalues are no product"),
+               Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs"),
+               _in_eigenbasis("Adam's second moment is in their place")),
+           unused_by=_BOTH, guide="Corrected eigenvalues"),
+    Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
+           '"kaisa" scales statistics as the papers\' own code does, for published settings.',
+           unused_by=_BOTH),
+    Option("grad_scaler", None, "Any", _grad_scaler,
+           "The GradScaler, number or callable that gives the scale of the losses.",
+           "optimizer", own_of_rank=True, guide="Mixed precision"),
+    Option("skip_layers", (), "str | Sequence[str]", _patterns,
+           "Patterns of layers to leave alone, searched in qualified names and class names."),
+    Option("max_factor_size", 16384, "float", _real(lambda x: x >= 1, "1 or more"),
+           "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
+           "of the side: minutes at 9,000 on one core of a CPU."),
+)
+_REFRESHES = (
+    Option("factor_update_steps", 10, _STEPS, _interval,
+           "The interval, in steps, at which a layer's statistics are gathered.",
+           "optimizer", schedulable=True),
+    Option("inv_update_steps", None, f"{_STEPS} | None", _interval,
+           "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon "
+           "and for moments in an eigenbasis that is refined.",
+           "optimizer", schedulable=True, follows=_refresh_interval,
+           guide="What a refresh costs"),
+    Option("staggered", None, "bool | int | None", _staggered,
+           "True spreads the layers over both intervals, and refreshes as many at once as there "
+           "are ranks; a number: that many at once; False: all at once. None: True, unless "
+           'normalization is "kaisa".',
+           follows=lambda options: not options.kaisa_scaling),
+    Option("early_refreshes", None, "Iterable[int] | None", _step_numbers,
+           "Further steps in which everything is gathered and refreshed. None: (5, 10, 25, 50) "
+           "with moments in the eigenbasis, else none.",
+           follows=lambda options: _EARLY if options.moments == "eigenbasis" else ()),
+    Option("compute_method", "eigen", "str", _one_of("eigen", "inverse"),
+           '"eigen": eigendecompositions; "inverse": inverses by Cholesky.',
+           conflicts=(_in_eigenbasis("moments live in eigenvectors"),), unused_by=_BOTH),
+    Option("damping_split", None, "str | None", _one_of("pi", "full"),
+           'The damping of inverses: "pi", divided between A and G, or "full", on both. '
+           'None: "pi", or "full" if normalization is "kaisa".',
+           follows=_split, unused_by=("muon",),
+           conflicts=(Conflict("compute_method", ("eigen",),
+                               "the eigenbasis applies the exact damping"),)),
+    Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
+           "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
+           conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
+                      _in_eigenbasis("Adam's second moment is in their place")),
+           unused_by=_BOTH),
+    Option("basis_tolerance", None, "float | None",
+           _real(lambda x: 0 <= x < 1, "a share in [0, 1), such as 0.1, or 0 for a new "
+                 "decomposition at every refresh"),
+           "The share outside of the diagonal up to which eigenvectors are refined, not found "
+           "anew. None: 0.1 with moments in the eigenbasis, unless inv_dtype is a half precision "
+           'or normalization "kaisa", else 0.',
+           follows=_refined, off=0.0, unused_by=("muon",), guide="What a refresh costs",
+           conflicts=(
+               Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
+               Conflict("normalization", ("kaisa",), "the papers find them anew"),
+               Conflict("inv_dtype", _HALVES, "eigenvectors that are refined from rounded ones "
+                        "would not stay orthonormal"))),
+    Option("truncation", 0.0, "float",
+           _real(lambda x: 0 <= x < 1, "a share of the damping in [0, 1), such as 0.1, or 0 to "
+                 "multiply by all eigenvectors"),
+           "The share of the damping up to which curvature may be taken for none, so that "
+           "gradients are multiplied by the leading eigenvectors alone.",
+           conflicts=(
+               Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
+               Conflict("compute_eigenvalue_outer_product", (True,), "it is of all eigenvectors"),
+               Conflict("eigenvalue_correction", ("examples", "gradients"),
+                        "corrected eigenvalues do not tell which eigenvectors lead"),
+               Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
+               Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors"),
+               _in_eigenbasis("moments live in all eigenvectors")),
+           unused_by=_BOTH, guide="Leading eigenvectors alone"),
+    Option("factor_dtype", None, "torch.dtype | None", _dtype,
+           "The dtype in which factors are stored. None: float32, or float64 for float64 "
+           "parameters."),
+    Option("inv_dtype", None, "torch.dtype | None", _dtype,
+           "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
+           "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
+           guide="Mixed precision"),
+    Option("max_failures", 3, "int", _whole(0, "a count, 0 or more"),
+           "Decompositions of one layer that may fail in a row.", guide="Failures"),
+)
+_STEP = (
+    Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
+           "κ of the KL clip, which limits the length of a step. None: no limit.",
+           "optimizer", schedulable=True, off=None, unused_by=_BOTH,
+           conflicts=(Conflict("grafting", (True,), "it gives gradients a length that the clip "
+                               "would change", "pass kl_clip=None, or leave out grafting"),)),
+    Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
+           'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
+           'None: "initial", or "current" if normalization is "kaisa".',
+           follows=lambda options: "current" if options.kaisa_scaling else "initial",
+           unused_by=_BOTH),
+    Option("grafting", False, "bool", check_flag,
+           "Give each preconditioned gradient its raw gradient's length: start from the base's "
+           "lr, with kl_clip=None.",
+           conflicts=(_in_eigenbasis("its directions have Adam's length already"),),
+           unused_by=_BOTH, guide=_FIRST_STEPS),
+    Option("warmup_steps", 0, "int", _whole(0, "a whole number of steps, 0 for none"),
+           "Steps in which raw gradients give way to preconditioned ones.",
+           conflicts=(_in_eigenbasis("its directions do not mix with gradients",
+                                     "leave one of the two out, or let lr start low"),),
+           unused_by=_BOTH, guide=_FIRST_STEPS),
+    Option("moments", None, "str | None", _moments,
+           'Of Adam, AdamW and LAMB: "eigenbasis", the moments live in K-FAC\'s eigenbasis, or '
+           '"parameters", the base sees preconditioned gradients. None: the former, with nesterov '
+           "and orthogonal, unless an option is set that has no use there.",
+           follows=lambda options: "parameters", unused_by=("muon",),
+           guide="Adam in the eigenbasis"),
+    Option("nesterov", None, "bool | None", check_flag,
+           "With moments in the eigenbasis: the direction takes the gradient in once more. None: "
+           "True where moments=None leads there. Of SGD and Muon it is their own.",
+           follows=lambda options: False, guide="Adam in the eigenbasis"),
+    Option("orthogonal", None, "bool | None", check_flag,
+           "With moments in the eigenbasis: directions have nearly equal singular values, as "
+           "Muon's. None: as for nesterov.",
+           follows=lambda options: False, unused_by=("muon",), guide="Adam in the eigenbasis"),
+)
+_RANKS = (
+    Option("grad_worker_fraction", None, "float | None", _fraction,
+           "The share of the ranks that precondition a layer: the smaller, the less memory and "
+           "the more communication. None: all, or as assignment says."),
+    Option("assignment", None, "WorkAssignment | str | None", _unchecked,
+           '"layer-wise", "opt", "hybrid" or a WorkAssignment. None: "opt", or "hybrid" with '
+           "grad_worker_fraction."),
+    Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
+           "Keep both factors of a layer on one rank. None: as the assignment says."),
+    Option("bucket_cap_mb", 25.0, "float", _real(_above_zero, "a number of MiB above 0"),
+           "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
+           "way to their owners."),
+    Option("comm_dtype", None, "torch.dtype | None", _comm_dtype,
+           "The dtype in which statistics and gradients travel, torch.bfloat16 or torch.float16. "
+           "None: as they are."),
+    Option("process_group", None, "Any", _unchecked,
+           "The ranks that train this model. None: the default group."),
+)
+# fmt: on
+
+SECTIONS = {"Curvature": _CURVATURE, "Refreshes": _REFRESHES, "Steps": _STEP, "Ranks": _RANKS}
+OPTIONS = {option.name: option for section in SECTIONS.values() for option in section}
 PER_GROUP: dict[str, Callable[[Any], Any]] = {
     name: functools.partial(option.check, name)
     for name, option in OPTIONS.items()

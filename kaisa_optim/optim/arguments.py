@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, Option, differs, unexpected
+from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, SECTIONS, Option, differs, unexpected
 from ..errors import invalid
 from . import moments
 from .muon import Muon
@@ -63,13 +64,12 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
 def documentation(base: type[Optimizer]) -> str:
     """Return the docstring's part on K-FAC's options."""
     lines = ["K-FAC's options; those marked (s) may be callables of the step."]
-    section = ""
-    for name, option in options_of(base).items():
-        if option.section != section:
-            section = option.section
-            lines += ["", f"{section}:"]
-        text = f"{name}: {option.help}{' (s)' if option.schedulable else ''}"
-        lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
+    taken = options_of(base)
+    for section, options in SECTIONS.items():
+        lines += ["", f"{section}:"]
+        for option in (x for x in options if x.name in taken):
+            text = f"{option.name}: {option.help}{' (s)' if option.schedulable else ''}"
+            lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 
@@ -89,7 +89,10 @@ def table() -> str:
 def separate(
     title: str, base: type[Optimizer], known: Parameters, given: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of the next class, which knows these, and K-FAC's; refuse others."""
+    """Return the base's keyword arguments and K-FAC's; refuse arguments that neither has.
+
+    ``known`` are the parameters of the class that is built next, which may stand before the base.
+    """
     ours = {n: v for n, v in given.items() if n in OPTIONS and not _belongs(n, v, base)}
     theirs = {n: v for n, v in given.items() if n not in ours}
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
@@ -137,6 +140,23 @@ def _given(params: Any, model: Any) -> str:
         return f"the class {given.__name__}"
     text = repr(given)
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
+
+
+def refuse_lost_damping(group: dict[str, Any]) -> None:
+    """Refuse a damping that the arithmetic of the group's parameters can't carry.
+
+    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
+    """
+    for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
+        least = torch.finfo(dtype).eps / 10_000
+        if group["damping"] < least:
+            raise invalid(
+                "damping",
+                group["damping"],
+                f"with {dtype} arithmetic it must be at least {least:.2g}, or the rounding of "
+                "gradients makes the steps; use a larger one, such as 1e-3",
+            )
 
 
 # ---- where moments live ----

@@ -226,20 +226,25 @@ class KFACMixin(Optimizer, Joinable):
                 'and let a schedule start lower, or use kl_clip_lr="current"',
                 stacklevel=5,
             )
-        if hasattr(self, "preconditioner"):
-            self._cover(group)
+        self._cover(group)
 
     def _cover(self, group: dict[str, Any]) -> None:
         """Match the model with a group that was added, or take the group back."""
         self._consolidated = None
+        is_built = hasattr(self, "preconditioner")
         try:
-            self.preconditioner.rebuild(self.param_groups)
+            if self._kfac_options.moments != "eigenbasis":
+                arguments.refuse_lost_damping(group)
+            if is_built:
+                self.preconditioner.rebuild(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             self._group_schedules.pop()
-            self.preconditioner.rebuild(self.param_groups)
+            if is_built:
+                self.preconditioner.rebuild(self.param_groups)
             raise
-        notices.misspelt_keys(self, [group])
+        if is_built:
+            notices.misspelt_keys(self, [group])
 
     def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
         """Return a schedule's value: that of a group which follows the schedule already."""
