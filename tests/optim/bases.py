@@ -1,0 +1,98 @@
+"""Optimizer classes that K-FAC is put over, and a base that is stepped by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
+from tests.support.training import EVERY_STEP, Probe, classes_in, network
+
+REFUSED = {"LBFGS", "SparseAdam"}
+TORCH_BASES = [c for c in classes_in(torch.optim, Optimizer) if c.__name__ not in REFUSED]
+# The base sees preconditioned gradients, anew in every step.
+AS_THE_BASE: dict[str, Any] = {**EVERY_STEP, "moments": "parameters"}
+FAMILY = [
+    (KFACSGD, torch.optim.SGD),
+    (KFACAdam, torch.optim.Adam),
+    (KFACLAMB, LAMB),
+    (KFACMuon, Muon),
+]
+
+
+class LARS(Optimizer):
+    """Layer-wise adaptive rates (You et al., 2017), as a user would write them."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9, weight_decay=1e-4, trust=0.02):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["buffer"] = torch.zeros_like(p)
+                decayed = p.grad + group["weight_decay"] * p
+                rate = group["trust"] * p.norm() / (decayed.norm() + 1e-12)
+                state["buffer"].mul_(group["momentum"]).add_(decayed * rate)
+                p.sub_(group["lr"] * state["buffer"])
+        return loss
+
+
+BASES = [*TORCH_BASES, LAMB, LARS]
+
+
+def trained_by(base: type) -> list[str]:
+    """Muon takes matrices only."""
+    names = [name for name, _ in network().named_parameters()]
+    return [n for n in names if n.endswith("weight")] if base.__name__ == "Muon" else names
+
+
+def pick(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    own = dict(model.named_parameters())
+    return [own[name] for name in names]
+
+
+class ByHand:
+    """The base optimizer on its own copy, fed with preconditioned gradients from a probe."""
+
+    def __init__(self, base: type, model: nn.Module, *args: Any, **kwargs: Any):
+        self.model = copy.deepcopy(model)
+        self.names = trained_by(base)
+        self.opt = base(pick(self.model, self.names), *args, **kwargs)
+        self.probe = Probe(model, self.names)
+
+    def step(self, i: int, sign: float = 1.0) -> None:
+        scale = (lambda loss: -loss) if sign < 0 else None
+        v = self.probe.step(self.model, i, scale)
+        for name, p in self.model.named_parameters():
+            p.grad = v[name].clone() if name in self.names else None
+        self.opt.step()
+
+
+def both(base: type, *args: Any, **kwargs: Any) -> tuple[nn.Module, Any, ByHand]:
+    """A K-FAC optimizer on a model, and its base by hand on an equal one."""
+    model = network()
+    hand = ByHand(base, model, *args, **kwargs)
+    params = pick(model, trained_by(base))
+    return model, with_kfac(base)(params, *args, model=model, **AS_THE_BASE, **kwargs), hand
+
+
+def dynamic(*args: Any, **kwargs: Any) -> Any:
+    return with_kfac(torch.optim.RAdam)(*args, **kwargs)
+
+
+def over_lars(*args: Any, **kwargs: Any) -> Any:
+    return with_kfac(LARS)(*args, **kwargs)

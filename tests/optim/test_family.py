@@ -1,0 +1,386 @@
+"""The classes over torch's bases: signatures, the base's own steps, arguments, copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, Muon, with_kfac
+from tests.optim.bases import AS_THE_BASE, BASES, FAMILY, REFUSED, both, dynamic, over_lars
+from tests.support.training import (
+    EVERY_STEP,
+    WITHOUT_PACKAGE,
+    assert_near,
+    assert_same,
+    backward,
+    batch,
+    difference,
+    factors,
+    network,
+    python,
+    train,
+    values,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- signatures ----
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda c: c.__name__)
+def test_signature_is_the_bases_then_kfacs_by_keyword(base):
+    cls = with_kfac(base)
+    assert with_kfac(base) is cls and issubclass(cls, base)
+    assert cls.__name__ == f"KFAC{base.__name__}"
+    theirs = list(inspect.signature(base).parameters.values())
+    ours = list(inspect.signature(cls).parameters.values())
+    first = [p for p in theirs if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert [(p.name, p.kind, p.default) for p in ours[: len(first)]] == [
+        (p.name, p.kind, p.default) for p in first
+    ]
+    added = {p.name: p for p in ours[len(first) :]}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added.values())
+    assert {"model", "damping", "factor_decay", "inv_update_steps", "assignment"} <= added.keys()
+    assert "nn.Module" in ours[0].annotation
+
+
+@pytest.mark.parametrize(("cls", "base"), FAMILY, ids=lambda c: c.__name__)
+def test_family_members_are_their_base_with_its_defaults(cls, base):
+    opt = cls(network())
+    plain = base(network().parameters())
+    assert isinstance(opt, base) and isinstance(opt, Optimizer)
+    assert with_kfac(base) is cls
+    assert opt.defaults == plain.defaults
+    added = {"damping", "factor_decay", "kl_clip_lr"}
+    assert opt.param_groups[0].keys() - plain.param_groups[0].keys() == added
+    for key in plain.param_groups[0].keys() - {"params"}:
+        assert opt.param_groups[0][key] == plain.param_groups[0][key]
+
+
+def test_muon_has_a_damping_of_its_own_and_no_clip():
+    opt = KFACMuon(network(), kl_clip=None, damping=None)  # which is what it does without them
+    assert opt.param_groups[0]["damping"] == 0.1
+    parameters = inspect.signature(KFACMuon).parameters
+    assert parameters["damping"].default == 0.1 and "kl_clip" not in parameters
+    assert inspect.signature(KFACAdam).parameters["damping"].default == 5e-3
+
+
+def test_base_arguments_by_position():
+    opt = KFACSGD(network(), 0.5, 0.9, 0.1, 1e-4)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["momentum"], group["dampening"]) == (0.5, 0.9, 0.1)
+    assert group["weight_decay"] == 1e-4
+    with pytest.raises(TypeError):
+        KFACSGD(network(), 0.5, 0.9, 0.1, 1e-4, True, network())
+
+
+def test_classes_that_can_not_take_kfac_are_refused():
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=f"Invalid base: {name} can't take K-FAC: it "):
+            with_kfac(getattr(torch.optim, name))
+    with pytest.raises(ValueError, match="KFACSGD has K-FAC inside already; use it as it is"):
+        with_kfac(KFACSGD)
+    for value in ("SGD", nn.Linear, 3, torch.optim.SGD(network().parameters())):
+        with pytest.raises(ValueError, match=r"(?s)Invalid base: .*subclass of torch.optim.Optimi"):
+            with_kfac(value)
+
+    class Own(Muon):
+        pass
+
+    with pytest.raises(ValueError, match="Own, would lose the metric; subclass KFACMuon"):
+        with_kfac(Own)
+
+
+# ---- the base's own steps ----
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda c: c.__name__)
+def test_steps_are_the_bases_own_on_preconditioned_gradients(base):
+    """Three steps, so that the base's state takes part; it stays in the base's own format."""
+    model, opt, hand = both(base)
+    start = values(model)
+    for i in range(3):
+        train(model, opt, [i])
+        hand.step(i)
+        assert_near(model, hand.model, rtol=1e-6)
+    assert any(change.abs().max() > 0 for change in difference(start, model).values())
+    of_hand = hand.opt.state_dict()["state"]
+    of_ours = {
+        index: {key: value for key, value in entry.items() if not key.startswith("kfac")}
+        for index, entry in opt.state_dict()["state"].items()
+    }
+    of_ours = {index: entry for index, entry in of_ours.items() if entry}
+    assert of_ours.keys() == of_hand.keys()
+    for index, entry in of_hand.items():
+        assert_near(of_ours[index], entry, rtol=1e-5)
+
+
+def test_raw_gradients_would_not_pass_for_preconditioned_ones():
+    model, plain = network(), network()
+    train(model, KFACSGD(model, lr=0.1, **EVERY_STEP), [0])
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0])
+    with pytest.raises(AssertionError):
+        assert_near(model, plain, rtol=1e-2)
+
+
+SETTINGS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (torch.optim.SGD, {"lr": torch.tensor(0.1)}),
+    (torch.optim.Adam, {"lr": 0.1, "foreach": True, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": torch.tensor(0.1), "foreach": False}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True, "weight_decay": 0.1}),
+]
+
+
+def title(setting: Any) -> str:
+    if isinstance(setting, dict):
+        return " ".join(f"{key}={value}" for key, value in setting.items())
+    return setting.__name__
+
+
+@pytest.mark.parametrize(("base", "settings"), SETTINGS, ids=title)
+def test_the_bases_switches_are_passed_through(base, settings):
+    model, opt, hand = both(base, **settings)
+    for i in range(3):
+        train(model, opt, [i])
+        hand.step(i)
+    assert_near(model, hand.model, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("base", "extra"),
+    [(torch.optim.SGD, {"foreach": True}), (torch.optim.Adam, {})],
+)
+def test_maximize(base, extra):
+    """Maximizing −L goes where minimizing L goes."""
+    model, minimized = network(), network()
+    opt = with_kfac(base)(model, lr=0.1, maximize=True, **AS_THE_BASE, **extra)
+    for i in range(3):
+        opt.zero_grad()
+        backward(model, i, lambda loss: -loss)
+        opt.step()
+    train(minimized, with_kfac(base)(minimized, lr=0.1, **AS_THE_BASE), range(3))
+    assert_near(model, minimized)
+
+
+def test_capturable_is_left_to_the_base():
+    """On the CPU the base refuses it, in its own words."""
+    model = network()
+    opt = KFACAdam(model, capturable=True, moments="parameters")
+    backward(model, 0)
+    with pytest.raises(AssertionError, match="If capturable=True"):
+        opt.step()
+
+
+def test_the_bases_own_errors_come_through():
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        KFACSGD(network(), lr=-1)
+    with pytest.raises(ValueError, match="Invalid beta parameter"):
+        KFACAdam(network(), betas=(1.5, 0.9))
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (nn.Linear, "the class Linear"),
+        ("resnet50", "'resnet50'"),
+        (network().state_dict(), "of type OrderedDict"),
+        (network, "<function network at .*>"),
+        (3, "3"),
+    ],
+    ids=["class", "name", "state_dict", "function", "number"],
+)
+def test_what_is_no_model(first, said):
+    text = rf"^Invalid model: {said}; .*KFACSGD\(model, \.\.\.\), or as model="
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(first, lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(network().parameters(), lr=0.1, model=first)
+
+
+def test_a_model_is_needed_once_and_with_parameters():
+    for arguments in ({}, {"lr": 0.1}, {"model": network()}):
+        with pytest.raises(TypeError, match=r"KFACAdam\(\) needs the model first: KFACAdam\(model"):
+            KFACAdam(**arguments)
+    with pytest.raises(ValueError, match="Invalid model: no model was given, but parameters"):
+        KFACSGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Invalid model: the first argument .*leave out model="):
+        KFACSGD(network(), lr=0.1, model=network())
+    with pytest.raises(ValueError, match="Invalid model: this Sequential has no parameters; pass"):
+        KFACSGD(nn.Sequential(nn.Tanh()), lr=0.1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        KFACSGD([], lr=0.1, model=network())
+
+
+@pytest.mark.parametrize("params", [torch.zeros(()), torch.zeros(3), 5])
+def test_what_is_no_iterable_of_parameters_is_refused_as_by_the_base(params):
+    said = []
+    for make in (torch.optim.Adam, lambda params: KFACAdam(params, model=network())):
+        with pytest.raises(TypeError) as found:
+            make(params)
+        said.append(str(found.value))
+    assert said[0] == said[1]
+
+
+def test_an_argument_of_a_subclass_is_named_with_it():
+    class Mine(KFACSGD):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* did you mean damping\?"):
+        Mine(network(), lr=0.1, dampin=0.1)
+
+
+def test_a_base_that_may_know_more_names_receives_them():
+    class Open(torch.optim.SGD):
+        def __init__(self, params, lr, **rest):
+            self.dampning = rest.pop("dampning")
+            super().__init__(params, lr, **rest)
+
+    class Between(torch.optim.SGD):
+        def __init__(self, params, lr, special):
+            super().__init__(params, lr)
+            self.special = special
+
+    class Diamond(KFACSGD, Between):
+        pass
+
+    opt = with_kfac(Open)(network(), lr=0.1, dampning=0.5, momentum=0.9)
+    assert opt.dampning == 0.5 and opt.param_groups[0]["momentum"] == 0.9
+    assert Diamond(network(), lr=0.1, special=3).special == 3
+
+
+# ---- copies ----
+
+
+CLASSES = [KFACSGD, KFACAdam, KFACLAMB, KFACMuon, dynamic, over_lars]
+
+
+STAGGERED = {"factor_update_steps": 2, "inv_update_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("cls", "taken"), [(KFACSGD, 0), (KFACSGD, 1), *((cls, 4) for cls in CLASSES)]
+)
+def test_deepcopy_trains_its_own_copy_on_the_same_path(cls, taken):
+    model = network()
+    opt = cls(model, lr=0.01, **STAGGERED)
+    train(model, opt, range(taken))
+    twin_model, twin = copy.deepcopy((model, opt))
+    assert type(twin) is type(opt)
+    assert_same(twin.state_dict(), opt.state_dict())
+    at_copy = values(model)
+    train(twin_model, twin, range(taken, taken + 4))
+    assert_same(values(model), at_copy)
+    train(model, opt, range(taken, taken + 4))
+    assert_same(twin_model, model)
+    assert_same(factors(twin), factors(opt))
+
+
+def test_deepcopied_optimizer_alone_brings_its_model():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **STAGGERED)
+    train(model, opt, range(2))
+    twin = copy.deepcopy(opt)
+    twin_model = twin.preconditioner.model
+    assert twin_model is not model
+    train(twin_model, twin, range(2, 5))
+    train(model, opt, range(2, 5))
+    assert_same(twin_model, model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_keeps_what_was_set_since(duplicate):
+    model = network()
+    opt = KFACSGD(model, lr=0.1, damping=0.1, factor_decay=0.5)
+    kfac = opt.preconditioner
+    kfac.kl_clip, kfac.factor_update_steps, kfac.inv_update_steps = 1e-5, 2, 3
+    kfac.loss_terms, kfac.grad_scaler, kfac.statistics_fraction = 4, 2.0, 0.5
+    opt.param_groups[0]["damping"] = 0.2
+    twin = duplicate(opt)
+    names = ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms")
+    for name in (*names, "statistics_fraction"):
+        assert getattr(twin.preconditioner, name) == getattr(kfac, name)
+    train(model, opt, range(4))
+    train(twin.preconditioner.model, twin, range(4))
+    assert_same(twin.preconditioner.model, model)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_pickle_round_trip(cls):
+    model = network()
+    opt = cls(model, lr=0.01, **STAGGERED)
+    train(model, opt, range(3))
+    twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
+    assert type(twin) is type(opt)
+    train(model, opt, range(3, 7))
+    train(twin_model, twin, range(3, 7))
+    assert_same(twin_model, model)
+
+
+def test_a_dynamic_class_is_unpickled_in_a_new_process(tmp_path):
+    model = network()
+    opt = dynamic(model, lr=0.01, **STAGGERED)
+    train(model, opt, range(3))
+    (tmp_path / "pair").write_bytes(pickle.dumps((model, opt)))
+    script = f"""
+import pickle, sys, torch
+sys.path[:0] = [{str(ROOT)!r}]
+from tests.support.training import train
+with open({str(tmp_path / "pair")!r}, "rb") as file:
+    model, opt = pickle.load(file)
+train(model, opt, range(3, 6))
+torch.save(model.state_dict(), {str(tmp_path / "end")!r})
+"""
+    subprocess.run(python("-c", script), check=True)
+    train(model, opt, range(3, 6))
+    assert_same(torch.load(tmp_path / "end"), dict(model.state_dict()))
+
+
+def test_a_users_subclass_of_the_family_copies_too():
+    class Own(with_kfac(torch.optim.RAdam)):
+        """A subclass that is found by its own name."""
+
+    model = network()
+    opt = Own(model, lr=0.01)
+    train(model, opt, range(2))
+    twin_model, twin = copy.deepcopy((model, opt))
+    assert type(twin) is Own
+    train(model, opt, range(2, 4))
+    train(twin_model, twin, range(2, 4))
+    assert_same(twin_model, model)
+
+
+def test_a_saved_model_loads_without_the_package(tmp_path):
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    train(model, opt, range(2))
+    x = batch(0)[0]
+    torch.save(model, tmp_path / "model")
+    torch.save(x, tmp_path / "x")
+    script = f"""{WITHOUT_PACKAGE}
+import torch
+model = torch.load({str(tmp_path / "model")!r}, weights_only=False)
+x = torch.load({str(tmp_path / "x")!r})
+y = model(x)
+y.sum().backward()
+torch.save([y.detach(), model[0].weight.grad], {str(tmp_path / "y")!r})
+"""
+    subprocess.run(python("-I", "-c", script), check=True, cwd=tmp_path)
+    y = model(x)
+    weight_gradient = torch.autograd.grad(y.sum(), model[0].weight)[0]
+    assert_same(torch.load(tmp_path / "y"), [y.detach(), weight_gradient])

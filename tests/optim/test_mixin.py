@@ -1,0 +1,1226 @@
+"""What a real torch.optim optimizer owes: groups, hooks, schedulers, closures, scalers, models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import warnings
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
+from tests.optim.bases import AS_THE_BASE, BASES, both, pick, trained_by
+from tests.support.training import (
+    EVERY_STEP,
+    Probe,
+    assert_near,
+    assert_same,
+    backward,
+    batch,
+    classes_in,
+    difference,
+    factors,
+    network,
+    train,
+    values,
+)
+
+# ---- parameters, groups and models ----
+
+
+def forms():
+    def two_groups(model):
+        return [
+            {"params": list(model[2].parameters()), "lr": 0.05, "momentum": 0.5},
+            {"params": model[0].parameters()},
+        ]
+
+    return {
+        "model": lambda m: ((m,), {}),
+        "parameters": lambda m: ((m.parameters(),), {"model": m}),
+        "groups": lambda m: ((two_groups(m),), {"model": m}),
+        "named": lambda m: ((m.named_parameters(),), {"model": m}),
+        "model twice": lambda m: ((m,), {"model": m}),
+    }
+
+
+@pytest.mark.parametrize("form", forms())
+def test_every_form_of_params_trains_alike(form):
+    model, expected = network(), network()
+    args, kwargs = forms()[form](model)
+    opt = KFACSGD(*args, lr=0.1, momentum=0.9, **kwargs)
+    reference = KFACSGD(expected, lr=0.1, momentum=0.9)
+    if form == "groups":  # the same two, the second added to the first
+        params = expected[2].parameters()
+        reference = KFACSGD(params, lr=0.05, momentum=0.5, model=expected, kl_clip=None)
+        reference.add_param_group({"params": expected[0].parameters(), "lr": 0.1, "momentum": 0.9})
+        opt.preconditioner.kl_clip = None
+    train(model, opt, range(3))
+    train(expected, reference, range(3))
+    assert_same(model, expected)
+    if form == "named":
+        assert opt.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+
+
+def test_groups_have_their_own_damping_and_decay():
+    model = network()
+    opt = KFACSGD(
+        [
+            {"params": model[0].parameters(), "damping": 0.5, "factor_decay": 0.5},
+            {"params": model[2].parameters()},
+        ],
+        lr=1.0,
+        model=model,
+        damping=0.01,
+        **EVERY_STEP,
+    )
+    assert [g["damping"] for g in opt.param_groups] == [0.5, 0.01]
+    assert [g["factor_decay"] for g in opt.param_groups] == [0.5, 0.95]
+    strong, weak = Probe(model, damping=0.5, factor_decay=0.5), Probe(model, damping=0.01)
+    for i in range(3):
+        of_strong, of_weak = strong.step(model, i), weak.step(model, i)
+        before = values(model)
+        train(model, opt, [i])
+        moved = difference(before, model)
+        for name, change in moved.items():
+            expected = (of_strong if name.startswith("0") else of_weak)[name]
+            assert_near(change, expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [(KFACSGD, {}), (KFACLAMB, {}), (KFACLAMB, {"moments": "parameters"})],
+)
+def test_a_first_group_may_be_empty(cls, own):
+    """As torch's own optimizers have it."""
+    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 2, **own}
+    plain, model = network(), network()
+    train(plain, cls(plain, **options), range(4))
+    opt = cls([{"params": []}, {"params": model.parameters()}], model=model, **options)
+    train(model, opt, range(4))
+    assert_same(model, plain)
+    assert opt.join_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("damping", (0.1, 0.2)), ("factor_decay", (0.9, 0.8))]
+)
+def test_weight_and_bias_in_groups_that_differ(name, values):
+    def groups(model: nn.Module, one: float, other: float) -> list:
+        rest = list(model[2].parameters())
+        return [
+            {"params": [model[0].weight, *rest], name: one},
+            {"params": [model[0].bias], name: other},
+        ]
+
+    wanted = rf"Invalid {name}: layer '0' .*\[{min(values)}, {max(values)}\].*the same {name}"
+    model = network()
+    with pytest.raises(ValueError, match=wanted):
+        KFACSGD(groups(model, *values), lr=0.1, model=model)
+    # Set later, it is an error of the step.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1][name] = values[1]
+    backward(model, 0)
+    with pytest.raises(ValueError, match=wanted):
+        opt.step()
+    # Other options of the two groups may differ.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1]["lr"] = 0.05
+    opt.param_groups[1]["weight_decay"] = 0.1
+    opt.zero_grad()
+    backward(model, 0)
+    opt.step()
+
+
+def test_weight_and_bias_may_differ_in_lr_and_weight_decay():
+    model = network()
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP)
+    before, v = values(model), Probe(model).step(model, 0)
+    train(model, opt, [0])
+    for name, change in difference(before, model).items():
+        expected = 0.5 * v[name] if name.endswith("bias") else v[name] + 0.1 * before[name]
+        assert_near(change, expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("factor_decay", -0.5)])
+def test_group_with_a_bad_value(name, value):
+    model = network()
+    with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
+        KFACSGD([{"params": model.parameters(), name: value}], lr=0.1, model=model)
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
+        opt.add_param_group({"params": model[2].parameters(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [(torch.bfloat16, 1.2e-11), (torch.float32, 1.2e-11), (torch.float64, 2.3e-20)],
+)
+def test_a_damping_that_rounding_drowns_is_refused(dtype, least):
+    """Steps of 1e-12 in float32 were thousands of times too long in their first use."""
+    model = network(dtype=dtype)
+    KFACSGD(model, lr=0.1, damping=least)
+    text = rf"Invalid damping: {least / 2!r}; with torch.float\d\d arithmetic it must be at least"
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(model, lr=0.1, damping=least / 2)
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    with pytest.raises(ValueError, match=text):
+        opt.add_param_group({"params": model[2].parameters(), "damping": least / 2})
+    assert len(opt.param_groups) == 1
+    KFACAdam(model, moments="eigenbasis", damping=least / 2)  # of no use there, which steps say
+
+
+@pytest.fixture
+def process_group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_wrapped_model_first(process_group):
+    model, expected = network(), network()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    opt = KFACSGD(wrapped, lr=0.1)
+    assert list(opt.preconditioner.layers) == ["0", "2"]
+    train(wrapped, opt, range(3))
+    train(expected, KFACSGD(expected, lr=0.1), range(3))
+    assert_same(model, expected)
+
+
+# Dynamo looks at .grad while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_model_first():
+    model, expected = network(), network()
+    compiled = torch.compile(model, backend="eager")
+    opt = KFACSGD(compiled, lr=0.1)
+    assert list(opt.preconditioner.layers) == ["0", "2"]
+    train(compiled, opt, range(3))
+    train(expected, KFACSGD(expected, lr=0.1), range(3))
+    assert_same(model, expected)
+    torch._dynamo.reset()
+
+
+def test_a_group_must_not_be_differentiable():
+    model = network()
+    for params, more in (
+        (model, {"differentiable": True}),
+        ([{"params": model.parameters(), "differentiable": True}], {"model": model}),
+    ):
+        with pytest.raises(ValueError, match=r"Invalid differentiable: True; .*leave it False"):
+            KFACSGD(params, lr=0.1, **more)
+
+
+def test_what_is_no_process_group():
+    with pytest.raises(ValueError, match=r"Invalid process_group: 'world'; .*new_group\(\).*or N"):
+        KFACSGD(network(), lr=0.1, process_group="world")
+
+
+# ---- models and parameters that do not fit ----
+
+
+def test_a_model_without_covered_layers():
+    text = r"Invalid model: .*no layer that K-FAC covers.*0\.weight.*PReLU.*register_layer"
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(nn.Sequential(nn.PReLU()), lr=0.1)
+    text = r"Invalid model: .*covers \(skip_layers 'Lin' leaves out 4 parameters\); .*skip less, or"
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(network(), lr=0.1, skip_layers=["Lin"])
+
+
+def test_parameters_that_are_not_the_models():
+    stranger = nn.Parameter(torch.zeros(5, 7))
+    text = r"Invalid params: .*shape \(5, 7\) does not belong .*model="
+    with pytest.raises(ValueError, match=text):
+        KFACSGD([stranger], lr=0.1, model=network())
+    model = network()
+    groups = [{"params": model.parameters()}, {"params": [stranger], "use_muon": False}]
+    with pytest.raises(ValueError, match=r"Invalid params: .*does not belong"):  # AdamW's, too
+        KFACMuon(groups, lr=0.1, model=model)
+    with pytest.raises(ValueError, match="does not belong to the model; pass the model whose"):
+        KFACSGD(copy.deepcopy(model).parameters(), lr=0.1, model=model)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACMuon])
+def test_a_lazy_model_that_has_not_run(cls):
+    with pytest.raises(ValueError, match=r"Invalid params: 0\.weight has no shape yet; run the la"):
+        cls(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_model_that_was_on_the_meta_device(frozen):
+    """Sizes can be asked of it; its parameters are others afterwards."""
+    with torch.device("meta"):
+        model = network()
+    if frozen:
+        model[0].requires_grad_(False)
+    opt = KFACSGD([p for p in model.parameters() if p.requires_grad], lr=0.1, model=model)
+    assert opt.preconditioner.memory_usage()["total"] > 0
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.uniform_(p)
+    backward(model, 0)
+    with pytest.raises(
+        RuntimeError, match=rf"Invalid params: {2 * frozen}\.weight was .*to_empty, "
+    ):
+        opt.step()
+    opt = KFACSGD(model, lr=0.1)
+    backward(model, 0)
+    opt.step()
+
+
+def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
+    model = network()
+    for bad in ({"damping": -1}, {"skip_layers": ["Linear"]}, {"grad_scaler": "x"}):
+        with pytest.raises(ValueError):
+            KFACSGD(model, lr=0.1, **bad)
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    assert not hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = KFACSGD(model, lr=0.1)
+        backward(model, 0)
+        opt.step()
+
+
+def test_skip_layers_pattern_that_matches_nothing():
+    matches = "skip_layers: 'heda' matches no module.*named_modules"
+    with pytest.warns(UserWarning, match=matches) as caught:
+        opt = KFACSGD(network(), lr=0.1, skip_layers=["heda", "^0$"])
+    assert caught[0].filename == __file__
+    assert list(opt.preconditioner.layers) == ["2"]
+
+
+def test_an_option_of_the_whole_optimizer_in_a_group_is_refused():
+    net = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="Invalid kl_clip: 1e-09 in a parameter group; it is one"):
+        KFACSGD([{"params": net.parameters(), "kl_clip": 1e-9}], lr=0.1, model=net)
+
+
+def test_covered_and_uncovered_parameters_are_told():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.body(x) * self.scale
+
+    model = Scaled()
+    with pytest.warns(UserWarning, match="raw gradients:\n  scale: ") as record:
+        opt = KFACSGD(model, lr=1.0, skip_layers="body.0", **EVERY_STEP)
+    assert len(record) == 1
+    assert list(opt.preconditioner.layers) == ["body.2"]
+    text = repr(opt.preconditioner)
+    assert "body.2: A 7, G 3" in text and "scale: " in text and "matches 'body.0'" in text
+    before = values(model)
+    train(model, opt, [0])
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    moved = difference(before, model)
+    for name in ("scale", "body.0.weight", "body.0.bias"):
+        assert_near(moved[name], gradients[name])
+    assert not torch.allclose(moved["body.2.weight"], gradients["body.2.weight"])
+
+
+# ---- the learning rate ----
+
+
+def test_tensor_lr_that_changes_takes_effect():
+    model, lr = network(), torch.tensor(0.1, dtype=torch.float64)
+    opt = KFACSGD(model, lr=lr, **EVERY_STEP)
+    assert opt.param_groups[0]["kl_clip_lr"] == pytest.approx(0.1)
+    probe = Probe(model)
+    for i, rate in enumerate([0.1, 0.025]):
+        lr.fill_(rate)
+        before, v = values(model), probe.step(model, i)
+        train(model, opt, [i])
+        assert_near(difference(before, model), {n: rate * x for n, x in v.items()})
+
+
+def test_tensor_lr_in_the_clip():
+    """With the current lr as α an active clip cancels it, as a number or as a tensor."""
+    ends = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.3).double()):
+        model = network()
+        opt = KFACSGD(model, lr=lr, kl_clip=1e-4, kl_clip_lr="current")
+        train(model, opt, [0])
+        ends.append(values(model))
+    assert_near(ends[1], ends[0])
+    assert_near(ends[2], ends[0])
+
+
+def schedulers() -> dict[str, Any]:
+    s = torch.optim.lr_scheduler
+    return {
+        "LambdaLR": lambda o: s.LambdaLR(o, lambda e: 1 / (1 + e)),
+        "MultiplicativeLR": lambda o: s.MultiplicativeLR(o, lambda e: 0.7),
+        "StepLR": lambda o: s.StepLR(o, 2, 0.5),
+        "MultiStepLR": lambda o: s.MultiStepLR(o, [1, 3], 0.5),
+        "ConstantLR": lambda o: s.ConstantLR(o, 0.5, 2),
+        "LinearLR": lambda o: s.LinearLR(o, 0.1, total_iters=4),
+        "ExponentialLR": lambda o: s.ExponentialLR(o, 0.8),
+        "PolynomialLR": lambda o: s.PolynomialLR(o, 5),
+        "CosineAnnealingLR": lambda o: s.CosineAnnealingLR(o, 5),
+        "CosineAnnealingWarmRestarts": lambda o: s.CosineAnnealingWarmRestarts(o, 2),
+        "SequentialLR": lambda o: s.SequentialLR(
+            o, [s.ConstantLR(o, 0.1, 2), s.ExponentialLR(o, 0.5)], [2]
+        ),
+        "ChainedScheduler": lambda o: s.ChainedScheduler(
+            [s.ConstantLR(o, 0.1, 2), s.ExponentialLR(o, 0.5)], optimizer=o
+        ),
+        "ReduceLROnPlateau": lambda o: s.ReduceLROnPlateau(o, factor=0.5, patience=0),
+        "CyclicLR": lambda o: s.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
+        "OneCycleLR": lambda o: s.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=True),
+    }
+
+
+def scheduler_classes() -> list[str]:
+    module = torch.optim.lr_scheduler
+    return [c.__name__ for c in classes_in(module, module.LRScheduler)]
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        *((name, torch.optim.SGD) for name in scheduler_classes()),
+        ("OneCycleLR", torch.optim.Adam),
+        ("CyclicLR", torch.optim.Adam),
+    ],
+)
+def test_learning_rate_schedulers(name, base):
+    """The rates (and cycled momenta) are those of a plain optimizer, and show in the steps."""
+    settings = {"lr": 0.1, "momentum": 0.9} if base is torch.optim.SGD else {"lr": 0.1}
+    model, opt, hand = both(base, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        pair = [schedulers()[name](o) for o in (opt, hand.opt)]
+        rates = []
+        for i in range(5):
+            train(model, opt, [i])
+            hand.step(i)
+            for scheduler in pair:
+                # A loss that never improves.
+                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            for key in {"lr", "momentum", "betas"} & opt.param_groups[0].keys():
+                assert opt.param_groups[0][key] == hand.opt.param_groups[0][key]
+            rates.append(opt.param_groups[0]["lr"])
+            assert_near(model, hand.model, rtol=1e-6)
+    assert len(set(rates)) > 1
+    assert opt.param_groups[0]["kl_clip_lr"] == 0.1
+
+
+# ---- the KL clip, and the first step ----
+
+
+def clip_of(v: dict[str, Any], gradients: dict[str, Any], alpha: float, kappa: float) -> float:
+    inner = sum((v[n] * gradients[n]).sum() for n in v)
+    return min(1.0, float((kappa / (alpha**2 * inner)) ** 0.5))
+
+
+def gradients_at(model: nn.Module, i: int) -> dict[str, Any]:
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    backward(twin, i)
+    return {n: p.grad for n, p in twin.named_parameters()}
+
+
+@pytest.mark.parametrize("choice", [None, "current"])
+def test_kl_clip_alpha(choice):
+    """By default the lr of construction, whatever the schedule; else the current one."""
+    model, kappa = network(), 1e-4
+    opt = KFACSGD(model, lr=0.5, kl_clip_lr=choice, **{**EVERY_STEP, "kl_clip": kappa})
+    assert opt.param_groups[0]["kl_clip_lr"] == ("current" if choice == "current" else 0.5)
+    probe = Probe(model)
+    for i, lr in enumerate([0.5, 0.05, 0.01]):
+        opt.param_groups[0]["lr"] = lr
+        v, before = probe.step(model, i), values(model)
+        nu = clip_of(v, gradients_at(model, i), lr if choice == "current" else 0.5, kappa)
+        assert nu < 1
+        train(model, opt, [i])
+        assert_near(difference(before, model), {n: lr * nu * x for n, x in v.items()}, rtol=1e-6)
+
+
+def test_kl_clip_lets_small_steps_pass():
+    model = network()
+    opt = KFACSGD(model, lr=1e-4, **{**EVERY_STEP, "kl_clip": 1e-3})
+    v, before = Probe(model).step(model, 0), values(model)
+    train(model, opt, [0])
+    assert_near(difference(before, model), {n: 1e-4 * x for n, x in v.items()}, rtol=1e-6)
+
+
+def test_kl_clip_weighs_each_parameter_with_its_groups_lr():
+    model = network()
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.1}]
+    opt = KFACSGD(groups, lr=1.0, model=model, **{**EVERY_STEP, "kl_clip": 1e-3})
+    v, gradients, before = Probe(model).step(model, 0), gradients_at(model, 0), values(model)
+    rates = {n: 0.1 if n.endswith("bias") else 1.0 for n in v}
+    total = sum(rates[n] ** 2 * (v[n] * gradients[n]).sum() for n in v)
+    nu = (1e-3 / total) ** 0.5
+    assert nu < 1
+    train(model, opt, [0])
+    assert_near(difference(before, model), {n: rates[n] * nu * x for n, x in v.items()}, rtol=1e-6)
+
+
+def test_kl_clip_of_zero_gradients():
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    before = values(model)
+    x, _ = batch(0)
+    (0 * model(x).sum()).backward()
+    opt.step()
+    assert_same(values(model), before)
+
+
+def test_first_step_is_exactly_the_damped_newton_step():
+    """Defaults, the clip aside: (F + γI)⁻¹∇ with F = A ⊗ G of this one batch, by hand."""
+    model = network()
+    x, y = batch(0)
+    hidden = model[:2](x)
+    out = model[2](hidden)
+    ones = torch.ones(len(x), 1, dtype=x.dtype)
+    opt = KFACSGD(model, lr=1.0, kl_clip=None)
+    before = values(model)
+    train(model, opt, [0])
+    rows = torch.cat([hidden, ones], 1).detach()
+    back = (2 * (out - y) / out.numel()).detach()
+    a = rows.T @ rows / len(rows)
+    g = len(rows) * back.T @ back
+    gradient = back.T @ rows
+    damping = opt.param_groups[0]["damping"]
+    fisher = torch.kron(g, a) + damping * torch.eye(21, dtype=a.dtype)
+    v = torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient)
+    moved = difference(before, model)
+    assert_near(moved["2.weight"], v[:, :-1], rtol=1e-6)
+    assert_near(moved["2.bias"], v[:, -1], rtol=1e-6)
+
+
+# ---- gradients, zero_grad, closures ----
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda c: c.__name__)
+def test_grad_is_left_as_backward_made_it(base):
+    model = network()
+    params = pick(model, trained_by(base))
+    opt = with_kfac(base)(params, model=model)
+    for i in range(2):
+        opt.zero_grad()
+        backward(model, i)
+        gradients = [p.grad for p in params]
+        copies = [g.clone() for g in gradients]
+        opt.step()
+        assert all(p.grad is g for p, g in zip(params, gradients, strict=True))
+        assert_same([p.grad for p in params], copies)
+
+
+def test_grad_is_left_as_it_was_when_the_base_raises():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    model = network()
+    opt = with_kfac(Failing)(model)
+    backward(model, 0)
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    copies = copy.deepcopy(gradients)
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    assert all(p.grad is gradients[n] for n, p in model.named_parameters())
+    assert_same(gradients, copies)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_gradients_and_statistics(set_to_none):
+    model, expected = network(), network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    backward(model, 7)  # aborted: a leftover
+    assert opt.preconditioner.memory_usage()["pending"] > 0
+    opt.zero_grad(set_to_none)
+    assert opt.preconditioner.memory_usage()["pending"] == 0
+    if set_to_none:
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        assert all(not p.grad.any() for p in model.parameters())
+    backward(model, 0)
+    opt.step()
+    fresh = KFACSGD(expected, lr=0.1, **EVERY_STEP)
+    train(expected, fresh, [0])
+    assert_same(model, expected)
+    assert_same(factors(opt), factors(fresh))
+
+
+def test_closure_runs_once_with_gradients_before_its_factors_are_used():
+    model, expected = network(), network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    calls = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        opt.zero_grad()
+        calls.append(opt.preconditioner.steps)
+        return backward(model, len(calls) - 1)
+
+    with torch.no_grad():
+        losses = [opt.step(closure) for _ in range(3)]
+    assert calls == [0, 1, 2]
+    by_hand = KFACSGD(expected, lr=0.1, **EVERY_STEP)
+    expected_losses = []
+    for i in range(3):
+        by_hand.zero_grad()
+        expected_losses.append(backward(expected, i))
+        assert by_hand.step() is None
+    assert_same(losses, expected_losses)
+    assert_same(model, expected)
+    assert_same(factors(opt), factors(by_hand))
+
+
+def test_step_does_not_track_gradients():
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    train(model, opt, [0])
+    state = [t for entry in opt.state.values() for t in entry.values()]
+    assert not any(t.requires_grad for t in state)
+    assert torch.is_grad_enabled()
+
+
+def test_accumulation_equals_one_batch():
+    model, expected = network(), network()
+    opt, other = KFACSGD(model, lr=0.1, **EVERY_STEP), KFACSGD(expected, lr=0.1, **EVERY_STEP)
+    for i in range(3):
+        x, y = batch(i)
+        opt.zero_grad()
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            (F.mse_loss(model(part), target) / 4).backward()
+        opt.step()
+        train(expected, other, [i])
+        assert_near(factors(opt), factors(other))
+        assert_near(model, expected)
+
+
+# ---- steps without statistics ----
+
+
+def test_a_due_step_without_a_backward_raises():
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="step 0 is due for statistics"):
+        opt.step()
+
+
+def test_a_step_with_no_gradient_at_all_is_a_step_of_nothing():
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    before = values(model)
+    opt.step()
+    assert_same(values(model), before)
+
+
+def test_paused_capture_steps_with_what_is_known():
+    model = network()
+    opt = KFACSGD(model, lr=1.0, **EVERY_STEP)
+    train(model, opt, [0])
+    kept = factors(opt)
+    opt.zero_grad()
+    with opt.preconditioner.paused():
+        backward(model, 1)
+    before = values(model)
+    opt.step()
+    assert_same(factors(opt), kept)
+    assert all(change.abs().max() > 0 for change in difference(before, model).values())
+
+
+# ---- hooks ----
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
+def fresh_base() -> type[Optimizer]:
+    """A class of its own, whose step no other test has had wrapped."""
+
+    class Plain(Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+    return Plain
+
+
+def check_hooks(opt: Any, model: nn.Module) -> None:
+    counters = {name: Counter() for name in ("pre", "post", "global pre", "global post")}
+    handles = [
+        opt.register_step_pre_hook(counters["pre"]),
+        opt.register_step_post_hook(counters["post"]),
+        register_optimizer_step_pre_hook(counters["global pre"]),
+        register_optimizer_step_post_hook(counters["global post"]),
+    ]
+    try:
+        for i in range(1, 3):
+            train(model, opt, [i])
+            assert {name: c.calls for name, c in counters.items()} == dict.fromkeys(counters, i)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (fresh_base, "never"),
+        (fresh_base, "before"),
+        (fresh_base, "after"),
+        (lambda: torch.optim.SGD, "after"),
+        (lambda: torch.optim.Adam, "after"),
+        (lambda: LAMB, "after"),
+    ],
+)
+def test_step_hooks_fire_exactly_once(make, plain):
+    base, model = make(), network()
+    if plain == "before":
+        base(network().parameters())
+    opt = with_kfac(base)(model)
+    if plain == "after":
+        base(network().parameters())
+    check_hooks(opt, model)
+
+
+def test_hooks_of_the_base_fire_once_too():
+    base = fresh_base()
+    model, other = network(), network()
+    with_kfac(base)(network())
+    opt = base(model.parameters())
+    with_kfac(base)(other)
+    check_hooks(opt, model)
+
+
+def test_a_step_pre_hook_may_change_the_gradients():
+    """It runs before K-FAC sees them: a hook that zeroes them makes a step of nothing."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    opt.register_step_pre_hook(
+        lambda o, a, k: [p.grad.zero_() for p in model.parameters()] and None
+    )
+    before = values(model)
+    train(model, opt, [0])
+    assert_same(values(model), before)
+
+
+def test_state_dict_and_load_hooks_fire_exactly_once():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, momentum=0.9)
+    train(model, opt, [0])
+    names = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    counters = {name: Counter() for name in names}
+    for name, counter in counters.items():
+        getattr(opt, f"register_{name}_hook")(counter)
+    for i in range(1, 3):
+        opt.load_state_dict(opt.state_dict())
+        assert {name: c.calls for name, c in counters.items()} == dict.fromkeys(names, i)
+
+
+def test_a_load_hook_may_replace_the_state():
+    """K-FAC takes its share from what the user's hooks leave."""
+    model, other = network(), network()
+    opt, later = KFACSGD(model, lr=0.1, momentum=0.9), KFACSGD(other, lr=0.1, momentum=0.9)
+    train(model, opt, range(3))
+    saved = opt.state_dict()
+    later.register_load_state_dict_pre_hook(lambda o, s: saved)
+    later.load_state_dict(KFACSGD(network()).state_dict())
+    assert_same(factors(later), factors(opt))
+
+
+# ---- groups and parameters that change ----
+
+
+def test_group_added_after_training_began():
+    model = network()
+    opt = KFACSGD(model[0].parameters(), lr=1.0, model=model, **EVERY_STEP)
+    probe = Probe(model, ["0.weight", "0.bias"])
+    for i in range(3):
+        probe.step(model, i)
+        train(model, opt, [i])
+    kept = factors(opt)
+    opt.add_param_group({"params": model[2].parameters(), "lr": 0.5, "damping": 0.3})
+    assert_same(factors_of(opt, "0"), kept["0"])
+    of_body, of_head = probe.step(model, 3), Probe(model, damping=0.3).step(model, 3)
+    before = values(model)
+    train(model, opt, [3])
+    for name, change in difference(before, model).items():
+        expected = of_body[name] if name.startswith("0") else 0.5 * of_head[name]
+        assert_near(change, expected)
+
+
+def factors_of(opt: Any, name: str) -> tuple[torch.Tensor, ...]:
+    return opt.preconditioner.factors(name)
+
+
+@pytest.mark.parametrize(
+    ("group", "error"),
+    [
+        ([1], TypeError),
+        ({"params": nn.Linear(2, 2).parameters()}, ValueError),
+        ({"params": [], "damping": -1}, ValueError),
+    ],
+)
+def test_a_refused_group_leaves_no_trace(group, error):
+    model, expected = network(), network()
+    opt = KFACSGD(model, lr=0.1)
+    with pytest.raises(error):
+        opt.add_param_group(group)
+    assert len(opt.param_groups) == 1
+    train(model, opt, range(2))
+    train(expected, KFACSGD(expected, lr=0.1), range(2))
+    assert_same(model, expected)
+    copy.deepcopy(opt)
+
+
+def test_an_added_bias_has_the_scheduled_values_of_its_step():
+    model = network()
+    opt = KFACSGD(
+        [model[0].weight, *model[2].parameters()],
+        lr=0.1,
+        model=model,
+        damping=lambda step: 0.1 * 0.9**step,
+        factor_decay=lambda step: 0.9 + 0.01 * step,
+    )
+    train(model, opt, range(3))
+    opt.add_param_group({"params": [model[0].bias]})
+    for now in range(2, 5):
+        for group in copy.deepcopy(opt).param_groups + opt.param_groups:
+            assert group["damping"] == pytest.approx(0.1 * 0.9**now)
+            assert group["factor_decay"] == pytest.approx(0.9 + 0.01 * now)
+        train(model, opt, [now + 1])
+
+
+def test_a_schedule_that_ends_leaves_a_late_group_out():
+    model = network()
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    train(model, opt, range(3))
+    with pytest.raises(IndexError):
+        opt.add_param_group({"params": model[2].parameters(), "damping": lambda step: [0.1][step]})
+    assert len(opt.param_groups) == 1
+    train(model, opt, [3])
+
+
+def test_an_added_bias_with_another_damping_is_refused():
+    model = network()
+    opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
+    train(model, opt, [0])
+    with pytest.raises(ValueError, match="Invalid damping"):
+        opt.add_param_group({"params": [model[0].bias], "damping": 0.5})
+    opt.add_param_group({"params": [model[0].bias]})
+    train(model, opt, [1])
+    assert opt.preconditioner.factors("0")[0].shape == (1, 5, 5)
+
+
+def test_unfreezing_after_training_began():
+    model = network()
+    model[0].requires_grad_(False)
+    opt = KFACSGD(model, lr=1.0, **EVERY_STEP)
+    frozen = values(model[0])
+    train(model, opt, range(2))
+    assert_same(values(model[0]), frozen)
+    model[0].requires_grad_(True)
+    v, before = Probe(model).step(model, 2), values(model)
+    train(model, opt, [2])
+    moved = difference(before, model)
+    for name in ("0.weight", "0.bias"):
+        assert_near(moved[name], v[name])
+
+
+def test_a_weight_frozen_after_training_began():
+    model, expected = network(), network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, range(2))
+    model[0].weight.requires_grad_(False)
+    expected.load_state_dict(model.state_dict())
+    expected[0].weight.requires_grad_(False)
+    v, before = Probe(expected).step(expected, 2), values(model)
+    train(model, opt, [2])
+    moved = difference(before, model)
+    assert not moved["0.weight"].any()
+    assert_near(moved["0.bias"], 0.1 * v["0.bias"])
+    copied = copy.deepcopy(opt)  # the state of the frozen weight has a new home
+    assert_same(factors(copied), factors(opt))
+
+
+def test_model_moved_to_another_dtype_after_steps():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=2, staggered=False)
+    train(model, opt, range(3))
+    kept = {name: [f.double() for f in fs] for name, fs in factors(opt).items()}
+    model.to(torch.float64)
+    before = values(model)
+    train(model, opt, [3])  # not due for factors
+    assert all(f.dtype == torch.float64 for fs in factors(opt).values() for f in fs)
+    assert_same({name: list(fs) for name, fs in factors(opt).items()}, kept)
+    assert all(change.abs().max() > 0 for change in difference(before, model).values())
+    train(model, opt, range(4, 6))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_model_moved_to_bfloat16_keeps_float32_factors():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, staggered=False)
+    train(model, opt, range(3))
+    kept = factors(opt)
+    model.to(torch.bfloat16)
+    train(model, opt, [3])
+    assert all(f.dtype == torch.float32 for fs in factors(opt).values() for f in fs)
+    assert_same(factors(opt), kept)
+
+
+def test_gradients_of_two_dtypes_are_not_copied_in_one_call():
+    """CUDA's call took them all for the first one's, before torch 2.11."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].bfloat16()
+    x = torch.randn(8, 4)
+    opt = KFACSGD(model, lr=0.1)
+    model[2](model[1](model[0](x)).bfloat16()).float().square().mean().backward()
+    copy_, calls = torch._foreach_copy_, []
+
+    def spied(targets, sources, **more):
+        calls.append({t.dtype for t in targets})
+        copy_(targets, sources, **more)
+
+    with mock.patch.object(torch, "_foreach_copy_", spied):
+        opt.step()
+    assert max(map(len, calls)) == 1
+    assert set.union(*calls) >= {torch.float32, torch.bfloat16}
+
+
+def test_a_replaced_head():
+    model = network()
+    opt = KFACSGD(model, lr=1.0, momentum=0.0, **EVERY_STEP)
+    probe = Probe(model)
+    for i in range(2):
+        probe.step(model, i)
+        train(model, opt, [i])
+    old = model[2]
+    model[2] = nn.Linear(6, 3, dtype=torch.float64)
+    opt.add_param_group({"params": model[2].parameters()})
+    assert list(opt.preconditioner.layers) == ["0", "2"]
+    old_values = values(old)
+    expected, before = Probe(model).step(model, 2), values(model)
+    train(model, opt, [2])
+    moved = difference(before, model)
+    for name in ("2.weight", "2.bias"):  # the body goes on with its running averages
+        assert_near(moved[name], expected[name])
+    assert not torch.allclose(moved["0.weight"], expected["0.weight"])
+    assert_same(values(old), old_values)
+    twin_model, twin = copy.deepcopy((model, opt))
+    train(model, opt, [3])
+    train(twin_model, twin, [3])
+    assert_same(twin_model, model)
+    assert not any(str(k).startswith("kfac") for k in opt.state.get(old.weight, {}))
+
+
+def test_a_head_replaced_without_a_word_is_not_trained():
+    """As with any torch optimizer; the body trains on."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, [0])
+    model[2] = nn.Linear(6, 3, dtype=torch.float64)
+    before = values(model)
+    train(model, opt, range(1, 3))
+    moved = difference(before, model)
+    assert moved["0.weight"].abs().max() > 0
+    assert not moved["2.weight"].any()
+
+
+# ---- models beside the trained one ----
+
+
+def test_copied_models_have_no_live_hooks():
+    model, alone = network(), network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, [0])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        backward(twin, 5)
+        assert "Tap" not in type(twin(batch(5)[0]).grad_fn).__name__
+        assert opt.preconditioner.memory_usage()["pending"] == 0
+        alone.load_state_dict(twin.state_dict())
+        alone.zero_grad()
+        backward(alone, 5)
+        assert_same([p.grad for p in twin.parameters()], [p.grad for p in alone.parameters()])
+    # A step for which only the copies saw a backward pass is still one without statistics.
+    opt.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="no covered layer saw a backward pass"):
+        opt.step()
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_averaged_models_are_not_dragged_along(ema):
+    model, alone = network(), network()
+    opt, other = KFACSGD(model, lr=0.1, **EVERY_STEP), KFACSGD(alone, lr=0.1, **EVERY_STEP)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if ema else None)
+    seen = []
+
+    def after(i):
+        average.update_parameters(model)
+        seen.append(values(model))
+        backward(average, i)  # somebody looks at its gradients
+
+    train(model, opt, range(3), after)
+    train(alone, other, range(3))
+    assert_same(model, alone)
+    assert_same(factors(opt), factors(other))
+    mean = {n: torch.stack([s[n] for s in seen]).mean(0) for n in seen[0]}
+    if not ema:
+        assert_near(values(average.module), mean)
+
+
+def test_two_optimizers_on_parts_of_one_model():
+    model, expected = network(), network()
+    one = KFACSGD(model[0].parameters(), lr=0.1, model=model, **EVERY_STEP)
+    two = KFACAdam(model[2].parameters(), lr=0.1, model=model, **AS_THE_BASE)
+    of_one, of_two = Probe(model, ["0.weight", "0.bias"]), Probe(model, ["2.weight", "2.bias"])
+    sgd = torch.optim.SGD(expected[0].parameters(), lr=0.1)
+    adam = torch.optim.Adam(expected[2].parameters(), lr=0.1)
+    for i in range(3):
+        one.zero_grad()
+        two.zero_grad()
+        backward(model, i)
+        one.step()
+        two.step()
+        v = of_one.step(expected, i)
+        w = of_two.step(expected, i)
+        for name, p in expected.named_parameters():
+            p.grad = (v if name.startswith("0") else w)[name].clone()
+        sgd.step()
+        adam.step()
+        assert_near(model, expected, rtol=1e-6)
+    # One's zero_grad leaves the other's statistics alone.
+    backward(model, 9)
+    one.zero_grad()
+    assert one.preconditioner.memory_usage()["pending"] == 0
+    assert two.preconditioner.memory_usage()["pending"] > 0
+
+
+def test_a_collected_optimizer_leaves_inert_hooks():
+    model, alone = network(), network()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
+    train(model, opt, [0])
+    torch.optim.lr_scheduler.StepLR(opt, 1)  # it refers to the optimizer and back
+    gone = weakref.ref(opt), weakref.ref(opt.preconditioner)
+    del opt
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    alone.load_state_dict(model.state_dict())
+    model.zero_grad()
+    y = model(batch(1)[0])
+    assert type(y.grad_fn).__name__ == type(alone(batch(1)[0]).grad_fn).__name__
+    backward(model, 1)
+    backward(alone, 1)
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    again = KFACSGD(model, lr=0.1)
+    train(model, again, [1])
+    train(alone, KFACSGD(alone, lr=0.1), [1])
+    assert_same(model, alone)
+
+
+# ---- hyperparameters as callables ----
+
+
+def test_numbers_or_callables_of_the_step():
+    seen: dict[str, list[int]] = {}
+
+    def schedule(name: str, *sequence: Any):
+        def of(step: int):
+            seen.setdefault(name, []).append(step)
+            return sequence[min(step, len(sequence) - 1)]
+
+        return of
+
+    model, expected = network(), network()
+    opt = KFACSGD(
+        model,
+        lr=0.1,
+        damping=schedule("damping", 0.1, 0.2, 0.4),
+        factor_decay=schedule("factor_decay", 0.9, 0.5, 0.7),
+        kl_clip=schedule("kl_clip", 1e-3, None, 1e-4),
+        factor_update_steps=schedule("factor_update_steps", 1, 1, 2),
+        inv_update_steps=schedule("inv_update_steps", 1, 2),
+        loss_terms=schedule("loss_terms", 8, 4, 2),
+    )
+    by_hand = KFACSGD(expected, lr=0.1)
+    for i in range(6):
+        at = min(i, 2)
+        group, kfac = by_hand.param_groups[0], by_hand.preconditioner
+        group["damping"] = (0.1, 0.2, 0.4)[at]
+        group["factor_decay"] = (0.9, 0.5, 0.7)[at]
+        kfac.kl_clip = (1e-3, None, 1e-4)[at]
+        kfac.factor_update_steps = (1, 1, 2)[at]
+        kfac.inv_update_steps = (1, 2, 2)[at]
+        kfac.loss_terms = (8, 4, 2)[at]
+        train(model, opt, [i])
+        train(expected, by_hand, [i])
+        assert opt.param_groups[0]["damping"] == group["damping"]
+        assert opt.preconditioner.kl_clip == kfac.kl_clip
+        assert opt.preconditioner.inv_update_steps == kfac.inv_update_steps
+        assert_same(model, expected)
+    assert all(set(steps) >= set(range(6)) for steps in seen.values())
+
+
+def test_a_callable_in_a_group():
+    model = network()
+    opt = KFACSGD(
+        [
+            {"params": model[0].parameters(), "damping": lambda step: 0.1 * (step + 1)},
+            {"params": model[2].parameters()},
+        ],
+        lr=0.1,
+        model=model,
+        damping=0.7,
+    )
+    for i in range(3):
+        train(model, opt, [i])
+        assert [g["damping"] for g in opt.param_groups] == [pytest.approx(0.1 * (i + 1)), 0.7]
+
+
+# ---- GradScaler ----
+
+
+def scaled_training(model, opt, scaler, steps, broken=(), zero_grad=None):
+    """Training under a GradScaler; the batches in ``broken`` overflow."""
+    zero_grad = zero_grad or (lambda: opt.zero_grad())
+    for i in steps:
+        zero_grad()
+        factor = float("inf") if i in broken else 1.0
+        backward(model, i, lambda loss, factor=factor: scaler.scale(loss * factor))
+        scaler.step(opt)
+        scaler.update()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "zeroing"),
+    [
+        (KFACSGD, {"momentum": 0.9}, "optimizer"),
+        (KFACSGD, {"momentum": 0.9}, "optimizer, to zero"),
+        (KFACSGD, {"momentum": 0.9, "fused": True}, "model"),
+        (KFACAdam, {"fused": True, "moments": "parameters"}, "optimizer"),
+        (KFACAdam, {}, "model"),
+        (KFACLAMB, {}, "optimizer"),
+    ],
+)
+def test_a_skipped_step_leaves_no_trace(cls, settings, zeroing):
+    model, expected = network(dtype=torch.float32), network(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    intervals = {"factor_update_steps": 1, "inv_update_steps": 1}
+    opt = cls(model, lr=0.05, grad_scaler=scaler, **intervals, **settings)
+    other = cls(expected, lr=0.05, **intervals, **settings)
+    assert opt._step_supports_amp_scaling is False
+    zero_grad = {
+        "optimizer": opt.zero_grad,
+        "optimizer, to zero": lambda: opt.zero_grad(set_to_none=False),
+        "model": model.zero_grad,
+    }[zeroing]
+    scaled_training(model, opt, scaler, [0, 10, 1, 2, 11, 12, 3], (10, 11, 12), zero_grad)
+    assert scaler.get_scale() == 2.0**7
+    assert opt.preconditioner.steps == 4
+    train(expected, other, range(4))
+    assert_near(factors(opt), factors(other), rtol=1e-4, atol=1e-6)
+    assert_near(model, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_broken_first_step_is_skipped_too():
+    model, expected = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    opt = KFACSGD(model, lr=0.05, grad_scaler=scaler)
+    scaled_training(model, opt, scaler, [10, 0, 1], (10,))
+    train(expected, KFACSGD(expected, lr=0.05), range(2))
+    assert_same(model, expected)  # powers of two scale exactly
+
+
+@pytest.mark.parametrize("form", ["scaler", "number", "tensor", "callable"])
+def test_factors_do_not_depend_on_the_loss_scale(form):
+    results = []
+    for scale in (1.0, 2.0**4, 2.0**12):
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        given = {
+            "scaler": scaler,
+            "number": scale,
+            "tensor": torch.tensor(scale),
+            "callable": lambda scaler=scaler: scaler.get_scale(),
+        }[form]
+        opt = KFACSGD(model, lr=0.05, grad_scaler=given, **EVERY_STEP)
+        steps = range(1) if form in ("number", "tensor") else range(5)  # the scale grows
+        scaled_training(model, opt, scaler, steps)
+        results.append((factors(opt), values(model)))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@pytest.mark.filterwarnings("ignore:step.. was called by a GradScaler")
+def test_without_the_option_the_scale_is_in_the_factors():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = KFACSGD(model, lr=0.05, **EVERY_STEP)
+    scaled_training(model, opt, scaler, [0])
+    other = network()
+    plain = KFACSGD(other, lr=0.05, **EVERY_STEP)
+    train(other, plain, [0])
+    for name in ("0", "2"):
+        assert_near(factors_of(opt, name)[0], factors_of(plain, name)[0])
+        assert_near(factors_of(opt, name)[1], 16 * factors_of(plain, name)[1])
+
+
+def test_unscaled_and_clipped_gradients():
+    """unscale_ and clip_grad_norm_ between backward and step, as torch's examples do."""
+    model, expected = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    opt = KFACSGD(model, lr=0.05, grad_scaler=scaler)
+    other = KFACSGD(expected, lr=0.05)
+    for i in range(3):
+        opt.zero_grad()
+        backward(model, i, scaler.scale)
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+        other.zero_grad()
+        backward(expected, i)
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        other.step()
+    assert_same(model, expected)

@@ -1,0 +1,377 @@
+"""The options: values that are refused, options that contradict or follow each other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import pickle
+import pydoc
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim.core.options import DEFAULT, FIXED, OPTIONS, SECTIONS, SETTABLE, Options, check
+from tests.support.ranks import run
+from tests.support.training import assert_near, backward, batch, network, train
+
+NAN, INF = math.nan, math.inf
+HALVES = torch.float16, torch.bfloat16
+COUNT = "a whole number of steps"
+TERMS = '"examples", "positions" or the number of terms'
+
+# Values of each option that are refused, and what the error says beside the option and the value.
+BAD: dict[str, tuple[list[Any], str]] = {
+    "damping": ([0, -1e-3, NAN, INF, "0.1", True], "a number above 0, such as 1e-3"),
+    "factor_decay": ([-0.5, 1.01, NAN, INF, "0.9", None, True], r"in \[0, 1\], such as 0.95"),
+    "kl_clip": ([0, -1e-3, NAN, INF, "1e-3", False], "above 0, or None for no clip"),
+    "factor_update_steps": ([0, -2, 1.5, NAN, INF, "10", None, True], COUNT),
+    "inv_update_steps": ([0, 1.5, NAN, INF, "10", True], COUNT),
+    "compute_method": (["cholesky", "", None], "choose from 'eigen', 'inverse'"),
+    "damping_split": (["none", "full "], "choose from 'pi', 'full'"),
+    "weight_sharing": (["share", None], "choose from 'expand', 'reduce'"),
+    "loss_reduction": (["none", None], "choose from 'mean', 'sum'"),
+    "normalization": (["papers", None], "choose from 'fisher', 'kaisa'"),
+    "kl_clip_lr": (["group", 0.1], "choose from 'initial', 'current'"),
+    "loss_terms": (["tokens", "0.1", 0, -3, NAN, INF, None, True], TERMS),
+    "statistics_fraction": ([0, 1.01, NAN, INF, "1", None, True], r"\(0, 1\], such as 0.25"),
+    "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
+    "max_factor_size": ([0, NAN, "16", None], "1 or more"),
+    "max_failures": ([-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
+    "truncation": ([-0.1, 1, NAN, INF, "0.1", True, None], r"share of the damping in \[0, 1\)"),
+    "basis_tolerance": ([-0.1, 1, NAN, INF, "0.1", True], r"share in \[0, 1\)"),
+    "eigenvalue_correction": (["both", 1, 0, None], "choose from False, True, 'examples', 'gradie"),
+    "grafting": (["yes", None, 2], "True or False$"),
+    "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
+    "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
+    "colocate_factors": (["no", 1], "True or False, or None"),
+    "warmup_steps": ([-1, 0.5, NAN, "3", None, True], f"{COUNT}, 0 for none"),
+    "early_refreshes": ([5, "5", (0, 5), (2.5,), ("5",), [-1]], r"such as \(5, 10\)"),
+    "factor_dtype": ([torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
+    "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
+    "comm_dtype": ([torch.float32, "bfloat16"], "torch.bfloat16, torch.float16, or None"),
+    "bucket_cap_mb": ([0, -1.0, NAN, INF, "25", None], "a number of MiB above 0"),
+    "grad_worker_fraction": ([-0.1, 1.5, "half", True], "between 0 and 1"),
+    "assignment": (["layerwise"], "layer-wise"),
+    "grad_scaler": (["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
+    "skip_layers": ([[nn.Linear], [0], 0, None], "it must be a pattern or a list of patterns"),
+    "moments": (["basis", 1], "choose from 'parameters', 'eigenbasis'"),
+    "nesterov": (["yes"], "True or False$"),
+    "orthogonal": (["yes"], "True or False$"),
+}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_a_bad_value_is_named_with_what_it_must_be(option):
+    values, must = BAD[option]
+    for value in values:
+        with pytest.raises(
+            ValueError, match=rf"(?s)^Invalid {option}: {re.escape(repr(value))}.*{must}"
+        ):
+            Options(
+                **{option: value, **({"compute_method": "inverse"} if "split" in option else {})}
+            )
+
+
+def test_every_option_that_is_checked_has_bad_values():
+    assert BAD.keys() == OPTIONS.keys() - {"process_group"}
+
+
+def test_a_pattern_that_is_no_regular_expression():
+    for value in ("[", ["0", "(2"]):
+        with pytest.raises(ValueError, match=r"Invalid skip_layers: '[\[(]2?' is no regular expr"):
+            Options(skip_layers=value)
+
+
+# ---- options that do not go together ----
+
+# A value of each option that is in use.
+USED: dict[str, Any] = {
+    "loss_terms": 4.0,
+    "loss_reduction": "sum",
+    "weight_sharing": "reduce",
+    "eigenvalue_correction": "gradients",
+    "compute_method": "inverse",
+    "damping_split": "pi",
+    "compute_eigenvalue_outer_product": True,
+    "basis_tolerance": 0.1,
+    "truncation": 0.1,
+    "kl_clip": 0.01,
+    "grafting": True,
+    "warmup_steps": 5,
+}
+CONFLICTS = [
+    (option.name, conflict, value)
+    for option in OPTIONS.values()
+    for conflict in option.conflicts
+    for value in conflict.values
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "conflict", "value"), CONFLICTS, ids=[f"{n}-{c.other}={v}" for n, c, v in CONFLICTS]
+)
+def test_options_that_contradict_each_other_are_both_named(name, conflict, value):
+    given = {"kl_clip": None} | {name: USED[name], conflict.other: value}
+    text = (
+        f"Invalid {name}: {USED[name]!r} with {conflict.other}={value!r}: {conflict.reason}; "
+        f"{conflict.remedy}"
+    )
+    with pytest.raises(ValueError) as error:
+        Options(**given)
+    assert str(error.value) == text
+    option = OPTIONS[name]
+    off = option.default if option.off is DEFAULT else option.off
+    Options(**(given | {name: off}))
+
+
+def test_a_conflict_may_also_come_by_a_setting():
+    kfac = KFACSGD(network(), lr=0.1, normalization="kaisa").preconditioner
+    with pytest.raises(ValueError, match=r"Invalid loss_terms: 4.0 with normalization='kaisa'"):
+        kfac.loss_terms = 4
+    grafted = KFACSGD(network(), lr=0.1, grafting=True, kl_clip=None).preconditioner
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.1 with grafting=True.*kl_clip=None"):
+        grafted.kl_clip = 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"assignment": "layer-wise", "grad_worker_fraction": 1.0},
+            r"grad_worker_fraction: 1.0 means 2 of 2 .*LayerWise\(\) means 1, .*leave out one of",
+        ),
+        (
+            {"assignment": "layer-wise", "colocate_factors": False},
+            "colocate_factors: False needs two gradient workers .*leave it out",
+        ),
+        (
+            {"grad_worker_fraction": 0.5, "eigenvalue_correction": True},
+            'eigenvalue_correction: "examples" needs all bases .*as 1 of 2; use .*"gradients"',
+        ),
+    ],
+)
+def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
+    with pytest.raises(ValueError, match=f"Invalid {said}"):
+        Options(**options)
+
+
+# ---- what follows from other options ----
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        (
+            {},
+            {
+                "inv_update_steps": 50,
+                "basis_tolerance": 0.0,
+                "staggered": True,
+                "early_refreshes": (),
+                "damping_split": None,
+                "kl_clip_lr": "initial",
+                "moments": "parameters",
+                "nesterov": False,
+                "orthogonal": False,
+            },
+        ),
+        (
+            {"moments": "eigenbasis"},
+            {"inv_update_steps": 10, "basis_tolerance": 0.1, "early_refreshes": (5, 10, 25, 50)},
+        ),
+        (
+            {"moments": "eigenbasis", "inv_dtype": torch.bfloat16},
+            {"inv_update_steps": 50, "basis_tolerance": 0.0},
+        ),
+        (
+            {"moments": "eigenbasis", "basis_tolerance": 0},
+            {"inv_update_steps": 50, "basis_tolerance": 0.0},
+        ),
+        ({"moments": "metric"}, {"inv_update_steps": 10, "basis_tolerance": 0.0}),
+        ({"normalization": "kaisa"}, {"staggered": False, "kl_clip_lr": "current"}),
+        ({"compute_method": "inverse"}, {"damping_split": "pi"}),
+        ({"compute_method": "inverse", "normalization": "kaisa"}, {"damping_split": "full"}),
+        ({"eigenvalue_correction": True}, {"eigenvalue_correction": "examples"}),
+        ({"early_refreshes": [3, 1, 3]}, {"early_refreshes": (1, 3)}),
+        ({"skip_layers": "head"}, {"skip_layers": ("head",)}),
+        ({"staggered": 2.0}, {"staggered": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_follows_from_the_rest(given, settled):
+    options = Options(**given)
+    assert {name: getattr(options, name) for name in settled} == settled
+
+
+def test_a_record_is_frozen_and_copies_with_new_values():
+    options = Options(damping=0.1)
+    for name in ("damping", "new"):
+        with pytest.raises(AttributeError, match=f"{name} = 1: options are settled"):
+            setattr(options, name, 1)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(options.having({"kl_clip": None}))))
+    assert (other.kl_clip, other.damping, options.kl_clip) == (None, 0.1, 1.5e-4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dampin'; did you mean damp"):
+        Options(dampin=0.1)
+
+
+def test_ranks_compare_what_they_must_have_alike():
+    options = Options(kl_clip=lambda step: 0.1, grad_scaler=2.0, loss_terms=4)
+    described = options.described()
+    assert described["kl_clip"] == "a callable" and described["grad_scaler"] == "given"
+    assert described["loss_terms"] == 4.0
+    assert OPTIONS.keys() - described.keys() == {"damping", "factor_decay", "process_group"}
+    assert Options().described()["grad_scaler"] is None
+
+
+# ---- where options may be set, and callables ----
+
+
+@pytest.mark.parametrize("name", SETTABLE)
+def test_an_option_set_to_a_bad_value_stays_as_it_was(name):
+    kfac = KFACSGD(network(), lr=0.1).preconditioner
+    before, bad = getattr(kfac, name), BAD[name][0][0]
+    with pytest.raises(ValueError, match=f"Invalid {name}: {bad!r}"):
+        setattr(kfac, name, bad)
+    assert getattr(kfac, name) == before
+
+
+def test_other_names_can_not_be_set_on_the_preconditioner():
+    kfac = KFACSGD(network(), lr=0.1).preconditioner
+    for name in FIXED:
+        text = rf"{name} = 1: it can only be given at construction; .* with {name}=1$"
+        with pytest.raises(AttributeError, match=text):
+            setattr(kfac, name, 1)
+    for name in ("damping", "factor_decay"):
+        with pytest.raises(AttributeError, match=f"{name} = 1: it belongs to the parameter groups"):
+            setattr(kfac, name, 1)
+    with pytest.raises(AttributeError, match=r"loss_term = 5: .* did you mean loss_terms\?"):
+        kfac.loss_term = 5
+    with pytest.raises(AttributeError, match=f"heat = 1: .*; {', '.join(SETTABLE)} can be set"):
+        kfac.heat = 1
+
+
+SCHEDULABLE = [name for name, option in OPTIONS.items() if option.schedulable]
+
+
+@pytest.mark.parametrize("option", SCHEDULABLE)
+def test_a_callable_is_checked_with_its_arguments_and_at_each_step(option):
+    good = {"factor_decay": 0.9, "kl_clip": 1e-3}.get(option, 1)
+    bad = BAD[option][0][0]
+
+    def wrong(one, two):
+        return good
+
+    with pytest.raises(ValueError, match=f"Invalid {option}: <function .*a callable of step, such"):
+        KFACSGD(network(), lr=0.1, **{option: wrong})
+    with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
+        KFACSGD(network(), lr=0.1, **{option: lambda step: bad})
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **{option: lambda step: good if step < 2 else bad})
+    train(model, opt, [0])
+    with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
+        train(model, opt, [1, 2])
+
+
+def test_callables_that_keep_their_arguments_to_themselves():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, damping={0: 0.5}.get, loss_terms=lambda *steps: 4.0)
+    train(model, opt, [0])
+    assert opt.param_groups[0]["damping"] == 0.5
+
+
+def test_a_loss_scale_that_is_no_number():
+    model = network()
+    with pytest.raises(ValueError, match="Invalid grad_scaler: 0; a scale must be above 0"):
+        KFACSGD(model, lr=0.1, grad_scaler=0)
+    with pytest.raises(ValueError, match=r"Invalid grad_scaler: <function .*callable of nothing"):
+        KFACSGD(model, lr=0.1, grad_scaler=lambda step: 2.0)
+    opt = KFACSGD(model, lr=0.1, grad_scaler=lambda: "2")
+    with pytest.raises(ValueError, match="Invalid grad_scaler: '2' from its callable; a scale"):
+        backward(model, 0)
+    opt.preconditioner.grad_scaler = lambda: torch.tensor(2.0)
+    train(model, opt, [0])
+
+
+def test_one_option_is_checked_alone():
+    assert check("factor_update_steps", 3.0) == 3 and check("truncation", 0) == 0.0
+    with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
+        check("kl_clip", lambda step: 0.1)
+
+
+# ---- documentation ----
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACMuon], ids=lambda c: c.__name__)
+def test_the_docstring_tells_each_argument_once(cls):
+    text = inspect.getdoc(cls)
+    said = re.findall(r"^    (\w+): \S", text, flags=re.M)
+    taken = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
+    own = {"nesterov"} if "nesterov" in inspect.signature(cls._base).parameters else set()
+    assert set(said) == taken - own and len(said) == len(set(said))
+    assert all(f"\n{section}:\n" in text for section in SECTIONS)
+    shown = pydoc.plain(pydoc.render_doc(cls))
+    assert all(line.strip() in shown for line in text.splitlines())
+
+
+def test_help_is_plain_and_ends_with_a_point():
+    for option in OPTIONS.values():
+        assert option.help.endswith(".") and "|" not in option.help, option.name
+        assert dataclasses.asdict(option)["annotation"], option.name
+
+
+# ---- names that there are not ----
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "said"),
+    [
+        (KFACSGD, "dampning", r"; did you mean damping\?"),  # SGD's dampening is as near
+        (KFACLAMB, "dampnig", r"; did you mean damping\?"),
+        (KFACSGD, "momentm", r"; did you mean momentum\?"),
+        (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
+        (with_kfac(torch.optim.RAdam), "orthogonl", r"; did you mean orthogonal\?"),
+        (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
+        (KFACMuon, "kl_klip", r"; help\(KFACMuon\) lists"),  # it has no kl_clip
+        (KFACMuon, "nesterow", r"; did you mean nesterov\?"),
+        (KFACAdam, "momentum", "; here it is the first of betas"),
+        (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
+        (KFACSGD, "loglevel", r'; leave it out: .*getLogger\("kaisa_optim"\)'),
+        (KFACSGD, "refresh_lag", "; leave it out: decompositions are in use at once"),
+    ],
+)
+def test_an_argument_that_there_is_not(cls, name, said):
+    text = rf"^{cls.__name__}\(\) got an unexpected keyword argument '{name}'{said}"
+    with pytest.raises(TypeError, match=text):
+        cls(network(), lr=0.1, **{name: 1})
+
+
+# ---- several ranks ----
+
+
+def summed(world: int, damping: float) -> dict[str, torch.Tensor]:
+    """Train on the sum of two halves of a batch, each on its rank or both on one."""
+    model = network()
+    options = {"loss_reduction": "sum", "kl_clip": None, "factor_update_steps": 1}
+    opt = KFACSGD(model, lr=0.1, damping=damping, **options)
+    parts = range(2) if world == 1 else [dist.get_rank()]
+    x, y = batch(0)
+    for part in parts:
+        half = slice(4 * part, 4 * part + 4)
+        (model(x[half]) - y[half]).square().sum().backward()
+    for p in model.parameters() if world > 1 else ():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    opt.step()
+    return dict(model.named_parameters())
+
+
+def test_a_summed_loss_on_two_ranks_is_that_of_one_process_at_twice_the_damping():
+    for found in run(2, summed, 2, 0.05):
+        assert_near(found, summed(1, 0.1), 1e-9, 1e-12)
