@@ -17,8 +17,8 @@ MOST_LINES_OF_A_CLASS = 400
 MOST_METHODS_OF_A_CLASS = 12
 MOST_LINES_OF_A_FUNCTION = 50
 
-# The schema of the options; constructors of public optimizers, and a functional form.
-LONG = {"_declarations", "LAMB.__init__", "Muon.__init__", "lamb"}
+# Constructors of public optimizers, and a functional form.
+LONG = {"LAMB.__init__", "Muon.__init__", "lamb"}
 # Words that have a new one, as whole identifiers.
 RETIRED = {
     *("Run", "Gathered", "Tally", "fed", "overdue", "shelf", "Shelf", "Layout", "Pair", "Members"),

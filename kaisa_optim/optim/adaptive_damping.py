@@ -22,7 +22,7 @@ _GOOD, _POOR = 0.75, 0.25
 
 
 class AdaptiveDamping:
-    """Lowers the damping where the quadratic model foresees the loss well, and raises it where not.
+    """Lowers the damping where the quadratic model foresees the loss well, and else raises it.
 
     This is the Levenberg–Marquardt rule of Martens & Grosse (2015, section 6.5). In every
     ``interval``-th step, δ being what the optimizer added to the parameters,
@@ -42,13 +42,13 @@ class AdaptiveDamping:
             optimizer.step()
             adaptive.step(loss, lambda: criterion(model(x), y))
 
-    δ is measured, so momentum, weight decay, the clip, grafting and any base optimizer are in it:
-    nothing is assumed of them. F is G ⊗ A of each covered layer, as last decomposed, and nothing
-    for other parameters. Gradients clipped before the step make the model foresee too little.
-    Steps that decide copy the parameters, and run one more forward pass.
+    δ is measured, so that momentum, weight decay, the clip, grafting and any base optimizer count.
+    F is G ⊗ A of each covered layer, as last decomposed, and zero for other parameters. If
+    gradients are clipped before the step, the model foresees too little. A deciding step copies the
+    parameters, and runs one more forward pass.
 
-    All ranks call :meth:`step` alike, each with its own loss: in steps that decide, ranks exchange
-    three numbers, and all write the same damping.
+    All ranks call :meth:`step`, each with its own loss. In a deciding step, ranks exchange three
+    numbers, and all write the same damping.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AdaptiveDamping:
         check_optimizer(optimizer)
         _check_options(optimizer)
         if not (isinstance(decay, int | float) and 0 < decay < 1):
-            raise ValueError(f"Invalid decay: {decay!r}; it must be in (0, 1), such as 0.95")
+            raise invalid("decay", decay, "it must be in (0, 1), such as 0.95")
         self.minimum, self.maximum = _bound("minimum", minimum), _bound("maximum", maximum)
         if self.minimum > self.maximum:
             raise ValueError(
@@ -74,7 +74,7 @@ class AdaptiveDamping:
             raise invalid("interval", interval, "it must be a whole number of steps, at least 1")
         self.interval = int(interval)
         self.optimizer = optimizer
-        self.ratio: float | None = None  # ρ of the last decision; NaN: no decrease was foreseen
+        self.ratio: float | None = None  # ρ of the last decision; NaN if no decrease was foreseen
         self._before: tuple[int, dict[Tensor, Tensor]] | None = None
         self._foreseen: Tensor | None = None  # this rank's share
         self._stepped = False  # the optimizer has, since the last call of step
@@ -89,7 +89,7 @@ class AdaptiveDamping:
         ]
 
     def remove(self) -> None:
-        """Take it off the optimizer, whose damping stays as it is; :meth:`step` does nothing."""
+        """Take this object off the optimizer, whose damping stays; :meth:`step` does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -97,15 +97,15 @@ class AdaptiveDamping:
         self._before = self._foreseen = None
 
     def step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
-        """After each ``optimizer.step()``: adapt the damping, if this step decides.
+        """Adapt the damping, if this step decides; call it after each ``optimizer.step()``.
 
-        ``loss`` is what the step's gradient was of, unscaled. ``closure`` gives the loss of the
-        same batch anew; it is called where it is needed, without gradients. Both should draw the
-        same dropout, or none; a batch norm in training counts that pass, too.
+        ``loss`` is the unscaled loss of the step's gradient. ``closure`` returns the loss of the
+        same batch anew; a deciding step calls it without gradients. Both should draw the same
+        dropout, or none. A batch norm in training counts that pass, too.
         """
         stepped, self._stepped = self._stepped, False
         if self._foreseen is None:
-            # A GradScaler leaves steps out, and does not say which.
+            # A GradScaler skips steps, and does not tell which.
             scaled = self.optimizer.preconditioner.grad_scaler is not None
             if self._handles and not (stepped or scaled):
                 raise RuntimeError(
@@ -142,7 +142,7 @@ class AdaptiveDamping:
             return
         for group in self.optimizer.param_groups:
             damping = group["damping"]
-            # Bounds stop what moves towards them; a damping beyond them is not moved back.
+            # A bound stops a damping that moves towards it; it moves none back.
             low, high = min(damping, self.minimum), max(damping, self.maximum)
             group["damping"] = min(max(damping * factor, low), high)
 
@@ -168,8 +168,10 @@ class AdaptiveDamping:
             self._foreseen = self._model(change)
 
     def _model(self, change: Mapping[Tensor, Tensor]) -> Tensor:
-        """This rank's share of ∇ᵀδ + ½ δᵀFδ, on the device: slopes of all on the first rank, each
-        layer's curvature on the one that keeps its G."""
+        """Return this rank's share of ∇ᵀδ + ½ δᵀFδ, on the device.
+
+        The first rank adds all slopes; the owner of a layer's G adds its curvature.
+        """
         kfac = self.optimizer.preconditioner
         rank, registry, rule = kfac.ranks.rank, kfac.registry, kfac.rule
         assert isinstance(rule, EigenbasisRule)
@@ -190,7 +192,7 @@ class AdaptiveDamping:
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The dampings, one a group, and the last ratio."""
+        """Return the dampings, one for each group, and the last ratio."""
         damping = [group["damping"] for group in self.optimizer.param_groups]
         return {"damping": damping, "ratio": self.ratio}
 
@@ -211,7 +213,7 @@ class AdaptiveDamping:
         self.ratio = state_dict["ratio"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied optimizer comes without its hooks; these are its own, if they are still there.
+        # A copied optimizer has none of the hooks: the copy of this object attaches its own.
         return {**self.__dict__, "_handles": len(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -227,20 +229,18 @@ def _wide(tensor: Tensor) -> Tensor:
 def _loss(name: str, value: Any, must: str) -> float:
     if is_real(value) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
-    raise ValueError(
-        f"Invalid {name}: {value!r}; {must} the loss of the step's batch, a number or a tensor of "
-        "one element"
-    )
+    must += " the loss of the step's batch, a number or a tensor of one element"
+    raise invalid(name, value, must)
 
 
 def _bound(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"Invalid {name}: {value!r}; it must be a number above 0")
+        raise invalid(name, value, "it must be a number above 0")
     return float(value)
 
 
 def _check_options(optimizer: KFACMixin) -> None:
-    """Refuse where the damping has no say in the next step, or F is no curvature of the loss."""
+    """Refuse optimizers whose next step ignores the damping, or whose F is not the loss's."""
     options = optimizer.preconditioner.options
     wrong, why = "", ""
     if optimizer.has_schedule("damping"):

@@ -21,7 +21,7 @@ from ..comm.sharding import is_sharded, parts_here
 
 __all__ = ["LAMB"]
 
-# Apex's own choice; its kernels hand out work in chunks of so many elements.
+# The number of elements in each chunk of work of apex's kernels, as apex chooses it.
 _APEX_CHUNK = 2048 * 32
 _APEX_DEVICE = "cuda"
 _DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -49,10 +49,10 @@ class LAMB(Optimizer):
     The ratio of norms counts as 1 where either is 0 and, unless ``use_nvlamb``, in groups with
     ``weight_decay=0``. ``bias_correction=False`` leaves both divisions by 1 - beta^t out.
 
-    LAMB knows no gradients but ``p.grad`` as it is when ``step`` runs, and leaves it unchanged. In
-    ``KFACLAMB(moments="parameters")``, as in the K-FAC papers, these are the preconditioned
-    gradients: the moments, the trust ratios and the clipping by ``max_grad_norm`` all see them, not
-    the raw ones. By default the moments live in K-FAC's eigenbasis, and the clipping sees raw ones.
+    LAMB reads ``p.grad`` when ``step`` runs, and leaves it unchanged. By default the moments of
+    KFACLAMB live in K-FAC's eigenbasis, and the clipping sees raw gradients. With
+    ``moments="parameters"``, as in the K-FAC papers, the moments, the trust ratios and the clipping
+    by ``max_grad_norm`` all see preconditioned gradients.
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.
@@ -166,7 +166,7 @@ class LAMB(Optimizer):
                 raise RuntimeError("LAMB does not support complex parameters")
         for p in with_grad:
             state = self.state[p]
-            if "exp_avg" not in state:  # a sub-class may keep entries of its own there
+            if "exp_avg" not in state:  # a subclass may keep entries of its own there
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             params.append(p)
@@ -204,6 +204,7 @@ class LAMB(Optimizer):
     def _step_group(
         self, group: dict[str, Any], batch: tuple[list[Tensor], ...], grad_norm: Tensor
     ) -> None:
+        """Step one group by apex's kernel or by PyTorch, as the tensors suit."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device.type == "cpu":
             lr = lr.item()
@@ -230,9 +231,9 @@ class LAMB(Optimizer):
             # Apex overwrites its gradients with the update; p.grad stays as backward left it.
             copies = list(torch._foreach_mul(g, -1 if group["maximize"] else 1))
             no_skip = torch.zeros(1, dtype=torch.int, device=p[0].device)
-            # Verified only against a fake amp_C that follows apex's source, never on a GPU: that
-            # this call is accepted, that max_grad_norm=inf is "off" there, and that the results
-            # agree. (Apex rounds float16 updates to float16 before the trust ratio; we do not.)
+            # This call was verified only against a fake amp_C that follows apex's source, never on
+            # a GPU. Apex rounds float16 updates to float16 before the trust ratio; this code does
+            # not.
             self._kernel(_APEX_CHUNK, no_skip, [copies, p, m, v], *options)
             for param in p:  # autograd did not see the write: stale saved tensors must still raise
                 torch.autograd.graph.increment_version(param)
@@ -253,10 +254,10 @@ def lamb(
     max_grad_norm: float,
     use_nvlamb: bool,
 ) -> None:
-    """One step in place on [grads, params, exp_avgs, exp_avg_sqs] of one device and dtype.
+    """Step [grads, params, exp_avgs, exp_avg_sqs] of one device and dtype in place.
 
     The arguments are those of apex's kernel, in its order; but the gradients are only read.
-    ``grad_norm`` (one element, in the dtype to calculate in) is what ``max_grad_norm`` limits; inf
+    ``grad_norm`` has one element, in the dtype of the arithmetic. ``max_grad_norm`` limits it; inf
     is "off".
     """
     dtype = grad_norm.dtype
@@ -286,7 +287,7 @@ def lamb(
 
 
 def rate_for(lr: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number if the host has it, else a scalar where ``like`` is."""
+    """Return a number if the host has it, else a scalar on the device of ``like``."""
     if not isinstance(lr, Tensor):
         return lr
     return lr.item() if lr.device.type == "cpu" else lr.to(like.device, like.dtype).reshape(())
@@ -314,7 +315,7 @@ def descend(
 
 
 def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
-    """All gradients under each group's limit on their common norm."""
+    """Return gradients under each group's limit on the norm over all groups."""
     graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
     gradients = [p.grad for params in graded for p in params]
     result: dict[Tensor, Tensor] = {}
@@ -343,7 +344,7 @@ def _apex_objection(
     exp_avg_sqs: list[Tensor],
     lr: float | Tensor,
 ) -> str | None:
-    """Why apex's kernel cannot take these tensors of one device and dtype; None if it can."""
+    """Return why apex's kernel cannot take these tensors of one device and dtype, or None."""
     device, dtype = params[0].device, params[0].dtype
     if isinstance(lr, Tensor):
         return f"with a Tensor lr on {lr.device}, which would have to be read back"
@@ -369,7 +370,7 @@ def _find_kernel(backend: str | None) -> Callable[..., None] | None:
     if backend == "torch":
         return None
     kernel: Callable[..., None] | None = None
-    # A module that only an apex built from source has: looked for at run time, never needed.
+    # Only an apex that was built from source has this module. The package never needs it.
     with contextlib.suppress(ImportError):
         kernel = getattr(importlib.import_module("amp_C"), "multi_tensor_lamb", None)
     if kernel is None and backend == "apex":
@@ -397,27 +398,32 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _limit(group: dict[str, Any]) -> float:
+    """Return the limit of the gradients' norm; inf is "off"."""
     limit = group["max_grad_norm"]
     return math.inf if limit is None or limit <= 0 else limit
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic on tensors of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
-    """The lists again, split so that each part is of one device and one dtype."""
+    """Yield the lists again, split into parts of one device and one dtype."""
     groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
     return (bucket for bucket, _ in groups.values())
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """Norm of all gradients together: 0-d, on the first one's device, never read by the host."""
+    """Return the norm of all gradients together: 0-d, on the device of the first gradient.
+
+    The host does not read it.
+    """
     wide = any(grad.dtype == torch.float64 for grad in grads)
     parts = []
     for (bucket,) in _buckets(grads):
         dtype = math_dtype(bucket[0].dtype)
-        if is_sharded(bucket[0]):  # of which torch 2.15 takes a dtype for a dimension
+        if is_sharded(bucket[0]):  # torch 2.15 takes the dtype for a dimension there
             norms = torch._foreach_norm([grad.to(dtype) for grad in bucket])
         else:
             norms = torch._foreach_norm(bucket, 2, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -17,26 +18,13 @@ from torch.optim.optimizer import ParamsT
 from ..checks import check_flag, is_real
 from ..comm import sharding
 from ..core.muon_groups import muon_step, takes_muon
+from ..errors import invalid
 from ..linalg import orthogonal, precision, products
 from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]
 Group = dict[str, Any]
 
-# Of a group, beside lr; other optimizers' groups lack some.
-_OPTIONS = (
-    "weight_decay",
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-    "use_muon",
-    "adam_betas",
-    "adam_eps",
-    "maximize",
-)
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
 
@@ -44,25 +32,25 @@ _ADJUSTMENTS = None, "original", "match_rms_adamw"
 class Muon(Optimizer):
     r"""Muon (Jordan et al., 2024) for matrices and kernels, AdamW for the rest.
 
-    A momentum M of the gradient is made orthogonal, M = U S Vᵀ to about U Vᵀ, by ``ns_steps`` of
-    X ← aX + bXXᵀX + c(XXᵀ)²X on M / ‖M‖, and the weight moves along it. A kernel is the matrix of
-    which its first side counts the rows. Vectors have no such direction: AdamW takes them.
+    A momentum M = U S Vᵀ of the gradient is made orthogonal, about U Vᵀ, by ``ns_steps`` steps
+    X ← aX + bXXᵀX + c(XXᵀ)²X from M / ‖M‖. The weight moves along the result. A kernel counts as a
+    matrix with one row for each entry of its first side. AdamW takes vectors.
 
     Arguments are those of ``torch.optim.Muon``, with the same meaning and defaults, then AdamW's:
 
     Args:
-        lr: for both. The step of a matrix ``[A, B]`` is lr √max(1, A/B) by ``adjust_lr_fn=None`` or
-            "original", and lr 0.2 √max(A, B) by "match_rms_adamw", which lets AdamW's lr and
-            weight decay be used for both.
-        weight_decay: decoupled from the gradients, of both.
-        use_muon: of a group, who takes its parameters: True Muon, False AdamW, None Muon for those
-            of two dimensions or more. Embeddings and the layer of the outputs are best given to
-            AdamW: ``{"params": [...], "use_muon": False, "lr": 3e-4}``.
-        adam_betas, adam_eps: AdamW's.
+        lr: the learning rate of both. The step of a matrix ``[A, B]`` is lr √max(1, A/B) with
+            ``adjust_lr_fn=None`` or "original". With "match_rms_adamw" it is lr 0.2 √max(A, B), so
+            that AdamW's lr and weight decay suit both.
+        weight_decay: the decay of both, decoupled from the gradients.
+        use_muon: the optimizer of a group's parameters: True for Muon, False for AdamW, None for
+            Muon where there are two dimensions or more. AdamW suits embeddings and the output
+            layer better: ``{"params": [...], "use_muon": False, "lr": 3e-4}``.
+        adam_betas, adam_eps: AdamW's betas and eps.
         maximize: ascend rather than descend.
 
-    Matrices of one shape are stepped together; in bfloat16 where the device is fast at it, else in
-    float32 (float64 for float64). Sharded ones are gathered for it, and each rank steps its part.
+    Matrices of one shape are stepped together, in bfloat16 where the device is fast at it, else in
+    float32 (float64 for float64). A sharded matrix is gathered, and each rank steps its own part.
     Moments of half-precision parameters are in float32.
     """
 
@@ -127,7 +115,7 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         present = self.__dict__.get("param_groups", [])
-        for p, entry in state["state"].items():  # before this takes it: memory may not do
+        for p, entry in state["state"].items():  # before self changes: memory may run out here
             for name, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, _Kept):
                     entry[name] = value.moved(p)
@@ -136,7 +124,7 @@ class Muon(Optimizer):
             _adopt(group, present[i] if i < len(present) else self.defaults)
 
     def takes_muon(self, group: Group, p: Tensor) -> bool:
-        """Return whether Muon steps a parameter of this group, or AdamW."""
+        """Return whether Muon steps a parameter of this group; else AdamW does."""
         return takes_muon(group, p)
 
     @torch.no_grad()
@@ -162,6 +150,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_muon(self, group: Group, params: list[Tensor]) -> None:
+        """Step matrices, those of one shape together."""
         places: dict[Any, list[Tensor]] = {}
         for p in params:
             _refuse_vector(p)
@@ -187,12 +176,13 @@ class Muon(Optimizer):
             descend(some, directions, group["lr"], group["weight_decay"])
 
     def _buffer(self, p: Tensor) -> Tensor:
+        """Return the momentum of a matrix, which begins at zero."""
         state = self.state[p]
         if "momentum_buffer" not in state:
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
-                state.pop(name, None)  # of a time when it was AdamW's
+                state.pop(name, None)  # left by AdamW, if it stepped this parameter before
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        # It may be new, or the parameter have another dtype by now.
+        # The parameter's dtype may have changed since the last step.
         state["momentum_buffer"] = state["momentum_buffer"].to(math_dtype(p.dtype))
         return cast(Tensor, state["momentum_buffer"])
 
@@ -201,13 +191,13 @@ class Muon(Optimizer):
             return
         for p in params:
             state = self.state[p]
-            # A sub-class may keep entries of its own there; LAMB's have no step.
+            # A subclass keeps entries of its own there. A state of LAMB has no "step".
             if "exp_avg" not in state or "step" not in state:
-                state.pop("momentum_buffer", None)  # of a time when it was Muon's
+                state.pop("momentum_buffer", None)  # left by Muon
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            for name in ("exp_avg", "exp_avg_sq"):  # as Muon's buffer
+            for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(math_dtype(p.dtype))
         names = ("exp_avg", "exp_avg_sq", "step")
         first, second, steps = ([self.state[p][name] for p in params] for name in names)
@@ -235,18 +225,18 @@ class Muon(Optimizer):
 
 @dataclasses.dataclass
 class _Kept:
-    """All that a load does not cast to the parameter's dtype, as it does with tensors."""
+    """A moment that a load must not cast to the parameter's dtype, as it casts tensors."""
 
     tensor: Tensor
 
     def moved(self, p: Any) -> Tensor:
-        if not isinstance(p, Tensor):  # of no parameter here
+        if not isinstance(p, Tensor):  # the state has an entry without a parameter
             return self.tensor
         return self.tensor.to(p.device, math_dtype(p.dtype), copy=True)
 
 
 def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """In float16 second moments of small gradients would become zero."""
+    """Wrap moments, so that they stay in float32: small second moments are zero in float16."""
 
     def kept(name: str, value: Any) -> Any:
         return _Kept(value) if name in _MOMENTS and isinstance(value, Tensor) else value
@@ -267,22 +257,22 @@ def _refuse_vector(p: Tensor) -> None:
 
 
 def _adopt(saved: Group, here: Group) -> None:
-    """Complete a checkpoint's group: one of torch.optim.Muon lacks some options, and one without
-    ``ns_steps`` is another optimizer's, whose momentum and eps mean something else."""
+    """Complete a checkpoint's group: one of torch.optim.Muon lacks some options.
+
+    A group without ``ns_steps`` is another optimizer's: its momentum and eps mean something else.
+    """
     if "ns_steps" not in saved:
-        given = [(ours, saved[name]) for name, ours in _OF_ADAMW.items() if name in saved]
-        saved.update({key: here[key] for key in _OPTIONS if key not in _OF_ALL})
-        if "betas" in saved:
-            saved.update(given)
+        adams = {"adam_eps": saved.get("eps"), "adam_betas": saved.get("betas")}
+        own = (key for key in _OPTIONS if key not in ("weight_decay", "maximize"))
+        saved.update({key: here[key] for key in own})
+        if adams["adam_betas"] is not None:
+            saved.update({key: value for key, value in adams.items() if value is not None})
     for key in _OPTIONS:
         saved.setdefault(key, here[key])
 
 
-_OF_ADAMW = {"eps": "adam_eps", "betas": "adam_betas"}
-_OF_ALL = "weight_decay", "maximize"
-
-
 def _gradients(group: Group, params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients to descend along."""
     gradients = [p.grad for p in params if p.grad is not None]
     return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
 
@@ -290,7 +280,7 @@ def _gradients(group: Group, params: Iterable[Tensor]) -> list[Tensor]:
 def descend(
     params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
 ) -> None:
-    """Along directions, which may be overwritten; weights decay on their own."""
+    """Step along directions, which may be overwritten; weights decay apart from them."""
     lr = rate_for(lr, params[0])
     if isinstance(lr, Tensor):
         torch._foreach_mul_(directions, lr)
@@ -300,48 +290,50 @@ def descend(
 
 
 def _check(options: Group) -> None:
+    """Refuse bad values of a group."""
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not (isinstance(lr, Tensor) or _is_number(lr)) or not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}; it must be a number, 0 or above")
-    for name in ("weight_decay", "eps", "adam_eps"):
-        value, least = options[name], "0 or above" if name == "weight_decay" else "above 0"
-        if not _is_number(value) or value < 0 or (value == 0 and least == "above 0"):
-            raise ValueError(f"Invalid {name}: {value!r}; it must be a number {least}")
-    for name, count in (("momentum", 1), ("adam_betas", 2)):
-        given = options[name]
-        values = [given] if count == 1 else given
-        if (
-            not isinstance(values, list | tuple)
-            or len(values) != count
-            or not all(_is_number(value) and 0 <= value < 1 for value in values)
-        ):
-            what = "a number" if count == 1 else "two numbers"
-            raise ValueError(f"Invalid {name}: {given!r}; it must be {what} in [0, 1)")
-    numbers = options["ns_coefficients"]
-    if (
-        not isinstance(numbers, list | tuple)
-        or len(numbers) != 3
-        or not all(map(_is_number, numbers))
-    ):
-        raise ValueError(f"Invalid ns_coefficients: {numbers!r}; three numbers are needed")
-    steps = options["ns_steps"]
-    if not is_real(steps) or not isinstance(steps, int) or steps not in range(1, 100):
-        raise ValueError(f"Invalid ns_steps: {steps!r}; it must be a whole number from 1 to 99")
+
+    def refuse_unless(fits: bool, name: str, must: str) -> None:
+        if not fits:
+            raise invalid(name, options[name], must)
+
+    decay, steps = options["weight_decay"], options["ns_steps"]
+    fits = _is_number(decay) and decay >= 0
+    refuse_unless(fits, "weight_decay", "it must be a number 0 or above")
+    for name in ("eps", "adam_eps"):
+        fits = _is_number(options[name]) and options[name] > 0
+        refuse_unless(fits, name, "it must be a number above 0")
+    refuse_unless(_is_share(options["momentum"]), "momentum", "it must be a number in [0, 1)")
+    fits = _are(2, options["adam_betas"], _is_share)
+    refuse_unless(fits, "adam_betas", "it must be two numbers in [0, 1)")
+    fits = _are(3, options["ns_coefficients"], _is_number)
+    refuse_unless(fits, "ns_coefficients", "three numbers are needed")
+    fits = type(steps) is int and steps in range(1, 100)
+    refuse_unless(fits, "ns_steps", "it must be a whole number from 1 to 99")
     for name in ("nesterov", "maximize"):
         check_flag(name, options[name])
-    if options["adjust_lr_fn"] not in _ADJUSTMENTS:
-        raise ValueError(
-            f"Invalid adjust_lr_fn: {options['adjust_lr_fn']!r}; choose from "
-            f"{', '.join(map(repr, _ADJUSTMENTS))}"
-        )
-    if not any(options["use_muon"] is choice for choice in (None, True, False)):
-        raise ValueError(
-            f"Invalid use_muon: {options['use_muon']!r}; True for Muon, False for AdamW, None for "
-            "Muon where there are two dimensions or more"
-        )
+    choices = f"choose from {', '.join(map(repr, _ADJUSTMENTS))}"
+    refuse_unless(options["adjust_lr_fn"] in _ADJUSTMENTS, "adjust_lr_fn", choices)
+    fits = any(options["use_muon"] is choice for choice in (None, True, False))
+    must = "True for Muon, False for AdamW, None for Muon where there are two dimensions or more"
+    refuse_unless(fits, "use_muon", must)
 
 
 def _is_number(value: Any) -> bool:
     return is_real(value) and math.isfinite(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _are(count: int, values: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list | tuple) and len(values) == count and all(map(fits, values))
+
+
+# Options of a group, after params and lr. Groups of other optimizers lack some.
+_OPTIONS = tuple(inspect.signature(Muon).parameters)[2:]

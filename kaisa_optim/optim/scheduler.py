@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..checks import check_callable, is_real
-from ..core.options import PER_GROUP, unexpected
+from ..core.options import OPTIONS, PER_GROUP, unexpected
 from ..errors import invalid
 from .mixin import KFACMixin
 
@@ -25,7 +25,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
-    """Refuse two that would write an optimizer's damping; a scheduler may follow another one."""
+    """Refuse a second object that writes an optimizer's damping; schedulers may follow another."""
     for former in optimizer._damping_owners:
         schedules = isinstance(former, KFACParamScheduler)
         if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):
@@ -39,23 +39,22 @@ def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
 
 
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
-    """The same factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
+    """Return a schedule with one factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
     if not isinstance(milestones, Iterable) or isinstance(milestones, str):
-        raise ValueError(
-            f"Invalid milestones: {milestones!r}; they must be numbers of epochs, such as [40, 80]"
-        )
+        must = "they must be numbers of epochs, such as [40, 80]"
+        raise invalid("milestones", milestones, must)
     if not is_real(factor) or not 0 < factor < math.inf:
-        raise ValueError(f"Invalid factor: {factor!r}; it must be a number above 0, such as 0.5")
+        raise invalid("factor", factor, "it must be a number above 0, such as 0.5")
     return dict.fromkeys(milestones, factor)
 
 
 class KFACParamScheduler:
     """Multiplies K-FAC hyperparameters by a factor of the epoch.
 
-    Each schedule is a callable ``epoch -> factor`` or a mapping ``{milestone: factor}`` whose
-    factors multiply once their epoch has come. Factors apply to the initial value; with
-    ``compound=True`` a callable's multiplies the value of the epoch before. Intervals are rounded
-    and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
+    Each schedule is a callable ``epoch -> factor`` or a mapping ``{milestone: factor}``. The factor
+    of a milestone counts from its epoch on. Factors multiply the initial value. With
+    ``compound=True`` the factor of a callable multiplies the value of the epoch before. Intervals
+    are rounded and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
 
     The papers halve the damping and stretch the refresh interval at milestones::
 
@@ -113,7 +112,7 @@ class KFACParamScheduler:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and values; schedules themselves are not saved, as in torch's LambdaLR."""
+        """Return epoch and values; schedules are not saved, as in torch's LambdaLR."""
         return {
             "last_epoch": self.last_epoch,
             "initial": {name: list(values) for name, values in self.initial.items()},
@@ -144,7 +143,7 @@ class KFACParamScheduler:
         now = self._read()
         for name, schedule in self.schedules.items():
             initial, exact = self.initial[name], self._exact[name]
-            # Groups that were added since start from the value that they came with.
+            # A group that was added later starts from the value that it came with.
             initial += now[name][len(initial) :]
             exact += now[name][len(exact) :]
             if self.compound and callable(schedule):
@@ -192,10 +191,10 @@ def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
             f"Invalid {name}: the optimizer was given a callable for it already; give it a "
             "number, or leave it out here"
         )
-    moments = optimizer.preconditioner.options.moments
-    if moments == "metric" and name == "kl_clip":
-        raise ValueError("Invalid kl_clip: KFACMuon has no use for it; leave it out here")
-    if moments == "eigenbasis" and name in ("damping", "kl_clip"):
+    moments, unused_by = optimizer.preconditioner.options.moments, OPTIONS[name].unused_by
+    if moments == "metric" and "muon" in unused_by:
+        raise ValueError(f"Invalid {name}: KFACMuon has no use for it; leave it out here")
+    if moments in unused_by:
         raise ValueError(
             f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
             'leave it out here, or build the optimizer with moments="parameters"'

@@ -38,7 +38,7 @@ SHAPES: list[tuple[int, ...]] = [(3, 4), (5,), (), (2, 1, 3), (2, 2)]
 
 
 class Reference:
-    """The equations for one tensor after another; `stored` rounds what is kept between steps."""
+    """The equations, one tensor after another; `stored` rounds state between steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.groups = [{**DEFAULTS, **g} for g in groups]
@@ -150,7 +150,7 @@ def run_both(
         compare(opt, ref, tolerance)
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, 1e6, 0.0, -1.0, None])
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_written_equations(
@@ -175,7 +175,7 @@ def test_written_equations(
 
 
 def test_the_options_that_the_product_varies_matter() -> None:
-    """A control: were one of them ignored, the product could still pass with a wrong reference."""
+    """Control: the product could pass with a wrong reference if an option were ignored."""
     base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
     changes: list[dict[str, Any]] = [
         {},
@@ -448,15 +448,17 @@ def test_closure_schedulers_and_hooks() -> None:
     assert opt.param_groups[0]["lr"] == 0.05
 
 
+# Dynamo imports torch's own modules, and one of them warns.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_compiled_step() -> None:
-    through, expected = trained(3)
-    opt, params = trained(0)
-    step = torch.compile(opt.step, backend="eager")
-    for seed in range(3):
-        set_grads(opt, seed)
-        step()
-    assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
-    assert opt.param_groups[1]["step"] == through.param_groups[1]["step"] == 3
+    pair = [LAMB(parameters(SHAPES[:1]), lr=0.1) for _ in range(2)]
+    steps = torch.compile(pair[0].step, backend="eager"), pair[1].step
+    for seed in range(2):
+        for opt, step in zip(pair, steps, strict=True):
+            set_grads(opt, seed)
+            step()
+    (mine,), (expected,) = (opt.param_groups[0]["params"] for opt in pair)
+    assert torch.equal(mine, expected) and pair[0].param_groups[0]["step"] == 2
 
 
 def test_state_of_a_sub_class_is_no_first_step() -> None:
@@ -469,8 +471,7 @@ def test_state_of_a_sub_class_is_no_first_step() -> None:
     assert torch.equal(p, q) and "kfac_entry" in opt.state[p]
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(("shape", "weight_decay"), [((), 0.1), ((1,), 0.0)])
 def test_tensor_lr(shape: tuple[int, ...], weight_decay: float) -> None:
     results = []
     for lr in (0.25, torch.full(shape, 0.25)):
@@ -482,8 +483,7 @@ def test_tensor_lr(shape: tuple[int, ...], weight_decay: float) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "weight_decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
 def test_nothing_is_read_by_the_host(dtype: torch.dtype, weight_decay: float) -> None:
     """Tensors on the meta device have no values: whatever reads one on the host raises."""
     params = [torch.nn.Parameter(torch.ones(2, 3, device="meta", dtype=dtype)) for _ in range(3)]
