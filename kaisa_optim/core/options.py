@@ -453,22 +453,22 @@ class Options:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **given: Any) -> None:
-        for name, option in OPTIONS.items():
-            if name == "process_group":
-                continue
-            value = given.pop(name, option.default)
+        for name in given:
+            if name not in OPTIONS:
+                raise unexpected("Options", name, OPTIONS)
+        asked = {n: given.get(n, x.default) for n, x in OPTIONS.items() if n != "process_group"}
+        for name, value in asked.items():
+            option = OPTIONS[name]
             if option.schedulable and callable(value):
                 check_callable(name, value, "step")
             elif value is not None or option.follows is None:
                 value = check(name, value)
             self._settle(name, value)
-        for name in given:
-            raise unexpected("Options", name, OPTIONS)
         for name, option in OPTIONS.items():
             if option.follows is not None and getattr(self, name) is None:
                 self._settle(name, option.follows(self))
-        for name in self.__dict__:
-            self._refuse_conflicts(name, getattr(self, name))
+        for name, value in asked.items():
+            self._refuse_conflicts(name, value)
         needs_all = 'eigenvalue_correction: "examples"' if self.correction == "examples" else ""
         check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors, needs_all)
 
@@ -496,6 +496,12 @@ class Options:
 
     def _settle(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and self.__dict__ == other.__dict__
+
+    def __repr__(self) -> str:
+        return f"Options({', '.join(f'{n}={v!r}' for n, v in self.__dict__.items())})"
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name} = {value!r}: options are settled; build another record")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, KFACParamScheduler, with_kfac
 from kaisa_optim.linalg import eigen
-from tests.optim.test_optimizers import LARS
+from tests.optim.bases import LARS
 from tests.support.training import (
     EVERY_STEP,
     Probe,

@@ -217,6 +217,7 @@ def test_a_record_is_frozen_and_copies_with_new_values():
             setattr(options, name, 1)
     other = pickle.loads(pickle.dumps(copy.deepcopy(options.having({"kl_clip": None}))))
     assert (other.kl_clip, other.damping, options.kl_clip) == (None, 0.1, 1.5e-4)
+    assert other != options == Options(damping=0.1) and "damping=0.1," in repr(options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dampin'; did you mean damp"):
         Options(dampin=0.1)
 
