@@ -12,14 +12,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, SECTIONS, Option, differs, unexpected
+from ..core.options import (
+    DAMPING,
+    MUON_DAMPING,
+    OPTIONS,
+    PER_GROUP,
+    SECTIONS,
+    Option,
+    differs,
+    unexpected,
+)
 from ..errors import invalid
 from . import moments
 from .muon import Muon
 
 OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
 # Keys of a parameter group, beside the base's own.
-GROUP_KEYS = ("damping", "factor_decay", "kl_clip_lr")
+GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
 # Options that a parameter group can't have of its own.
 OF_ALL = frozenset(OPTIONS) - {*GROUP_KEYS, "process_group"}
 
