@@ -280,7 +280,7 @@ def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
         if isinstance(count, Tensor) and count.numel() != 1:
             name = names.get(p, "a parameter")
             yield f"{name}: {STEP} is {tuple(count.shape)}, it must be a number"
-        elif count is not None and int(count) < 0:
+        elif (isinstance(count, Tensor) or is_real(count)) and int(count) < 0:
             yield f"{name}: {STEP} is {int(count)}, it must be 0 or more"
 
 
