@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
+from ..errors import invalid
 from .forward_pass import ForwardPass
 from .hooks import Capture
 
@@ -188,7 +189,7 @@ def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
 
 def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) -> None:
     if not callable(kind) and kind not in KINDS:
-        raise ValueError(f"Invalid kind: {kind!r}; it must be {_NAMES} or a callable")
+        raise invalid("kind", kind, f"it must be {_NAMES} or a callable")
     if not isinstance(outputs, Tensor):
         raise ValueError(
             f"Invalid outputs: {type(outputs).__name__}; pass the tensor that the loss is of"

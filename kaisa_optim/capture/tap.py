@@ -56,7 +56,7 @@ class Tap(torch.autograd.Function):
 
 @dataclasses.dataclass(eq=False)
 class Drawn:
-    """Sums that drawn gradients made of one call of a layer, until the training pass takes it."""
+    """The moments of drawn gradients of one call, until the training pass takes them."""
 
     moments: Moments | None = None
     ever: bool = False
@@ -88,7 +88,7 @@ class Passage(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """Data that moments are made of, beside the input and the gradient."""
+    """The facts of one call of a layer that its moments need, beside input and gradient."""
 
     passage: Passage
     blocks: slice

@@ -1,4 +1,4 @@
-"""All that all ranks must have alike: compared by a sum of checksums, named where it differs."""
+"""Values that all ranks must have alike: compared by checksums, named where they differ."""
 
 from __future__ import annotations
 

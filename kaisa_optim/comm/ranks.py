@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import invalid
 from ..plan.assignment import Grid
 from ..plan.routes import (
     Bucket,
@@ -128,11 +129,11 @@ class Ranks:
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
         self.group = group
         if group is not None and not _is_group(group):
-            raise ValueError(
-                f"Invalid process_group: {group!r}; it must be a torch.distributed process group, "
-                "as new_group() makes one or a DeviceMesh's get_group(), or None for the default "
-                "group"
+            must = (
+                "it must be a torch.distributed process group, as new_group() makes one or a "
+                "DeviceMesh's get_group(), or None for the default group"
             )
+            raise invalid("process_group", group, must)
         self.rank, self.world = 0, 1
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.group = group if group is not None else dist.group.WORLD
@@ -180,7 +181,7 @@ class Ranks:
         return numbers
 
     def gather_objects(self, thing: Any, during: str) -> list[Any]:
-        """All that every rank says, in the order of ranks; for the rare cases."""
+        """Return the objects of all ranks, in their order; for the rare cases."""
         if self.world == 1:
             return [thing]
         things: list[Any] = [None] * self.world
@@ -481,7 +482,7 @@ class Ranks:
     def _loaded(
         self, items: list[BroadcastItem], device: torch.device
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """All that this rank sends as bytes, with room for the rest; and what that will fill."""
+        """Return bytes to send, with room for those to receive, and the tensors that get these."""
         flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
         targets: list[tuple[Tensor, Tensor]] = []
         at = 0

@@ -30,7 +30,7 @@ class Shards(NamedTuple):
     shape: tuple[int, ...]  # of the whole
 
     def sends(self, source: int, to: int) -> bool:
-        """Say if ``to`` takes a part from ``source``: one that holds some of the same copy."""
+        """Return whether ``to`` takes a part from ``source``, which holds some of the same copy."""
         return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
@@ -90,13 +90,13 @@ def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on each rank: their parts are gathered."""
+    """Return the whole tensor on each rank, gathered from its parts."""
     parts: Any = tensor
     return parts.full_tensor() if is_sharded(tensor) else tensor
 
 
 def layout(tensor: Any) -> Any:
-    """All that tensors have alike that one operation can take; ``None`` of those that are whole."""
+    """Return a sharded tensor's layout, else ``None``; one operation takes one layout."""
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""All that ranks send in a step: sums to owners, state to gradient workers, gradients."""
+"""The exchanges of a step: sums to owners, state to gradient workers, gradients to receivers."""
 
 from __future__ import annotations
 
@@ -242,8 +242,9 @@ class GradientExchange:
         precondition = functools.partial(self._precondition, values, clips)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
         if self._ranks.grid.columns == 1:
+            ready = set(whole)
             for group in self._applied.groups:
-                members = [x for x in group.layers if x in whole and _has_gradient(x)]
+                members = [x for x in group.layers if x in ready and _has_gradient(x)]
                 if members:
                     updates.add(precondition(self.stack_of(members)))
         else:
@@ -345,7 +346,7 @@ class GradientExchange:
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
         """
-        ready = self._registry.with_state
+        ready = set(self._registry.with_state)
         layers = [layer for layer in self._registry.sharded if layer in ready]
         # Each rank has but a part of what travels.
         limit = self._ranks.bucket_bytes * self._ranks.world

@@ -73,19 +73,10 @@ class Hyperparameters:
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
-    def next_interval(self) -> int:
-        """Return the interval of statistics for the next backward passes."""
-        schedule = self._schedules.get("factor_update_steps")
-        if schedule is None:
-            return self.factor_update_steps
-        return int(check("factor_update_steps", schedule(self.steps)))
-
-    def next_fraction(self) -> float:
-        """Return the part of their examples that the next backward passes gather."""
-        schedule = self._schedules.get("statistics_fraction")
-        if schedule is None:
-            return self.statistics_fraction
-        return float(check("statistics_fraction", schedule(self.steps)))
+    def upcoming(self, name: str) -> Any:
+        """Return a hyperparameter's value for the next backward passes, before a step reads it."""
+        schedule = self._schedules.get(name)
+        return getattr(self, name) if schedule is None else check(name, schedule(self.steps))
 
     def current_options(self) -> Options:
         """Return the options with all values that have been set since construction."""

@@ -278,10 +278,10 @@ class Preconditioner(Questions):
 
     def _aim(self) -> None:
         """Tell capture which layers gather in the next backward passes, and which rows."""
-        interval, states = self.next_interval(), self.registry.states
+        interval, states = self.upcoming("factor_update_steps"), self.registry.states
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         number = self.schedule.rounds_begun(self.steps, interval)
-        self.capture.sample = sampling.sample_of(self.next_fraction(), number)
+        self.capture.sample = sampling.sample_of(self.upcoming("statistics_fraction"), number)
         wanted = self.schedule.gathers(self.steps, interval)
         # Not layers that had no pass for long: they may never have one, and ranks would always ask.
         limit = _GIVEN_UP * interval
@@ -352,7 +352,7 @@ class Preconditioner(Questions):
             changed = self.registry.follow_changes({x: s.covers for x, s in of_layer.items()})
         for layer in changed:
             self.reset(layer)
-        if changed or self._placed != list(self.registry.devices):
+        if changed or self._placed != self.registry.devices:
             self.allocate()
 
     def reset(self, layer: Layer) -> None:

@@ -1,4 +1,4 @@
-"""All that users may ask of one model's K-FAC."""
+"""The questions that users may ask of one model's K-FAC."""
 
 from __future__ import annotations
 

@@ -221,11 +221,8 @@ class Registry:
         self._find_shards(found.layers.values())
         return found
 
-    def rebuild(self, found: Coverage, groups: list[Group]) -> list[Layer]:
-        """Take over what is covered now; layers that stay as they were keep their state.
-
-        Return the layers that are gone.
-        """
+    def rebuild(self, found: Coverage, groups: list[Group]) -> None:
+        """Take over what is covered now; layers that stay as they were keep their state."""
         self._accepted.update(p for group in groups for p in group["params"])
         before, self.layers = self.layers, {}
         for name, layer in found.layers.items():
@@ -234,9 +231,9 @@ class Registry:
             self.layers[name] = old if same and old is not None else layer
             if layer in self.sharded:
                 self.sharded[self.layers[name]] = self.sharded.pop(layer)
-        gone = [layer for name, layer in before.items() if self.layers.get(name) is not layer]
-        for layer in gone:
-            del self.states[layer.name], self.placements[layer.name]
+        for name, layer in before.items():
+            if self.layers.get(name) is not layer:
+                del self.states[name], self.placements[name]
         self.states = {name: self.states.get(name, LayerState()) for name in self.layers}
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
@@ -245,7 +242,6 @@ class Registry:
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self.in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         self._place()
-        return gone
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
         """Note layers that were frozen or unfrozen; they start anew, and are returned.

@@ -24,7 +24,7 @@ _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is n
 
 
 class Loaded(NamedTuple):
-    """All that ranks found out of their loaded states together."""
+    """The result of comparing loaded states."""
 
     absent: list[Layer]  # layers whose averages some rank lacks
     in_part: list[Layer]  # layers of which only some ranks have gathered statistics since
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
 
 
 class Status:
-    """All that ranks tell each other of a step; it raises on all ranks or on none."""
+    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
 
     def __init__(self, ranks: Ranks, registry: Registry) -> None:
         self._ranks = ranks

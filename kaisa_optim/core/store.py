@@ -1,4 +1,4 @@
-"""All tensors of factors on this rank, in stacks."""
+"""The factors' tensors on this rank, in stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that K-FAC asks of a kind of layer, and the register of kinds.
+"""The contract of a kind of layer, and the register of kinds.
 
 One canonical layout: rows are ``[blocks, batch, positions, features]``. A block is one Kronecker
 pair: a plain layer has one, a grouped convolution one for each group.
@@ -219,11 +219,11 @@ class RowsOfModule(CoveredModule):
         return part
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
-        """Say if the statistics need the module's input to be kept for the backward pass."""
+        """Return whether statistics need the module's input in the backward pass."""
         return covers[0] and (self.reads_input or not self.without_input)
 
     def mode(self, output: Tensor) -> Any:
-        """All the moments must know of the forward pass that made ``output``, if anything."""
+        """Return the facts of the forward pass of ``output`` that moments need, if any."""
         return None
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -36,7 +36,7 @@ _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 class _Spatial(Layer):
-    """All that both directions share: patches in, one row for each output position."""
+    """A convolution of either direction: patches in, one row for each output position."""
 
     divided_by_positions = True
     cast_by_autocast = True

@@ -57,7 +57,7 @@ class _Norm(Layer):
         raise NotImplementedError
 
     def _frame(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
-        """All that must be known of the whole batch before its parts."""
+        """Return the statistics of the whole batch that its parts need."""
         return mode
 
     def _entries(
@@ -196,7 +196,7 @@ _Frame = tuple[Tensor, Tensor]  # the mean of each channel, and 1 over the devia
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormLayer(_ChannelNorm):
     def mode(self, output: Tensor) -> _Frame | None:
-        """All that this forward normalized by, where autograd keeps it or the module has it."""
+        """Return the mean and scale of this forward, if autograd or the module keeps them."""
         module = self.module
         assert isinstance(module, _BatchNorm)
         mean, var = module.running_mean, module.running_var

@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """All that makes a sum over the part one that stands for the whole."""
+        """The number by which a sum over the part is multiplied to stand for the whole."""
         return self.whole / self.taken
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ _STILL = 1e-3  # below which a direction's own is next to nothing, as where grad
 
 
 def narrow(matrices: Tensor) -> bool:
-    """Say if :func:`orthogonalized` takes less time in float32, also where halves are fast."""
+    """Return whether :func:`orthogonalized` is faster in float32 even where halves are fast."""
     return matrices.device.type == "cpu" and min(matrices.shape[1:]) <= _NARROW
 
 

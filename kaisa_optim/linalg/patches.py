@@ -49,9 +49,11 @@ def windows(
 
 @functools.lru_cache(_REMEMBERED)
 def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
-    """Say if this takes fewer products of channels than patches would, by a clear margin, and
-    little more memory than the result. It does not for wide kernels without padding: the strips
-    that they leave out are as wide."""
+    """Return whether this needs clearly fewer products of channels than patches would.
+
+    It must also take little more memory than the result, which it does not for wide kernels
+    without padding: the strips that they leave out are as wide.
+    """
     taps = math.prod(kernel)
     positions = [
         n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
@@ -105,7 +107,7 @@ def _rows(alike: _Alike) -> int:
 
 
 def _layout(alike: _Alike) -> _Layout:
-    """All that the places of products depend on: not on the sizes of images."""
+    """Return the key of the places of products, which do not depend on the sizes of images."""
     return tuple(
         (counts, kernel, tuple(tuple(cut[:3] for cut in piece) for piece in pieces))
         for (counts, kernel, *_), pieces in alike
@@ -180,8 +182,10 @@ def _shape(piece: Strip, dims: int) -> tuple[Sizes, list[int], Sizes]:
 
 
 def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Strip) -> Tensor:
-    """All that the taps of a piece meet, as channels, at its positions, as images:
-    ``[batch·positions, groups·taps·C, *other dimensions]``."""
+    """Return the inputs of a piece's taps, as channels, at its positions, as images.
+
+    The shape is ``[batch·positions, groups·taps·C, *other dimensions]``.
+    """
     batch, of_batch, of_channel = x.shape[0], x.stride(0), x.stride(1)
     channels, first = x.shape[1] // groups, x.storage_offset()
     rows: list[tuple[int, int]] = []

@@ -52,7 +52,7 @@ class _OfProcess:
 
 
 class _Asked(threading.local):
-    """All that the statistics that this thread gathers are to be taken in."""
+    """The precision in which this thread takes statistics."""
 
     def __init__(self) -> None:
         self._begun = ["highest"]
@@ -241,7 +241,10 @@ def _convolutions(device: str | None) -> Sequence[_OfProcess]:
 
 
 def _set(backend: Any, value: str) -> None:
-    """All that a backend inherits it inherits again, else a later change would pass it by."""
+    """Set a backend's precision, or let it inherit again a value that it inherits.
+
+    A later change of the parent would else pass it by.
+    """
     backend.fp32_precision = "none"
     if backend.fp32_precision != value:
         backend.fp32_precision = value

@@ -80,7 +80,7 @@ def _onednn_is_off() -> bool:
 
 
 def multiplies_slowly(like: Tensor) -> bool:
-    """Say if torch's products take about twice as long as oneDNN's, and so as convolutions."""
+    """Return whether torch's products take about twice the time of oneDNN's convolutions."""
     return _linear_for(like) is not None
 
 

@@ -63,8 +63,9 @@ def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 def pays(
     size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int, slow: bool
 ) -> bool:
-    """Say if this takes less time on a CPU than products for each position and shift would, and
-    little more memory.
+    """Return whether this takes less time on a CPU than products for each position and shift.
+
+    It must also take little more memory.
 
     ``slow``: where these, as a convolution, are multiplied twice as fast.
     """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import invalid
 from . import arguments
 from .lamb import LAMB
 from .mixin import KFACMixin
@@ -41,7 +42,7 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
     """
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
-        raise ValueError(f"Invalid base: {base!r}; it must be a subclass of torch.optim.Optimizer")
+        raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
     if issubclass(base, KFACMixin):
         raise ValueError(f"Invalid base: {base.__name__} has K-FAC inside already; use it as it is")
     for name, reason in _REFUSED.items():

@@ -18,6 +18,7 @@ from ..comm import agreement
 from ..core import checkpoint
 from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
+from ..errors import invalid
 from ..linalg import precision
 from . import arguments, loading, moments, notices
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
@@ -286,10 +287,8 @@ class KFACMixin(Optimizer, Joinable):
         """
         ranks = self.preconditioner.ranks
         if not isinstance(to, int) or not 0 <= to < ranks.world:
-            raise ValueError(
-                f"Invalid to: {to!r}; it must be a rank of the process group, 0 to "
-                f"{ranks.world - 1}"
-            )
+            must = f"it must be a rank of the process group, 0 to {ranks.world - 1}"
+            raise invalid("to", to, must)
         if ranks.world > 1:
             self.preconditioner.settle_load(self.param_groups)
             entries = checkpoint.consolidate(self.preconditioner, to)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..checks import check_flag, is_real
+from ..errors import invalid
 
 
 class Task(NamedTuple):
@@ -75,7 +76,7 @@ class WorkAssignment(ABC):
         """How many of ``world`` ranks precondition a layer: a divisor of ``world``."""
 
     def cost(self, size: int, diagonal: bool) -> float:
-        """All that one factor weighs: here the time of its decomposition."""
+        """Return the cost of one factor, here the time of its decomposition."""
         return float(size) if diagonal else float(size) ** 3
 
     def place(
@@ -135,10 +136,11 @@ class Opt(WorkAssignment):
 
 def check_fraction(value: Any) -> float:
     if not is_real(value) or not 0 <= value <= 1:
-        raise ValueError(
-            f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1, the share of "
-            "the ranks that are gradient workers of a layer, such as 0.5 (0 means one rank)"
+        must = (
+            "it must be between 0 and 1, the share of the ranks that are gradient workers of a "
+            "layer, such as 0.5 (0 means one rank)"
         )
+        raise invalid("grad_worker_fraction", value, must)
     return float(value)
 
 
@@ -213,7 +215,7 @@ def make_grid(
     """The grid that a strategy asks for, which a fraction given beside it must mean, too."""
     fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if not _is_count(world) or world < 1:
-        raise ValueError(f"Invalid world: {world!r}; it must be a number of ranks, at least 1")
+        raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
         return Grid(1, 1)  # what runs on many ranks runs on one
     workers = strategy.gradient_workers(world)
@@ -249,9 +251,9 @@ def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
 
 
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
-    """Say if A and G of a layer stay on one rank: what the user says, or what the strategy does.
+    """Return whether A and G of a layer stay on one rank, by the user's choice or the strategy's.
 
-    In a world of one rank they do, whatever the user says.
+    On one rank alone they do, whatever the user chose.
     """
     check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
@@ -350,7 +352,7 @@ def _balance_split(
 
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
-    """All that A and G of a task weigh, all blocks together."""
+    """Return the costs of A and of G, of all blocks together."""
 
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)

@@ -17,7 +17,7 @@ _ALIGN = 16
 
 
 class Sized(Protocol):
-    """All that a bucket must know of its items."""
+    """An item of a bucket: its size and its owner."""
 
     @property
     def owner(self) -> int: ...
@@ -163,7 +163,7 @@ def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tu
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
-    """All that tensors of these sizes in bytes take on the wire together."""
+    """Return the bytes that tensors of these sizes take on the wire together."""
     return sum(map(_padded, sizes))
 
 

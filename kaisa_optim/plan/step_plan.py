@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -144,7 +144,7 @@ class RefreshReport:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All that one step does with the layers' factors and gradients; layers are named in order."""
+    """The work of one step on factors and gradients; layers are named in the model's order."""
 
     number: int  # of the step
     exchanges: bool = False  # ranks hold the status exchange
@@ -169,13 +169,11 @@ class StepPlan:
 
 def due_layers(states: Mapping[str, LayerState], slot: Collection[str]) -> list[str]:
     """Return the layers to refresh: in their slot, or because they need it."""
-    return list(_due(states, slot))
-
-
-def _due(states: Mapping[str, LayerState], slot: Collection[str]) -> Iterator[str]:
-    for name, state in states.items():
-        if state.has_average and (name in slot or state.stale or not state.has_state):
-            yield name
+    return [
+        name
+        for name, state in states.items()
+        if state.has_average and (name in slot or state.stale or not state.has_state)
+    ]
 
 
 def plan_step(

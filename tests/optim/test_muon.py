@@ -22,28 +22,12 @@ from tests.support.cluster import (
     batch,
     network,
 )
+from tests.support.reference import muon_direction, muon_ratio
 from tests.support.training import assert_near, assert_same
 
-POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 EACH: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "staggered": False}
 
 with_torchs = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
-
-
-def polar(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return Muon's direction of one matrix, by its equation."""
-    a, b, c = POLYNOMIAL
-    x = matrix / matrix.norm()
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
-
-
-def ratio(rows: int, columns: int, adjust: str | None) -> float:
-    if adjust == "match_rms_adamw":
-        return 0.2 * max(rows, columns) ** 0.5
-    return max(1, rows / columns) ** 0.5
 
 
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -91,7 +75,7 @@ def test_matrices_and_kernels_follow_the_equations(nesterov, adjust, maximize):
             momentum.mul_(0.8).add_(gradient, alpha=0.2)
             ahead = 0.8 * momentum + 0.2 * gradient if nesterov else momentum
             weight.mul_(1 - 0.1 * 0.2)
-            weight.sub_(0.1 * ratio(*weight.shape, adjust) * polar(ahead))
+            weight.sub_(0.1 * muon_ratio(*weight.shape, adjust) * muon_direction(ahead))
             assert_near(p.detach().flatten(1), weight)
 
 

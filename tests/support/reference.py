@@ -20,6 +20,8 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 
+MUON_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+
 # How a step can be computed: the optimizer's options and what they mean for `precondition`.
 METHODS = {
     "eigen": {"compute_method": "eigen"},
@@ -368,3 +370,20 @@ def tap_rows(
             x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         rows[label] = (x[None], g[None])
     return rows
+
+
+def muon_direction(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Return Muon's direction of one matrix, by its equation."""
+    a, b, c = MUON_POLYNOMIAL
+    x = matrix / matrix.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+def muon_ratio(rows: int, columns: int, adjust: str | None) -> float:
+    """Return the factor of Muon's lr for a matrix of this shape."""
+    if adjust == "match_rms_adamw":
+        return 0.2 * max(rows, columns) ** 0.5
+    return max(1, rows / columns) ** 0.5

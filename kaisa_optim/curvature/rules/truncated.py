@@ -57,7 +57,7 @@ class Sides(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """All that is kept of a layer. Zeros leave nothing out."""
+    """The numbers that are kept of a layer. Zeros leave nothing out."""
 
     idle_g: int  # of the last eigenvectors of G, those that lead with none
     idle_a: int
@@ -84,7 +84,7 @@ class Leading(NamedTuple):
         return [upper, (slice(self.first, self.rows), slice(0, self.few))]
 
     def forms(self) -> list[Leading]:
-        """All one block may stand for when it is joined with others: an upper or a lower one."""
+        """Return the forms in which this can be joined with others; one block has two."""
         if len(self.blocks()) > 1:
             return [self]
         return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]

@@ -41,14 +41,13 @@ from tests.support import reference as ref
 from tests.support.cluster import (
     Plan,
     assert_alike,
-    average,
     batch,
     build,
     error,
     even,
-    micro_batches,
     network,
     train_alone,
+    train_share,
     values,
 )
 from tests.support.ranks import CAN_SHARD, run
@@ -1023,16 +1022,8 @@ class Spread(NamedTuple):
 
 def spread(plan: Plan) -> Spread:
     """A rank's part of a run."""
-    rank = dist.get_rank()
-    model = network(plan.network, dtype=plan.dtype)
-    opt = build(plan, model, model, **plan.spread)
-    for step in range(plan.steps):
-        opt.zero_grad()
-        for x, y, weight in micro_batches(plan, step, rank):
-            (F.cross_entropy(model(x), y) * weight).backward()
-        average(model.parameters())
-        opt.step()
-    kfac = opt.preconditioner
+    model, opt = train_share(plan)
+    kfac, rank = opt.preconditioner, dist.get_rank()
     return Spread(values(model), moments(opt), kfac.memory_usage(), kfac.account.memory()[rank])
 
 

@@ -26,35 +26,18 @@ from kaisa_optim import (
 from tests.support.cluster import (
     Plan,
     assert_alike,
-    average,
     batch,
     build,
     error,
     even,
-    micro_batches,
     network,
+    train_share,
 )
 from tests.support.ranks import CAN_SHARD, run
+from tests.support.reference import muon_direction, muon_ratio
 from tests.support.training import assert_near, assert_same, values
 
-POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 EACH: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "staggered": False}
-
-
-def polar(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return Muon's direction of one matrix, by its equation."""
-    a, b, c = POLYNOMIAL
-    x = matrix / matrix.norm()
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
-
-
-def ratio(rows: int, columns: int, adjust: str | None) -> float:
-    if adjust == "match_rms_adamw":
-        return 0.2 * max(rows, columns) ** 0.5
-    return max(1, rows / columns) ** 0.5
 
 
 def dense_metric(g: Tensor, damping: float) -> Tensor:
@@ -91,9 +74,9 @@ def test_steps_follow_the_dense_equations(name, adjust, nesterov):
             ahead = 0.8 * momentum + 0.2 * gradient if nesterov else momentum
             _, g = opt.preconditioner.factors(layer)
             metric = dense_metric(g[block], 0.3)
-            moved = metric @ polar(metric @ ahead)
+            moved = metric @ muon_direction(metric @ ahead)
             expected = before[layer, block] * (1 - 0.1 * 0.2)
-            expected = expected - 0.1 * ratio(*gradient.shape, adjust) * moved
+            expected = expected - 0.1 * muon_ratio(*gradient.shape, adjust) * moved
             assert_near(after, expected, 1e-7, 1e-9)
 
 
@@ -503,17 +486,9 @@ class Spread(NamedTuple):
 
 
 def spread(plan: Plan) -> Spread:
-    rank = dist.get_rank()
-    model = network(plan.network, dtype=plan.dtype)
-    opt = build(plan, model, model, **plan.spread)
-    for step in range(plan.steps):
-        opt.zero_grad()
-        for x, y, weight in micro_batches(plan, step, rank):
-            (F.cross_entropy(model(x), y) * weight).backward()
-        average(model.parameters())
-        opt.step()
+    model, opt = train_share(plan)
     kfac = opt.preconditioner
-    memory = kfac.account.memory()[rank]
+    memory = kfac.account.memory()[dist.get_rank()]
     return Spread(
         values(model), momenta_of(opt), kfac.memory_usage(), memory, kfac.communication_volume()
     )
