@@ -145,7 +145,8 @@ class Preconditioner(Questions):
         return new
 
     def _no_step(self) -> dict[Tensor, Tensor]:
-        """Return zeros for directions: the base must not begin moments that are K-FAC's."""
+        """End a step that does not count; the base must not begin moments that are K-FAC's."""
+        self.capture.reset()
         return zeros_like_gradients(self.registry.active) if self.rule.makes_directions else {}
 
     def _exchanges(self) -> bool:

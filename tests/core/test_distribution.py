@@ -464,7 +464,7 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
     ):
         found |= {key: value.clone() for key, value in sums.items()}
     buckets = [
-        (len(b.parcels), sum(p.size * p.dtype.itemsize for p in b.parcels))
+        (len(b.items), sum(p.size * p.dtype.itemsize for p in b.items))
         for b in ranks.buckets(things)
     ]
     return found, buckets

@@ -727,7 +727,7 @@ def without_the_cpu() -> tuple[list[str | None], list[str]]:
     groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
     devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
     with (
-        mock.patch.object(Ranks, "on_device", "cuda"),
+        mock.patch.object(Ranks, "status_device", "cuda"),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
