@@ -124,7 +124,8 @@ class BertBlock(Block):
 class Transformer(nn.Module):
     """A language model over a small alphabet, as GPT-2 is built.
 
-    Not ``causal``, every place sees the whole text, as in BERT.
+    Not ``causal``, every place sees the whole text, as in BERT. ``tied``, the last layer has the
+    weights of the first.
     """
 
     def __init__(
@@ -136,13 +137,17 @@ class Transformer(nn.Module):
         heads: int = 4,
         wide: int = 1024,
         causal: bool = True,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.Sequential(*(Block(width, heads, wide, causal) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            nn.init.normal_(self.words.weight, std=0.02)
+            self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places[: tokens.shape[1]]

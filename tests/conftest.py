@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+import torch
 from hypothesis import settings
 
 # The same cases in every run, however slow the machine.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu or cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") != "cpu":
+        torch.set_default_device(config.getoption("--device"))
 
 
 def pytest_sessionfinish() -> None:

@@ -271,6 +271,12 @@ CONTESTANTS = {
             adams=False,
         ),
         Contestant(
+            "KFACSGD, inverse",
+            _ours(KFACSGD, compute_method="inverse"),
+            {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
+            adams=False,
+        ),
+        Contestant(
             "KFACAdam, parameters",
             _ours(KFACAdam, moments="parameters"),
             {**_ADAM, **_PLAIN},

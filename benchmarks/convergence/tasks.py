@@ -190,7 +190,8 @@ _DEVIATION = torch.tensor([63.0, 62.1, 66.7]).view(3, 1, 1)
 
 
 def normalized(images: Tensor) -> Tensor:
-    return (images.float() - _MEAN) / _DEVIATION
+    mean, deviation = (t.to(images.device) for t in (_MEAN, _DEVIATION))
+    return (images.float() - mean) / deviation
 
 
 def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:

@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,7 +48,11 @@ class Trainer:
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         torch.manual_seed(0)
-        self.task, self.device = task, device
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device, enabled=task.half is torch.float16)
+        if self.scaler.is_enabled():
+            task = replace(task, options={**task.options, "grad_scaler": self.scaler})
+        self.task = task
         model = task.network().to(device)
         batches = [task.batch() for _ in range(BATCHES)]
         if task.half and batches[0][0].dim() == 4:  # as tensor cores want their convolutions
@@ -68,7 +73,8 @@ class Trainer:
                 self.forward_and_backward()
             middle = self._mark()
             for optimizer in self.optimizers:
-                optimizer.step()
+                self.scaler.step(optimizer)
+            self.scaler.update()
             marks.append((start, middle, self._mark()))
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -76,10 +82,10 @@ class Trainer:
 
     def forward_and_backward(self) -> None:
         inputs, labels = next(self.batches)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.task.half):
+        with torch.autocast(self.device, self.task.half, enabled=self.task.half is not None):
             out = self.model(inputs)
             loss = F.cross_entropy(out.flatten(0, -2), labels.flatten())
-        (loss / self.task.passes).backward()
+        self.scaler.scale(loss / self.task.passes).backward()
 
     def quiet(self, steps: int) -> list[Seconds]:
         """Steps of K-FAC that only precondition, with the decompositions as they are."""

@@ -29,7 +29,7 @@ class Task:
     options: dict[str, Any]  # that K-FAC needs for this loss
     intervals: tuple[tuple[int, int], ...] = (LONG, OFTEN)
     passes: int = 1  # micro-batches of a step
-    half: bool = False  # under autocast to bfloat16
+    half: torch.dtype | None = None  # under autocast to it
     peers: bool = True  # whether these are measured too
     # The ratios to the base that are to be reached, by contestant and intervals.
     wanted: dict[tuple[str, tuple[int, int]], float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def _bert(
         lambda: masked(batch),
         {"loss_terms": passes * terms},
         passes=passes,
-        half=True,
+        half=torch.bfloat16,
         peers=False,
         **rest,
     )
@@ -129,7 +129,7 @@ TASKS = {
         lambda: images(128),
         {},
         (LONG,),
-        half=True,
+        half=torch.bfloat16,
         peers=False,
         wanted={("KFACSGD", LONG): 1.25},
     ),
@@ -158,7 +158,7 @@ SHORT = {
         lambda: images(2, 64),
         {},
         ((2, 4),),
-        half=True,
+        half=torch.bfloat16,
         peers=False,
     ),
     "bert-large": _bert(

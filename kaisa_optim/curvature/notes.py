@@ -34,6 +34,6 @@ class Notes:
 
 def _sent(notes: Tensor) -> tuple[Tensor, Any]:
     """Return where the notes will be on the host, and the event of their arrival."""
-    host = torch.empty(notes.shape, dtype=notes.dtype, pin_memory=True)
+    host = torch.empty(notes.shape, dtype=notes.dtype, device="cpu", pin_memory=True)
     host.copy_(notes, non_blocking=True)
     return host, torch.cuda.current_stream(notes.device).record_event()

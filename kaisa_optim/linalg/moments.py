@@ -43,7 +43,9 @@ def second_moment(
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
     in half precision are multiplied by units for it, with sums in float32, where there are such.
     """
-    if not diagonal and dtype == torch.float32 and _takes_halves(rows):
+    _, count, n = rows.shape
+    much = min(count, n) >= _LEAST and count * n * n >= _MUCH
+    if not diagonal and dtype == torch.float32 and much and takes_halves(rows):
         return _moment(rows, append_one)
     rows = rows.to(dtype)
     if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
@@ -51,11 +53,11 @@ def second_moment(
     return _plain_moment(rows, diagonal, append_one)
 
 
-def _takes_halves(rows: Tensor) -> bool:
-    _, count, n = rows.shape
-    if rows.dtype not in (torch.bfloat16, torch.float16) or min(count, n) < _LEAST:
+def takes_halves(rows: Tensor) -> bool:
+    """Return whether units multiply rows in this half precision, with sums in float32."""
+    if rows.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return count * n * n >= _MUCH and _multiplies_into_float32(rows.dtype, rows.device)
+    return _multiplies_into_float32(rows.dtype, rows.device)
 
 
 def _plain_moment(rows: Tensor, diagonal: bool, append_one: bool) -> Tensor:

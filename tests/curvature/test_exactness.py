@@ -35,13 +35,19 @@ seeds = st.integers(0, 2**16)
 methods = st.sampled_from(list(ref.METHODS))
 balanced = st.sampled_from(["eigen", "inverse-pi"])
 sharings = st.sampled_from(["expand", "reduce"])
+
+
+def drawn_from(seed: int) -> torch.Generator:
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 STYLES = ("normal", "integers", "sparse", "equal rows", "large", "small")
 
 
 @st.composite
 def tensors(draw, *shape: int) -> Tensor:
     """Values of several characters: rank-deficient, repeated, mostly zero, of any scale."""
-    generator = torch.Generator().manual_seed(draw(seeds))
+    generator = drawn_from(draw(seeds))
     style = draw(st.sampled_from(STYLES))
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     if style == "integers":
@@ -56,7 +62,7 @@ def tensors(draw, *shape: int) -> Tensor:
 
 
 def seeded(net: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
+    generator = drawn_from(seed)
     net = net.double()
     with torch.no_grad():
         for p in net.parameters():
@@ -354,7 +360,12 @@ def test_expand_is_exact_for_a_linear_net_whose_loss_averages_positions(data, ne
 def test_not_exact_for_a_tanh_first_layer(seed, n):
     """The control: these tests can tell a K-FAC block from the exact one."""
     net = seeded(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), seed)
-    x = 2 * torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = 2 * torch.randn(
+        n,
+        3,
+        generator=drawn_from(seed),
+        dtype=torch.float64,
+    )
     roots = square_roots(n, 2)
     hessians = torch.einsum("cni,cnj->nij", roots, roots)
     exact = {name: ref.ggn(net, name, x, hessians) for name in ("0", "2")}
@@ -616,7 +627,14 @@ def test_infinite_damping_leaves_the_gradient(data, n, method, sharing):
 def test_zero_damping_limit_is_not_the_gradient():
     """The control of the limit above: at a usual damping the two are far apart."""
     net = varied(1)
-    x = torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        4,
+        1,
+        3,
+        3,
+        generator=drawn_from(1),
+        dtype=torch.float64,
+    )
     opt = plain(net, damping=0.01)
     gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3] + 2))
     for name in COVERED:

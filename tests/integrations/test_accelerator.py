@@ -93,10 +93,12 @@ class Tokens(nn.Module):
         return self.last(torch.tanh(self.hidden(self.root(x))))
 
 
-def batches(network: type[nn.Module], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    network: type[nn.Module], steps: int, images: int = 8
+) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(steps):
         if network is Images:
-            yield torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(5, (8,))
+            yield torch.randn(images, 3, 8, 8, dtype=torch.float64), torch.randint(5, (images,))
         else:
             yield torch.randint(9, (32, 5)), torch.randint(9, (32, 5))
 
@@ -113,11 +115,12 @@ def train(
     waits: Any = None,
     after_forward: Callable[[Any, Tensor], None] = lambda opt, out: None,
     dtype: torch.dtype = torch.float64,
+    images: int = 8,
 ) -> tuple[dict[str, Tensor], list[list[str]]]:
     """The parameters, and for each step where the host waited in its passes and its update."""
     torch.manual_seed(0)
     model = network().to(dtype)
-    data = list(batches(network, steps))
+    data = list(batches(network, steps, images))
     model = model.to(where)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

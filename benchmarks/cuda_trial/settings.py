@@ -1,0 +1,19 @@
+"""What every part of the trial is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Settings(NamedTuple):
+    device: str
+    rehearse: bool  # in tiny sizes
+    data: Path | None
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

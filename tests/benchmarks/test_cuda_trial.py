@@ -1,0 +1,69 @@
+"""The trial on a CUDA device, rehearsed on the CPU: what one part does, no other suffers from."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from benchmarks.cuda_trial import __main__ as trial
+from benchmarks.cuda_trial.__main__ import PARTS, main
+from benchmarks.cuda_trial.parts import Part
+
+
+def recorded(folder):
+    return json.loads((folder / "cuda_trial_rehearsal.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "proofs"])
+def test_each_part_rehearses(tmp_path, name):
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", name]) == 0
+    part = recorded(tmp_path)["parts"][name]
+    assert part["state"] == "done" and part["results"]
+
+
+def test_the_tests_are_run_and_told(tmp_path):
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
+    _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
+    assert exactness["code"] == 0 and "1 passed" in exactness["said"]
+
+
+def fails(settings):
+    yield {"before": 1}
+    raise ValueError("planted")
+
+
+def hangs(settings):
+    yield {"before": 2}
+    time.sleep(60)
+
+
+def goes_well(settings):
+    yield {"after": 3}
+
+
+def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        trial,
+        "PARTS",
+        {
+            "proofs": Part(fails, 1, 0),
+            "waits": Part(hangs, 0.05, 0),
+            "gpt2": Part(goes_well, 1, 0),
+        },
+    )
+    chosen = ["--parts", "proofs", "waits", "gpt2"]
+    assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
+    parts = recorded(tmp_path)["parts"]
+    assert {name: part["state"] for name, part in parts.items()} == {
+        "proofs": "failed",
+        "waits": "cut off",
+        "gpt2": "done",
+    }
+    assert "planted" in parts["proofs"]["error"]
+    assert [part["results"] for part in parts.values()] == [
+        [{"before": 1}],
+        [{"before": 2}],
+        [{"after": 3}],
+    ]
