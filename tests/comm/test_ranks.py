@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.ranks import RankError, fresh, run, start_quickly
+from tests.support.ranks import RankError, fresh, run, start_quickly  # noqa: F401
 
 
 def place(*args: Any) -> tuple[Any, ...]:
@@ -234,8 +234,9 @@ def test_fresh_ranks_may_leave_their_group():
 
 def python(code: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
+    code = f"from tests.comm.test_ranks import *; start_quickly(); {code}"
     return subprocess.Popen(
-        [sys.executable, "-c", f"from tests.comm.test_ranks import *; start_quickly(); {code}"],
+        [sys.executable, "-c", code],
         stdout=pipe,
         stderr=pipe,
         text=True,
