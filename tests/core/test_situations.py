@@ -57,11 +57,6 @@ def fit(x: Tensor):
     return lambda model: loss_of(model(x)).backward()
 
 
-def check_convolution(conv: nn.Module, x: Tensor, terms: float | None = None) -> None:
-    net = seeded(lambda: Net(lambda self, x: self.conv(x), conv=conv))
-    check_step(net, fit(x), ["conv"], float(len(x)) if terms is None else terms)
-
-
 # ---------------------------------------------------------------- how a layer is called
 
 
@@ -80,31 +75,6 @@ def test_model_called_by_keyword():
     net = mlp()
     x = normal(6, 4)
     check_step(net, lambda model: loss_of(model(input=x)).backward(), ["0", "2"], 6.0)
-
-
-def test_transposed_input_of_a_linear():
-    net = seeded(lambda: Net(lambda self, x: self.layer(x.mT).mT, layer=nn.Linear(4, 3)))
-    x = normal(5, 4, 2)
-    assert not x.mT.is_contiguous()
-    check_step(net, fit(x), ["layer"], 5.0)
-
-
-def test_transposed_input_of_a_convolution():
-    check_convolution(nn.Conv2d(2, 3, (3, 2)), normal(4, 2, 5, 4).transpose(2, 3))
-
-
-def test_channels_last_input():
-    x = normal(4, 3, 4, 5).to(memory_format=torch.channels_last)
-    check_convolution(nn.Conv2d(3, 2, 2), x)
-
-
-def test_channels_last_model():
-    net = seeded(lambda: Net(lambda self, x: self.conv(x), conv=nn.Conv2d(3, 4, (2, 3))))
-    net.to(memory_format=torch.channels_last)
-    assert not net.conv.weight.is_contiguous()
-    x = normal(4, 3, 4, 5).to(memory_format=torch.channels_last)
-    check_step(net, fit(x), ["conv"], 4.0)
-    assert not net.conv.weight.is_contiguous()
 
 
 class Kinds(nn.Module):
@@ -159,46 +129,6 @@ def test_gradients_laid_out_in_any_way():
         for (name, one), other in zip(plain.named_parameters(), turned.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
     assert not any(map(torch.equal, start, plain.parameters()))
-
-
-def test_grouped_convolution():
-    check_convolution(nn.Conv2d(4, 6, 2, groups=2), normal(3, 4, 3, 4))
-
-
-def test_depthwise_convolution():
-    check_convolution(nn.Conv2d(4, 4, 3, padding=1, groups=4), normal(3, 4, 3, 4))
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("kernel", [(3, 3), (2, 4)], ids=["odd", "even"])
-def test_padding_same(kernel):
-    check_convolution(nn.Conv2d(2, 3, kernel, padding="same"), normal(3, 2, 4, 5))
-
-
-@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
-def test_padding_mode(mode):
-    conv = nn.Conv2d(2, 3, (3, 2), padding=(2, 1), padding_mode=mode)
-    check_convolution(conv, normal(3, 2, 4, 5))
-
-
-def test_padding_mode_with_padding_same():
-    conv = nn.Conv2d(2, 3, (3, 2), padding="same", padding_mode="circular")
-    check_convolution(conv, normal(3, 2, 4, 5))
-
-
-def test_dilation():
-    check_convolution(nn.Conv2d(2, 3, 2, stride=(2, 1), dilation=(2, 3)), normal(3, 2, 6, 7))
-
-
-def test_unbatched_convolution():
-    # One image is one term of the loss, not as many as it has channels.
-    conv = nn.Conv2d(3, 2, 2)
-    net = seeded(lambda: Net(lambda self, x: self.conv(x), conv=conv))
-
-    def train(model: nn.Module) -> None:
-        model(normal(3, 4, 5)).square().sum().backward()
-
-    check_step(net, train, ["conv"], 1.0)
 
 
 # ---------------------------------------------------------------- what follows a layer
@@ -844,6 +774,7 @@ def test_resuming_in_the_middle_of_an_interval(method, staggered):
             inv_update_steps=3,
             compute_method=method,
             staggered=staggered,
+            moments="eigenbasis" if method == "eigen" else "parameters",
         )
         return net, opt
 

@@ -116,7 +116,9 @@ def check(
 def check_step(
     opt: KFACSGD, net: nn.Module, expected: Any, gradient: Tensor, what: str, method: str
 ) -> None:
+    layouts = [p.stride() for p in net.parameters()]
     step = changed(net.layer, ref.take_step(opt, net))
+    assert layouts == [p.stride() for p in net.parameters()], what
     found = opt.preconditioner.factors("layer")
     for actual, wanted, label in zip(found, expected, "AG", strict=True):
         ref.assert_close(actual, wanted, what=f"{what}: factor {label}")
@@ -868,6 +870,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("make", "shape"), EMPTY.values(), ids=list(EMPTY))
