@@ -33,7 +33,10 @@ from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same
 
-pytestmark = pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+pytestmark = [
+    pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7"),
+    pytest.mark.filterwarnings("ignore:.* leads to moments=", "ignore:.* of no use to moments="),
+]
 
 WORDS = 11
 ROWS = 8  # of a batch, over all ranks

@@ -153,12 +153,9 @@ CASES: dict[str, Make] = {
     "Adam": lambda m: KFACAdam(
         m, lr=0.01, nesterov=True, orthogonal=True, basis_tolerance=0.9, **OFTEN
     ),
-    "Muon": lambda m: KFACMuon(m, lr=0.01, **SELDOM),
-    "LAMB": lambda m: KFACLAMB(m, lr=0.01, basis_tolerance=0.9, **OFTEN),
     "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
     "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
-    "inverse": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **SELDOM),
     "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),
     "inverse, diagonal": lambda m: KFACSGD(
         m, lr=0.05, compute_method="inverse", max_factor_size=5, **OFTEN
@@ -216,7 +213,7 @@ CASES["two blocks"] = CASES["truncated"]
 # What depends on the kinds of the layers runs on both networks.
 OF_KINDS = ["SGD", "Adam", "bases followed", "inverse, often", "truncated", "papers", "corrected"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
-OF_IMAGES = ["Muon", "LAMB", "inverse", "full", "grafted", "lr a tensor, clipped by it"]
+OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
 ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 
@@ -249,13 +246,13 @@ def _check_training(network: type[nn.Module], name: str) -> None:
     # What a CPU multiplies image by image a device takes as rows: that is rounded otherwise, and
     # Adam's directions in bases that any rounding turns would end elsewhere.
     with mock.patch.object(conv, "sums_images", lambda images: False):
-        wanted, _ = train(network, CASES[name], 5, "cpu")
-    got, found = train_there(network, CASES[name], 5)
+        wanted, _ = train(network, CASES[name], 4, "cpu")
+    got, found = train_there(network, CASES[name], 4)
     # Sums are split otherwise there, and directions in which factors are nearly alike turn by that.
     for key, value in wanted.items():
         torch.testing.assert_close(got[key], value, rtol=1e-3, atol=1e-4, msg=_named(key))
     assert found[0]  # else waits would not be seen
-    assert found[1:] == [[]] * 4
+    assert found[1:] == [[]] * 3
 
 
 def _named(name: str) -> Callable[[str], str]:
