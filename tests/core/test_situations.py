@@ -134,41 +134,6 @@ def test_gradients_laid_out_in_any_way():
 # ---------------------------------------------------------------- what follows a layer
 
 
-def test_relu_in_place_after_a_layer():
-    net = seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(18, 3)
-        )
-    )
-    check_step(net, fit(normal(4, 2, 3, 4)), ["0", "3"], 4.0)
-
-
-def test_add_in_place_to_a_layers_output():
-    def forward(self: Net, x: Tensor) -> Tensor:
-        out = self.first(x)
-        out += x
-        out.mul_(3)
-        out.sin_()
-        return self.last(out)
-
-    net = seeded(lambda: Net(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 3)))
-
-    def plain(self: Net, x: Tensor) -> Tensor:
-        return self.last(torch.sin(3 * (self.first(x) + x)))
-
-    twin = copy.deepcopy(net)
-    twin.call = plain
-    watch = Watch(twin, "first", "last")
-    x = normal(5, 4)
-    fit(x)(twin)
-    opt = exact(net)
-    fit(x)(net)
-    opt.step()
-    for name in ("first", "last"):
-        rows = rows_of(twin.get_submodule(name), watch.trained(name))
-        assert_factors(opt, name, factors_of(*rows, 5.0))
-
-
 # ---------------------------------------------------------------- which layers train
 
 
@@ -357,29 +322,6 @@ def test_module_parametrized_after_construction():
 
 
 # ---------------------------------------------------------------- scaled, broken and skipped steps
-
-
-def test_grad_scaler():
-    net, twin = mlp(), mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1)
-    opt = exact(net, grad_scaler=scaler, factor_update_steps=1, inv_update_steps=1)
-    other = exact(twin, factor_update_steps=1, inv_update_steps=1)
-    for i in range(3):
-        x = normal(6, 4, seed=i)
-        opt.zero_grad()
-        scaler.scale(loss_of(net(x))).backward()
-        if i == 1:
-            scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-        other.zero_grad()
-        loss_of(twin(x)).backward()
-        other.step()
-        for name in ("0", "2"):
-            assert_factors(opt, name, other.preconditioner.factors(name))
-    assert scaler.get_scale() == 2.0**15
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert_close(a, b)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -792,45 +734,6 @@ def test_resuming_in_the_middle_of_an_interval(method, staggered):
     second.load_state_dict(loaded["opt"])
     quiet(batches[4:], again, second)
     assert same((net, opt), (again, second))
-
-
-def test_deepcopy_of_the_model():
-    net, other = mlp(), mlp()
-    opt, clean = exact(net), exact(other)
-    x = normal(6, 4)
-    twin = copy.deepcopy(net)
-    fit(normal(5, 4, seed=4))(twin)  # trains alone: no hook of the original's reaches it
-    fit(x)(net)
-    fit(normal(5, 4, seed=4))(twin)
-    opt.step()
-    fit(x)(other)
-    clean.step()
-    assert same((net, opt), (other, clean))
-    # The copy can have an optimizer of its own.
-    own = exact(copied := copy.deepcopy(other))
-    fit(x)(copied)
-    own.step()
-    assert not same((copied, own), (other, clean))
-
-
-def test_torch_save_of_the_model():
-    net = mlp()
-    opt = exact(net)
-    x = normal(6, 4)
-    fit(x)(net)
-    file = io.BytesIO()
-    torch.save(net, file)
-    # It must load where this package is not installed.
-    assert b"kaisa" not in file.getvalue()
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert_close(loaded(x), net(x))
-    fit(normal(5, 4, seed=3))(loaded)
-    opt.step()
-    clean = exact(other := mlp())
-    fit(x)(other)
-    clean.step()
-    assert same((net, opt), (other, clean))
 
 
 # ---------------------------------------------------------------- torch.compile
