@@ -249,6 +249,8 @@ def test_a_masked_loss_is_the_mean_over_all_masked_tokens_of_a_step():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+@pytest.mark.filterwarnings("ignore:kl_clip=None leads to moments")
 @pytest.mark.parametrize("cls", [KFACSGD, KFACLAMB])
 def test_accumulated_micro_batches_are_one_batch(cls):
     task, ends, terms = tasks.TASKS["masked"], [], []

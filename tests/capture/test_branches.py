@@ -15,6 +15,9 @@ from kaisa_optim import KFACSGD
 from tests.support.ranks import run
 from tests.support.watch import assert_close, normal
 
+# Torch says so of inputs that need no gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
 NEWEST = {"factor_decay": 1e-12}  # an average is the last value
 
 

@@ -251,6 +251,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize(("make", "x"), KINDS.values(), ids=list(KINDS))
 def test_in_place_activations_after_every_kind(make, x):
     def in_place(out: Tensor) -> Tensor:
@@ -760,6 +761,7 @@ def saved_bytes(net: nn.Module, x: Tensor) -> int:
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in own)
 
 
+@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize("kind", ["linear", "convolution", "norm", "attention"])
 def test_capture_keeps_no_extra_memory(kind):
     make, shape = {
@@ -952,7 +954,9 @@ def test_step_that_is_due_and_captured_nothing_raises():
         opt.step()
     assert opt.preconditioner.steps == 0
     opt.zero_grad()
+    before = [p.detach().clone() for p in net.parameters()]
     opt.step()  # nothing to do, as for any optimizer
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
 def test_paused_leaves_a_forward_out():
@@ -1314,20 +1318,6 @@ def test_grad_scaler_of_very_large_scale_does_not_overflow_on_the_way():
 # ---------------------------------------------------------------- statistics and their gradients
 
 
-def test_zero_grad_drops_what_has_gathered():
-    x = normal(6, 4)
-    for set_to_none in (True, False):
-        net = mlp()
-        opt = exact(net)
-        fit(normal(9, 4, seed=1))(net)
-        assert opt.preconditioner.memory_usage()["pending"] > 0
-        opt.zero_grad(set_to_none=set_to_none)
-        assert opt.preconditioner.memory_usage()["pending"] == 0
-        fit(x)(net)
-        opt.step()
-        assert_same((net, opt), clean_run(x))
-
-
 def test_backward_that_starts_without_a_gradient_drops_what_has_gathered():
     x = normal(6, 4)
     net = mlp()
@@ -1496,21 +1486,6 @@ def test_averaged_models_are_not_dragged_along(kind):
     gc.collect()
     assert gone() is None
     assert averaged(x).shape == (6, 3)
-
-
-def test_model_works_on_after_its_optimizer_is_gone():
-    net = mlp()
-    x = normal(6, 4)
-    opt = exact(net)
-    gone = weakref.ref(opt.preconditioner)
-    del opt
-    gc.collect()
-    assert gone() is None
-    assert "Tap" not in type(net(x).grad_fn).__name__
-    opt = exact(net)
-    fit(x)(net)
-    opt.step()
-    assert_same((net, opt), clean_run(x))
 
 
 def test_groups_added_later_are_captured_once():

@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
+from tests.support.ranks import fresh
 
 
 class Net(nn.Module):
@@ -227,7 +227,9 @@ def test_an_input_changed_in_place_after_an_autocast_layer():
     assert a.dtype == torch.float32 and a.isfinite().all()
 
 
-def _late_group(rank: int, file: str) -> None:
+def _late_group(file: str) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
     net = Net()
     opt = KFACSGD(net, lr=0.1)
     before = net.first.weight.detach().clone()
@@ -237,11 +239,10 @@ def _late_group(rank: int, file: str) -> None:
         opt.step()
     assert torch.equal(net.first.weight, before)
     dist.barrier()  # a rank that ends takes the connection down while the other still connects
-    dist.destroy_process_group()
 
 
 def test_a_process_group_that_comes_after_the_optimizer_is_refused(tmp_path):
-    mp.spawn(_late_group, (str(tmp_path / "store"),), nprocs=2)
+    fresh(2, _late_group, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])

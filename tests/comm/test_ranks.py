@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.ranks import RankError, fresh, run
+from tests.support.ranks import RankError, fresh, run, start_quickly  # noqa: F401
 
 
 def place(*args: Any) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def test_collectives(world):
 def test_many_small_runs_in_the_same_processes():
     processes = run(2, process)
     assert len({os.getpid(), *processes}) == 3
-    for i in range(500):
+    for i in range(200):
         assert run(2, place, i) == [(0, 2, i), (1, 2, i)]
     assert run(2, process) == processes
     assert fresh(2, process) != processes
@@ -214,14 +214,15 @@ def test_a_dead_rank_is_told(code):
 
 
 def test_a_stuck_rank_is_told():
-    error = failing(2, stuck, timeout=10)
-    assert error.errors == dict.fromkeys([0, 1], "has not answered in 10 s")
-    assert "rank 0 has not answered in 10 s" in str(error)
+    assert_works(2)  # the ranks have started, and have imported this module
+    error = failing(2, stuck, timeout=3)
+    assert error.errors == dict.fromkeys([0, 1], "has not answered in 3 s")
+    assert "rank 0 has not answered in 3 s" in str(error)
     for what in " in barrier\n", " in stuck\n":
         assert what in str(error)
     assert_works(2)
-    assert fresh(2, fails, 1, timeout=5, expect_errors=True) == [
-        (None, "has not answered in 5 s"),
+    assert fresh(2, fails, 1, timeout=2, expect_errors=True) == [
+        (None, "has not answered in 2 s"),
         (None, "ValueError: wrong on 1"),
     ]
 
@@ -233,6 +234,7 @@ def test_fresh_ranks_may_leave_their_group():
 
 def python(code: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
+    code = f"from tests.comm.test_ranks import *; start_quickly(); {code}"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=pipe,
@@ -249,7 +251,7 @@ def python(code: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_process_outlives_killed_tests(busy):
     idle = "run(2, place); print('idle', flush=True); time.sleep(600)"
-    tests = python("from tests.comm.test_ranks import *; " + ("run(2, stuck)" if busy else idle))
+    tests = python("run(2, stuck)" if busy else idle)
     assert tests.stdout is not None
     assert tests.stdout.readline() == ("stuck\n" if busy else "idle\n")
     tests.kill()
@@ -258,7 +260,7 @@ def test_no_process_outlives_killed_tests(busy):
 
 
 def test_ranks_end_with_the_tests_and_write_nothing():
-    tests = python("from tests.comm.test_ranks import *; print(run(2, fails, 2))")
+    tests = python("print(run(2, fails, 2))")
     out, err = tests.communicate(timeout=120)
     assert (out, err) == ("[2, 2]\n", "")
     assert tests.returncode == 0

@@ -71,13 +71,21 @@ def quietly_load(opt: Any, state: dict[str, Any]) -> None:
 # ---- continuation ----
 
 
-@pytest.mark.parametrize("staggered", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "method", "staggered"),
+    [
+        *((base, "eigen", True) for base in BASES),
+        *(("momentum", method, True) for method in METHODS if method != "eigen"),
+        ("Adam", "eigen", False),
+        ("momentum", "inverse", False),
+        ("LAMB", "kaisa", False),
+    ],
+)
 def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, staggered, tmp_path):
     cls, settings = BASES[base]
     options = {**settings, **METHODS[method], "staggered": staggered}
     options |= {"factor_update_steps": 2, "inv_update_steps": 4}
+    options |= {"moments": "parameters"} if method == "kaisa" and base == "LAMB" else {}
     model, opt = pair(cls, **options)
     saved = [disk((model.state_dict(), opt.state_dict()), tmp_path / "0")]
 
@@ -125,6 +133,7 @@ def schedules(opt: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:lr .* is above kl_clip_lr")
 @pytest.mark.parametrize("taken", range(8))
 def test_continuation_with_schedulers(taken, tmp_path):
     options = {"lr": 0.05, "momentum": 0.9, "factor_update_steps": 1, "inv_update_steps": 2}
@@ -250,7 +259,8 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     base = plain(model.parameters(), **settings)
     train(model, base, range(3))
     saved = disk(base.state_dict(), tmp_path / "state")
-    other, opt = pair(cls, **settings, **EVERY_STEP, damping=0.1)
+    ours = {"moments": "parameters"} if cls is KFACAdam else {}
+    other, opt = pair(cls, **settings, **EVERY_STEP, **ours, damping=0.1)
     if trained:
         train(other, opt, range(5, 8))
     other.load_state_dict(model.state_dict())
@@ -677,8 +687,10 @@ def process_group():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch.distributed")
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("base", ["SGD", "momentum", "Adam", "LAMB"])
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize(
+    ("base", "method"),
+    [("SGD", "eigen"), ("momentum", "inverse"), ("Adam", "eigen"), ("LAMB", "eigen")],
+)
 def test_distributed_checkpoint_round_trip(base, flatten, method, tmp_path, process_group):
     cls, settings = BASES[base]
     options = {**settings, **METHODS[method], "factor_update_steps": 2, "inv_update_steps": 5}
@@ -753,8 +765,7 @@ def test_a_first_step_at_lr_zero_is_still_a_step():
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 @pytest.mark.parametrize("how", ["one entry", "all", "another dict"])
-@pytest.mark.parametrize("taken", [1, 3])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("taken", "times"), [(1, 2), (3, 1)])
 def test_entries_that_a_user_emptied_have_the_same_tensors_after_the_next_step(
     cls, how, taken, times
 ):
@@ -781,6 +792,7 @@ def ours_in(opt: Any) -> dict[Any, set[str]]:
     return {p: {key for key in entry if str(key).startswith("kfac")} for p, entry in entries}
 
 
+@pytest.mark.filterwarnings("ignore:layer .* has a gradient but no statistics")
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
     model, opt = pair(cls, lr=0.01)
@@ -815,7 +827,8 @@ def test_a_parameter_without_a_gradient_in_the_first_step_after_the_eigenbasis()
     former = KFACAdam(model, lr=0.01)
     step(former, True)
     opt = KFACAdam(model, lr=0.01, moments="parameters")
-    opt.load_state_dict(former.state_dict())
+    with pytest.warns(UserWarning, match="the moments of 'first', 'second' are missing"):
+        opt.load_state_dict(former.state_dict())
     step(opt, False)
     assert "exp_avg" not in opt.state[model.second.weight]
     step(opt, True)

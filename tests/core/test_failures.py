@@ -129,7 +129,6 @@ def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextM
 # ---- numbers that are not finite on one rank ----
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "layer-wise": (3, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
     "opt": (3, {}),
 }
@@ -267,8 +266,10 @@ PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "opt": (4, {"colocate_factors": True}),
     "opt-parted": (4, {"colocate_factors": False}),
 }
-every_placement = pytest.mark.parametrize("placement", PLACEMENTS)
-both_methods = pytest.mark.parametrize("method", ["eigen", "inverse"])
+every_placement = pytest.mark.parametrize(
+    ("placement", "method"),
+    [(name, "eigen" if name in ("hybrid", "opt-parted") else "inverse") for name in PLACEMENTS],
+)
 
 
 class Decomposed(NamedTuple):
@@ -336,7 +337,6 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     return found
 
 
-@both_methods
 @every_placement
 def test_one_failed_decomposition_leaves_the_older_state(placement: str, method: str) -> None:
     world, options = PLACEMENTS[placement]
@@ -359,7 +359,6 @@ def test_one_failed_decomposition_leaves_the_older_state(placement: str, method:
     assert not any(result.ended.warned for result in results[1:])
 
 
-@both_methods
 @every_placement
 def test_a_failed_first_decomposition_leaves_the_raw_gradient(placement: str, method: str) -> None:
     world, options = PLACEMENTS[placement]
@@ -374,7 +373,6 @@ def test_a_failed_first_decomposition_leaves_the_raw_gradient(placement: str, me
         assert f"layer '{layer}' failed, 1 in a row; its raw gradient" in first.ended.warned
 
 
-@both_methods
 @every_placement
 def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, method: str) -> None:
     world, options = PLACEMENTS[placement]
@@ -387,7 +385,6 @@ def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, meth
     assert any(f"layer {layer!r} failed, 2 in a row" in text for layer in results[0].kept)
 
 
-@both_methods
 @every_placement
 @pytest.mark.parametrize("good", [0, 2])
 def test_another_exception_in_a_decomposition_ends_all_ranks(
@@ -457,11 +454,14 @@ def test_a_rank_that_is_killed_in_a_step(place: str) -> None:
         assert ended.seconds < SOON
 
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 
 
 def waits(place: str) -> tuple[Ended, list[float]]:
-    """Rank 1 sleeps in its second step. All have the same batch, and so no gradients to average."""
+    """Rank 1 sleeps in its second step until the others have given up.
+
+    All ranks have the same batch, and so no gradients to average.
+    """
     together()  # a new group has its own time to be made, and one may still be importing this
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     known = set(dist.distributed_c10d._world.pg_map)
@@ -474,14 +474,20 @@ def waits(place: str) -> tuple[Ended, list[float]]:
         model(x).square().mean().backward()
         opt.step()
 
+    store = dist.distributed_c10d._get_default_store()
+
     def sleep(*args: Any, **options: Any) -> None:
-        time.sleep(2 * TIMEOUT)
+        while store.add(place, 0) < dist.get_world_size() - 1:
+            time.sleep(0.05)
         raise RuntimeError("slept")
 
     step()
     together()
     with on_rank(1, mock.patch.object(*PLACES[place], sleep)):
-        ended = attempt(model, lambda: (step(), step()))  # only the next may need the sleeper
+        # Only the second of these steps may need the sleeper.
+        ended = attempt(model, lambda: (step(), step()), healthy=False)
+    store.add(place, 1)
+    together()
     made = set(dist.distributed_c10d._world.pg_map) - known
     return ended, [timeout_of(group) for group in made]
 
@@ -503,7 +509,7 @@ def test_a_rank_that_no_longer_answers() -> None:
             if rank != 1:
                 assert ended.error is not None
                 assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
-                assert ended.seconds < 2 * TIMEOUT  # before rank 1 wakes up
+                assert ended.seconds < 2 * TIMEOUT
 
 
 # ---- what differs at construction ----

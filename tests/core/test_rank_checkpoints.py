@@ -26,6 +26,8 @@ from tests.support.cluster import taken_by
 from tests.support.ranks import fresh, run
 from tests.support.training import assert_near, assert_same
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* leads to moments=")
+
 ROWS = 40  # of a batch, over all ranks: as many for each of 2, 4, 5 or 8
 # A stop after three steps is within both intervals, and half way through the layers' turns.
 OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-2}
@@ -227,8 +229,8 @@ def interrupted(plan: Plan, path: str, at: int, save_model: int) -> tuple[list[T
     other, resumed = pair(Plan(plan.optimizer, plan.options, seed=1))
     other.load_state_dict(saved["model"])
     quietly_load(resumed, saved["optimizer"])
-    losses = learn(model, opt, range(at, at + 9))
-    assert learn(other, resumed, range(at, at + 9)) == losses
+    losses = learn(model, opt, range(at, at + 6))
+    assert learn(other, resumed, range(at, at + 6)) == losses
     assert_same(shares(resumed), shares(opt))
     return weights(other), weights(model)
 
@@ -249,10 +251,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("world", "spread", "at"),
-    [(*spread, at) for spread, at in zip(SPREADS, (6, 3, 3), strict=True)],
+    ("world", "spread", "at", "method"),
+    [
+        *((*SPREADS[0], 6, method) for method in ("eigen", "truncated")),
+        *((*SPREADS[1], 3, method) for method in ("by ranks", "inverse")),
+        *((*SPREADS[2], 3, method) for method in ("eigen", "by ranks", "staggered", "inverse")),
+    ],
 )
 def test_the_same_ranks_go_on_bit_for_bit(world, spread, method, at, tmp_path):
     plan = Plan("adam" if at == 3 else "sgd", {**METHODS[method], **spread})
@@ -523,14 +528,13 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
     return losses, weights(model), texts
 
 
-@pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(
-    ("optimizer", "before", "after"),
+    ("optimizer", "before", "after", "flatten"),
     [
-        ("sgd", SPREADS[2], SPREADS[2]),
-        ("sgd", SPREADS[1], (4, {})),
-        ("adam", SPREADS[2], SPREADS[1]),
-        ("muon", SPREADS[2], SPREADS[1]),
+        ("sgd", SPREADS[2], SPREADS[2], True),
+        ("sgd", SPREADS[1], (4, {}), False),
+        ("adam", SPREADS[2], SPREADS[1], True),
+        ("muon", SPREADS[2], SPREADS[1], False),
     ],
 )
 def test_distributed_checkpoints_load_at_any_ranks(optimizer, before, after, flatten, tmp_path):
@@ -566,8 +570,7 @@ def full_state(plan: Plan, broadcast: bool) -> Any:
     return weights(other), weights(model)
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize(("broadcast", "optimizer"), [(False, "adam"), (True, "muon")])
 @every_spread
 def test_a_full_state_of_a_consolidated_optimizer(world, spread, optimizer, broadcast):
     results = run(world, full_state, Plan(optimizer, spread), broadcast)

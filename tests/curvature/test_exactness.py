@@ -28,7 +28,7 @@ from tests.support import reference as ref
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
-property_test = settings(max_examples=20)
+property_test = settings(max_examples=12)
 widths = st.integers(1, 4)
 dampings = st.sampled_from([0.01, 0.1, 1.0, 30.0])
 seeds = st.integers(0, 2**16)

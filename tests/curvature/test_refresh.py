@@ -773,7 +773,7 @@ def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
 @pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
 def test_broken_statistics_for_ever_raise():
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.0, max_failures=2)
+    opt = KFACSGD(model, lr=1e-9, max_failures=2)
     for i in range(2):
         opt.zero_grad()
         overflow(model, i)

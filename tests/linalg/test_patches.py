@@ -45,7 +45,7 @@ def geometries(draw):
 
 @pytest.mark.parametrize("large", [False, True])
 @given(geometries(), st.integers(0, 2**16))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_moments_are_those_of_the_patches(large, geometry, seed):
     size, kernel, dilation, pad, groups = geometry
     generator = torch.Generator().manual_seed(seed)
@@ -254,7 +254,7 @@ def transposed(draw):
 
 @pytest.mark.parametrize("at_once", [1 << 24, 1])
 @given(transposed(), st.integers(0, 2**16))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_once, drawn, seed):
     size, geometry, groups, bias = drawn
     dims = len(size)

@@ -12,14 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
 from tests.optim.bases import AS_THE_BASE, BASES, both, pick, trained_by
@@ -184,37 +182,6 @@ def test_a_damping_that_rounding_drowns_is_refused(dtype, least):
         opt.add_param_group({"params": model[2].parameters(), "damping": least / 2})
     assert len(opt.param_groups) == 1
     KFACAdam(model, moments="eigenbasis", damping=least / 2)  # of no use there, which steps say
-
-
-@pytest.fixture
-def process_group():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_ddp_wrapped_model_first(process_group):
-    model, expected = network(), network()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    opt = KFACSGD(wrapped, lr=0.1)
-    assert list(opt.preconditioner.layers) == ["0", "2"]
-    train(wrapped, opt, range(3))
-    train(expected, KFACSGD(expected, lr=0.1), range(3))
-    assert_same(model, expected)
-
-
-# Dynamo looks at .grad while it traces.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_model_first():
-    model, expected = network(), network()
-    compiled = torch.compile(model, backend="eager")
-    opt = KFACSGD(compiled, lr=0.1)
-    assert list(opt.preconditioner.layers) == ["0", "2"]
-    train(compiled, opt, range(3))
-    train(expected, KFACSGD(expected, lr=0.1), range(3))
-    assert_same(model, expected)
-    torch._dynamo.reset()
 
 
 def test_a_group_must_not_be_differentiable():
@@ -605,54 +572,6 @@ def test_step_does_not_track_gradients():
     assert torch.is_grad_enabled()
 
 
-def test_accumulation_equals_one_batch():
-    model, expected = network(), network()
-    opt, other = KFACSGD(model, lr=0.1, **EVERY_STEP), KFACSGD(expected, lr=0.1, **EVERY_STEP)
-    for i in range(3):
-        x, y = batch(i)
-        opt.zero_grad()
-        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
-            (F.mse_loss(model(part), target) / 4).backward()
-        opt.step()
-        train(expected, other, [i])
-        assert_near(factors(opt), factors(other))
-        assert_near(model, expected)
-
-
-# ---- steps without statistics ----
-
-
-def test_a_due_step_without_a_backward_raises():
-    model = network()
-    opt = KFACSGD(model, lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match="step 0 is due for statistics"):
-        opt.step()
-
-
-def test_a_step_with_no_gradient_at_all_is_a_step_of_nothing():
-    model = network()
-    opt = KFACSGD(model, lr=0.1)
-    before = values(model)
-    opt.step()
-    assert_same(values(model), before)
-
-
-def test_paused_capture_steps_with_what_is_known():
-    model = network()
-    opt = KFACSGD(model, lr=1.0, **EVERY_STEP)
-    train(model, opt, [0])
-    kept = factors(opt)
-    opt.zero_grad()
-    with opt.preconditioner.paused():
-        backward(model, 1)
-    before = values(model)
-    opt.step()
-    assert_same(factors(opt), kept)
-    assert all(change.abs().max() > 0 for change in difference(before, model).values())
-
-
 # ---- hooks ----
 
 
@@ -847,21 +766,6 @@ def test_an_added_bias_with_another_damping_is_refused():
     assert opt.preconditioner.factors("0")[0].shape == (1, 5, 5)
 
 
-def test_unfreezing_after_training_began():
-    model = network()
-    model[0].requires_grad_(False)
-    opt = KFACSGD(model, lr=1.0, **EVERY_STEP)
-    frozen = values(model[0])
-    train(model, opt, range(2))
-    assert_same(values(model[0]), frozen)
-    model[0].requires_grad_(True)
-    v, before = Probe(model).step(model, 2), values(model)
-    train(model, opt, [2])
-    moved = difference(before, model)
-    for name in ("0.weight", "0.bias"):
-        assert_near(moved[name], v[name])
-
-
 def test_a_weight_frozen_after_training_began():
     model, expected = network(), network()
     opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
@@ -986,27 +890,6 @@ def test_copied_models_have_no_live_hooks():
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="no covered layer saw a backward pass"):
         opt.step()
-
-
-@pytest.mark.parametrize("ema", [False, True])
-def test_averaged_models_are_not_dragged_along(ema):
-    model, alone = network(), network()
-    opt, other = KFACSGD(model, lr=0.1, **EVERY_STEP), KFACSGD(alone, lr=0.1, **EVERY_STEP)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if ema else None)
-    seen = []
-
-    def after(i):
-        average.update_parameters(model)
-        seen.append(values(model))
-        backward(average, i)  # somebody looks at its gradients
-
-    train(model, opt, range(3), after)
-    train(alone, other, range(3))
-    assert_same(model, alone)
-    assert_same(factors(opt), factors(other))
-    mean = {n: torch.stack([s[n] for s in seen]).mean(0) for n in seen[0]}
-    if not ema:
-        assert_near(values(average.module), mean)
 
 
 def test_two_optimizers_on_parts_of_one_model():

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.close import assert_close as assert_close
+
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -32,21 +34,6 @@ METHODS = {
 
 
 # ---------------------------------------------------------------- comparing and driving
-
-
-def assert_close(
-    actual: Tensor, expected: Tensor, rtol: float = 1e-9, what: str = "", floor: float = 1e-4
-) -> None:
-    """Largest difference at most ``rtol`` of the largest expected entry; NaN fails.
-
-    A step is a difference of parameters of size 1: below ``floor`` its rounding is all there is.
-    """
-    assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
-    if expected.numel() == 0:
-        return
-    difference = (actual - expected).abs().max().item()
-    limit = rtol * max(expected.abs().max().item(), floor)
-    assert difference <= limit, f"{what}: off by {difference:.3e}, allowed {limit:.3e}"
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:

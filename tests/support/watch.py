@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
+from tests.support.close import assert_close as assert_close
 
 DAMPING = 0.1
 
@@ -123,13 +124,6 @@ def solved(a: Tensor, g: Tensor, gradient: Tensor, damping: float = DAMPING) -> 
         system = torch.kron(one_g, one_a) + damping * torch.eye(one.numel(), dtype=one.dtype)
         blocks.append(torch.linalg.solve(system, one.flatten()).view_as(one))
     return torch.stack(blocks)
-
-
-def assert_close(actual: Tensor, expected: Tensor, rtol: float = 1e-10, what: str = "") -> None:
-    assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
-    difference = (actual.double() - expected.double()).abs().max().item()
-    limit = rtol * max(expected.abs().max().item(), 1e-3)
-    assert difference <= limit, f"{what}: off by {difference:.3e}, allowed {limit:.3e}"
 
 
 def assert_factors(

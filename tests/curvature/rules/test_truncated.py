@@ -342,8 +342,8 @@ def test_it_is_counted_anew_as_the_damping_falls(blocks):
         torch.manual_seed(0)
         model, shares, splits = Net().double(), [], []
         opt = made(0.1, model, damping=lambda step: 0.5 * 0.9**step)
-        for step in range(60):
-            if saves and step == 30:
+        for step in range(40):
+            if saves and step == 20:
                 state = copy.deepcopy(opt.state_dict())
                 opt = made(0.1, model, damping=lambda step: 0.5 * 0.9**step)
                 opt.load_state_dict(state)
