@@ -112,8 +112,8 @@ class Preconditioner(Questions):
 
         Gradients of the rules that keep moments are the base's directions.
         """
-        coverage.refuse_meta(self.registry.on_meta)
         self.read(groups)
+        self.registry.refuse_replaced(groups)
         self.settle_load(groups)
         self._follow_changes()
 

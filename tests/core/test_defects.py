@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.linalg import eigen
-from tests.support.ranks import run
-from tests.support.training import network, train
+from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import backward, network, train
 
 
 def test_a_step_before_any_gradient_is_not_counted():
@@ -117,3 +118,52 @@ def test_a_solver_that_fails_in_a_refinement_leads_to_a_decomposition(monkeypatc
         assert opt.preconditioner.plan.refine and not opt.preconditioner.plan.decompose
         train(model, opt, range(2, 3))
     assert opt.preconditioner.plan.decompose and not opt.preconditioner.plan.refine
+
+
+# ---- parameters that were replaced behind the optimizer's back ----
+
+
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+def test_flat_copies_in_the_groups_are_refused(optimizer):
+    """DeepSpeed's ZeRO puts them there: training went on without K-FAC, and nothing said so."""
+    model = network()
+    opt = optimizer(model, lr=0.1)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    opt.param_groups[0]["params"] = [flat]
+    backward(model, 0)
+    flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .* of shape \(51,\).*DeepSpeed"):
+        opt.step()
+
+
+def shards_late() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    fully_shard(model)
+    backward(model, 0)
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_a_model_that_is_sharded_after_its_optimizer_is_refused():
+    for text in run(2, shards_late):
+        assert "0.weight is a DTensor" in text and "after fully_shard" in text
+
+
+def test_weights_that_moved_within_the_model_are_still_its_own():
+    """Pruning and parametrizations keep the parameter under another name; a tied one has two."""
+    model = network()
+    model.append(nn.Linear(3, 6, dtype=torch.float64)).append(nn.Linear(6, 3, dtype=torch.float64))
+    model[4].weight = model[2].weight
+    opt = KFACSGD(model, lr=0.1, skip_layers="3")
+    prune.identity(model[0], "weight")
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # is still that of model[4]
+    train(model, opt, range(1))
+    opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
+    train(model, opt, range(1, 2))
