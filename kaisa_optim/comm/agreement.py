@@ -91,14 +91,17 @@ def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
     """Name one thing that differs, and the ranks."""
     theirs = ranks.gather_objects(mine, f"comparing {what}")
+    of_model = "layer ", "sizes "
     for rank, values in enumerate(theirs[1:], 1):
         # A layer too many changes a group's sizes too, and says more.
         for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
             first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
             if repr(first) != repr(other):  # as checksums have it, to which True is not 1
+                remedy = "; where each rank has a part of a model, as pipeline stages are, give "
+                remedy += "process_group= the group of the ranks that hold the same stage"
                 raise ValueError(
                     f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
-                    "need the same model and options"
+                    f"need the same model and options{remedy * name.startswith(of_model)}"
                 )
         # The same things in another order, as of modules that were registered so.
         for here, there in zip(theirs[0], values, strict=True):

@@ -167,3 +167,20 @@ def test_weights_that_moved_within_the_model_are_still_its_own():
     train(model, opt, range(1))
     opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
     train(model, opt, range(1, 2))
+
+
+# ---- ranks that are not alike ----
+
+
+def builds_a_stage() -> str:
+    stage = nn.Sequential(nn.Linear(3, 4 + torch.distributed.get_rank()))
+    try:
+        KFACSGD(stage, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_pipeline_stages_without_a_group_are_told_to_give_one():
+    for text in run(2, builds_a_stage):
+        assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
