@@ -184,3 +184,22 @@ def builds_a_stage() -> str:
 def test_pipeline_stages_without_a_group_are_told_to_give_one():
     for text in run(2, builds_a_stage):
         assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
+
+
+# ---- numbers that overflow, or that rounding loses ----
+
+
+@pytest.mark.parametrize("spike", [1e20, 1e28])
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, spike):
+    """The clip's sum overflowed at once, and Adam's second moment where its basis turned later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3))
+    opt = optimizer(model, lr=0.01)
+    for i in range(12):
+        x = torch.randn(8, 20)
+        x[:, :5] = 0
+        opt.zero_grad()
+        (model(x).square().mean() * (spike if i == 3 else 1)).backward()
+        opt.step()
+    assert all(p.abs().max() < 2 for p in model.parameters())
