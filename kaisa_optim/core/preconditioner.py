@@ -243,7 +243,7 @@ class Preconditioner(Questions):
         exchange.correct_by_examples(ranks, self.rule, sums, self.applied, project, agreed, values)
         average = [layers[name] for name in plan.average]
         for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
-            self.store.averages.update(self.owned, arrived, agreed, values.decay_of)
+            self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
         sums.clear()
 
     def _values(self, groups: list[Group], agreed: AgreedStep) -> StepValues:
