@@ -22,7 +22,7 @@ from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
-from .hyperparameters import Group
+from .hyperparameters import Group, clip_lr
 from .options import SHARED, Options
 from .questions import Questions
 from .registry import Registry, basis_reader
@@ -132,7 +132,7 @@ class Preconditioner(Questions):
         clip = None if self.rule.makes_directions else self.kl_clip
         updates = self.gradients.updates(values, clips=clip is not None)
         if clip is not None:
-            updates.clip(clip, lambda p: self._alpha(p, groups))
+            updates.clip(clip, lambda p: clip_lr(groups[self.registry.group_of(p)]))
         new = updates.by_parameter(self.registry.in_parts)
         if self.rule.makes_directions:  # a parameter of which a part is raw has no direction
             raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
@@ -176,9 +176,10 @@ class Preconditioner(Questions):
         # Anew in each exchange: the model may have been moved.
         self._set_half_products(agreed.lacks_half_products > 0)
         self.status.check(agreed, report, common, capture, self.sums)
+        self.take_intervals()
         self.status.note_answers(agreed)
         self.refresher.forget_answers()
-        slots = self.schedule.gathering_slots(self.factor_update_steps)
+        slots = self.schedule.gathering_slots(self.in_force("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
@@ -198,7 +199,7 @@ class Preconditioner(Questions):
             agreed,
             self.registry.states,
             slot=self._slot(),
-            round=self.schedule.rounds_begun(self.steps, self.inv_update_steps),
+            round=self.schedule.rounds_begun(self.steps, self.in_force("inv_update_steps")),
             refines={name for name, x in layers.items() if self.refresher.refines(x)},
         )
 
@@ -263,23 +264,20 @@ class Preconditioner(Questions):
             frozenset(x.name for x in graded),
         )
 
-    def _alpha(self, parameter: Tensor, groups: list[Group]) -> Any:
-        group = groups[self.registry.group_of(parameter)]
-        alpha = group["kl_clip_lr"]
-        return group.get("lr", 1.0) if alpha == "current" else alpha
-
     def _advance(self) -> None:
+        if self.plan.exchanges:
+            self.take_intervals(1)
         self.steps += 1
         self.step_count.fill_(self.steps)
         self.capture.reset()
         self._aim()
 
     def _slot(self) -> frozenset[str]:
-        return self.schedule.refreshes(self.steps, self.inv_update_steps)
+        return self.schedule.refreshes(self.steps, self.in_force("inv_update_steps"))
 
     def _aim(self) -> None:
         """Tell capture which layers gather in the next backward passes, and which rows."""
-        interval, states = self.upcoming("factor_update_steps"), self.registry.states
+        interval, states = self.in_force("factor_update_steps"), self.registry.states
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         number = self.schedule.rounds_begun(self.steps, interval)
         self.capture.sample = sampling.sample_of(self.upcoming("statistics_fraction"), number)
@@ -302,7 +300,7 @@ class Preconditioner(Questions):
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         values = reports.of_groups(groups)
-        values |= {name: getattr(self, name) for name in ("steps", *SHARED)}
+        values |= {name: getattr(self, name) for name in ("steps", *SHARED)} | self.next_intervals()
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
@@ -394,6 +392,7 @@ class Preconditioner(Questions):
         for state in self.registry.states.values():  # owners are asked for their flags once more
             state.deferred = bool(self.refresher.specs(1))
         self._unsettled = self.ranks.world > 1
+        self.take_intervals()
         self.status.proven = self.ranks.world == 1
         self._aim()
 
@@ -412,6 +411,7 @@ class Preconditioner(Questions):
             self.ranks, common, "loaded states", self._refused, "loading a state", told=True
         )
         self._refused = None
+        self.take_intervals()
         loaded = self.status.compare_loaded(self._lacks_half_products())
         for layer in loaded.absent:  # estimated anew, by all ranks
             self.reset(layer)

@@ -186,6 +186,38 @@ def test_pipeline_stages_without_a_group_are_told_to_give_one():
         assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
 
 
+def changes_an_interval(name: str, ranks: list[int]) -> tuple[str, int, float]:
+    """The user's own sum of ones takes in none of K-FAC's numbers."""
+    model = network()
+    opt = KFACSGD(model, lr=0.0, factor_update_steps=4, inv_update_steps=4, staggered=False)
+    for i in range(10):
+        opt.zero_grad()
+        backward(model, i)
+        if i == 2 and torch.distributed.get_rank() in ranks:
+            setattr(opt.preconditioner, name, 1)
+        total = torch.ones(60)
+        torch.distributed.all_reduce(total)
+        try:
+            opt.step()
+        except ValueError as error:
+            return str(error), i, total.mean().item()
+        if name == "inv_update_steps" and opt.preconditioner.plan.refresh and i > 0:
+            return "", i, total.mean().item()
+    return "", opt.preconditioner.steps, total.mean().item()
+
+
+@pytest.mark.parametrize("name", ["factor_update_steps", "inv_update_steps"])
+def test_an_interval_that_one_rank_changes_is_named_where_all_exchange(name):
+    """That rank entered an exchange alone, which met the others' next collective."""
+    for text, step, ones in run(2, changes_an_interval, name, [1]):
+        assert f"Invalid {name}: 1 on rank 1" in text
+        assert step == 4 and ones == 2
+
+
+def test_an_interval_that_all_ranks_change_acts_where_all_exchange():
+    assert run(2, changes_an_interval, "inv_update_steps", [0, 1]) == [("", 4, 2.0)] * 2
+
+
 # ---- numbers that overflow, or that rounding loses ----
 
 
