@@ -79,13 +79,11 @@ def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
     """Raise on all ranks what has failed on some."""
-    texts = ranks.gather_objects(
-        None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
-    )
+    mine = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
+    texts = ranks.gather_objects(None if error is None else mine, f"{doing} failed")
     if error is not None:
         raise error
-    causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"K-FAC stops on all ranks, since {doing} failed on {causes}")
+    raise RuntimeError(f"K-FAC stops on all ranks, since {'; '.join(filter(None, texts))}")
 
 
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:

@@ -20,7 +20,7 @@ from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
-from ..plan.step_plan import AgreedStep, StepPlan, due_layers, plan_step
+from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
 from .hyperparameters import Group, clip_lr
 from .options import SHARED, Options
@@ -121,7 +121,7 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step()
-        values = self._values(groups, agreed)
+        values = step_values(self.registry, groups, agreed)
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
@@ -165,16 +165,11 @@ class Preconditioner(Questions):
         if not self._exchanges():
             return AgreedStep()
         capture, states = self.capture, self.registry.states
-        layers = list(self.registry.layers.values())
         common = self._common(groups)
-        report = step_report(capture, self.sums, layers)._replace(
-            checksum=agreement.checksum(common),
-            lacks_half_products=self._lacks_half_products(),
-            stale=self.refresher.answers(self.owned, self.registry.deferred),
-        )
+        report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
-        # Anew in each exchange: the model may have been moved.
-        self._set_half_products(agreed.lacks_half_products > 0)
+        if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
+            self.rule.half_products = agreed.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
         self.take_intervals()
         self.status.note_answers(agreed)
@@ -191,6 +186,14 @@ class Preconditioner(Questions):
         for name in agreed.rows:
             states[name].has_average = True
         return agreed
+
+    def _report(self, common: dict[str, Any]) -> StepReport:
+        layers = list(self.registry.layers.values())
+        return step_report(self.capture, self.sums, layers)._replace(
+            checksum=agreement.checksum(common),
+            lacks_half_products=self._lacks_half_products(),
+            stale=self.refresher.answers(self.owned, self.registry.deferred),
+        )
 
     def _plan(self, agreed: AgreedStep) -> StepPlan:
         layers = self.registry.layers
@@ -247,23 +250,6 @@ class Preconditioner(Questions):
             self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
         sums.clear()
 
-    def _values(self, groups: list[Group], agreed: AgreedStep) -> StepValues:
-        registry = self.registry
-
-        def value_of(name: str) -> Callable[[Layer], float]:
-            # Each stack asks for its layers' values, and they stay for a step.
-            return functools.cache(lambda layer: registry.shared(layer, groups, name))
-
-        seen = [x for x in registry.active if x.name in agreed.rows]
-        graded = itertools.compress(seen, with_gradient(seen))
-        return StepValues(
-            value_of("damping"),
-            value_of("factor_decay"),
-            registry.settings(groups),
-            agreed.terms,
-            frozenset(x.name for x in graded),
-        )
-
     def _advance(self) -> None:
         if self.plan.exchanges:
             self.take_intervals(1)
@@ -306,10 +292,6 @@ class Preconditioner(Questions):
 
     def _lacks_half_products(self) -> bool:
         return self.rule.lacks_half_products({device for device, _ in self._placed})
-
-    def _set_half_products(self, lacking: bool) -> None:
-        if self.ranks.world > 1:
-            self.rule.half_products = not lacking
 
     # ---- the model ----
 
@@ -389,9 +371,9 @@ class Preconditioner(Questions):
         self._refused = None
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
-        for state in self.registry.states.values():  # owners are asked for their flags once more
-            state.deferred = bool(self.refresher.specs(1))
         self._unsettled = self.ranks.world > 1
+        if not self._unsettled:
+            self._ask_owners()
         self.take_intervals()
         self.status.proven = self.ranks.world == 1
         self._aim()
@@ -400,6 +382,10 @@ class Preconditioner(Questions):
         """Compare loaded states among ranks; all estimate anew what some rank lacks."""
         if not self._unsettled:
             return
+        # Until then as ranks are that have loaded nothing, which hold this exchange themselves.
+        report = self._report(self._common(groups))
+        self.status.exchange(self.capture, report, self.steps, loads=True)
+        self._ask_owners()
         apart = self.status.compare_covers()
         for layer in apart:
             layer.covers = layer.covers_now()
@@ -417,9 +403,14 @@ class Preconditioner(Questions):
             self.reset(layer)
         for layer in loaded.in_part:
             self.sums.drop(layer)
-        self._set_half_products(loaded.lacks_half_products)
+        self.rule.half_products = not loaded.lacks_half_products
         self._aim()
         self._unsettled = False
+
+    def _ask_owners(self) -> None:
+        """Let owners tell their flags once more in the next exchange."""
+        for state in self.registry.states.values():
+            state.deferred = bool(self.refresher.specs(1))
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
@@ -429,6 +420,24 @@ class Preconditioner(Questions):
             if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
                 self._capture.draws = 0
         self.sums.clear()
+
+
+def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
+    """Return the numbers of a step that rules read."""
+
+    def value_of(name: str) -> Callable[[Layer], float]:
+        # Each stack asks for its layers' values, and they stay for a step.
+        return functools.cache(lambda layer: registry.shared(layer, groups, name))
+
+    seen = [x for x in registry.active if x.name in agreed.rows]
+    graded = itertools.compress(seen, with_gradient(seen))
+    return StepValues(
+        value_of("damping"),
+        value_of("factor_decay"),
+        registry.settings(groups),
+        agreed.terms,
+        frozenset(x.name for x in graded),
+    )
 
 
 def make_rule(options: Options) -> Rule:

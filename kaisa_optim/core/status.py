@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Status:
         self._ranks = ranks
         self._registry = registry
         self._silent = 0  # gathering steps since a layer saw a backward pass
+        self._failure: Exception | None = None  # of the base's step, since the last exchange
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
     # ---- the model ----
@@ -76,17 +78,45 @@ class Status:
 
     # ---- before the step ----
 
-    def exchange(self, capture: Capture, report: StepReport, number: int) -> AgreedStep:
-        """Return the reports of all ranks together."""
+    def note_failure(self, error: Exception) -> None:
+        """Keep an error of the base's step for the next exchange, where all ranks raise it.
+
+        Raised by this rank alone, it would leave the others waiting.
+        """
+        if self._ranks.world == 1:
+            raise error
+        self._failure = self._failure or error
+        text = f"the base optimizer's step failed on rank {self._ranks.rank}, which all ranks hear"
+        warnings.warn(f"{text} in the next exchange of K-FAC: {error!r}", stacklevel=4)
+
+    def exchange(
+        self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
+    ) -> AgreedStep:
+        """Return the reports of all ranks together.
+
+        With ``loads`` this rank has loaded a state, and all raise unless the others have, too.
+        """
+        if loads or self._failure is not None:
+            report = report._replace(failed=True)
         numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
         totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
         sections = {name: layer.sections for name, layer in self._registry.layers.items()}
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)
-        if agreed.failed:
-            error, capture.error = capture.error, None  # the next step may go well
-            agreement.raise_together(self._ranks, error, "capturing")
+        if agreed.failed and not (loads and agreed.failed == self._ranks.world):
+            agreement.raise_together(self._ranks, *self._own_failure(capture, loads))
         return agreed
+
+    def _own_failure(self, capture: Capture, loads: bool) -> tuple[Exception | None, str]:
+        """Take the error to raise, so that the next step may go well, and what it came from."""
+        if loads:
+            remedy = "only some ranks have loaded a state: call load_state_dict() on all of them"
+            return RuntimeError(remedy), "loading"
+        error, doing = capture.error, "capturing"
+        if error is None:
+            error, doing, self._failure = self._failure, "the base optimizer's step", None
+        capture.error = None
+        return error, doing
 
     def check(
         self,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -216,6 +218,48 @@ def test_an_interval_that_one_rank_changes_is_named_where_all_exchange(name):
 
 def test_an_interval_that_all_ranks_change_acts_where_all_exchange():
     assert run(2, changes_an_interval, "inv_update_steps", [0, 1]) == [("", 4, 2.0)] * 2
+
+
+def raises(*args: Any) -> None:
+    raise MemoryError("planted")
+
+
+def fails_alone(what: str) -> tuple[str, int]:
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    state: dict[str, Any] = {}
+    for i in range(4):
+        opt.zero_grad()
+        backward(model, i)
+        odd = i == 2 and torch.distributed.get_rank() == 1
+        if what == "load" and odd:
+            opt.load_state_dict(state)
+        broken = mock.patch.object(torch.optim.SGD, "step", raises)
+        try:
+            with broken if what == "base" and odd else nullcontext():
+                opt.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", i
+        state = copy.deepcopy(opt.state_dict())
+    return "", 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_error_of_the_bases_step_is_told_to_all_ranks():
+    """The others lost a connection, and did not know why."""
+    first, second = run(2, fails_alone, "base")
+    text = (
+        "RuntimeError: K-FAC stops on all ranks, since the base optimizer's step failed on rank 1"
+    )
+    assert first == (f"{text}: MemoryError: planted", 3)
+    assert second == ("MemoryError: planted", 3)
+
+
+def test_a_load_on_one_rank_alone_is_named():
+    """It ended in gloo's abort of a process."""
+    first, second = run(2, fails_alone, "load")
+    assert first[0].startswith("RuntimeError: K-FAC stops on all ranks, since loading failed on")
+    assert "call load_state_dict() on all of them" in first[0] and first[1] == second[1] == 2
 
 
 # ---- numbers that overflow, or that rounding loses ----
