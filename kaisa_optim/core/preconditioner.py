@@ -96,7 +96,7 @@ class Preconditioner(Questions):
         if several:
             self.rule.half_products = False  # until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
-        self.status = Status(self.ranks, self.registry)
+        self.status = Status(self.ranks, self.registry, options.verify_every)
         averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
         self.refresher = Refresher(self.rule, options.tolerance, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
@@ -190,7 +190,7 @@ class Preconditioner(Questions):
     def _report(self, common: dict[str, Any]) -> StepReport:
         layers = list(self.registry.layers.values())
         return step_report(self.capture, self.sums, layers)._replace(
-            checksum=agreement.checksum(common),
+            checksum=agreement.checksum(common | self.status.weights()),
             lacks_half_products=self._lacks_half_products(),
             stale=self.refresher.answers(self.owned, self.registry.deferred),
         )
@@ -254,6 +254,7 @@ class Preconditioner(Questions):
         if self.plan.exchanges:
             self.take_intervals(1)
         self.steps += 1
+        self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.capture.reset()
         self._aim()

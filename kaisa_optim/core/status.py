@@ -14,6 +14,7 @@ from ..capture import fisher
 from ..capture.hooks import Capture
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
+from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
@@ -35,9 +36,13 @@ class Loaded(NamedTuple):
 class Status:
     """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
 
-    def __init__(self, ranks: Ranks, registry: Registry) -> None:
+    def __init__(self, ranks: Ranks, registry: Registry, verify_every: int | None = None) -> None:
         self._ranks = ranks
         self._registry = registry
+        self._verify_every = verify_every
+        self._notes = Notes()  # checksums of weights, on their way to the host
+        self._noted: tuple[list[str], Tensor] | None = None
+        self._codes: dict[str, int] = {}  # of those that the next exchange compares
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self._failure: Exception | None = None  # of the base's step, since the last exchange
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
@@ -127,7 +132,11 @@ class Status:
         sums: FactorSums,
     ) -> None:
         """Raise where ranks differ in what must be alike, or where a gradient is missing."""
+        codes, self._codes = self._codes, {}
         if not agreement.alike(self._ranks.world, *agreed.checksums):
+            agreement.raise_unlike(
+                self._ranks, codes, "average gradients over all ranks before every step()"
+            )
             agreement.raise_difference(self._ranks, common, "hyperparameters")
         if agreed.drawn and agreed.trained:
             draws, capture.draws = capture.draws, 0
@@ -197,14 +206,32 @@ class Status:
                 "find_unused_parameters=True"
             )
 
+    def _whole_weights(self) -> dict[str, Tensor]:
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        named = unwrapped(self._registry.model).named_parameters()
+        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
+
+    def note_weights(self, steps: int) -> None:
+        """Note checksums of the weights where it is time for it; the host does not wait."""
+        if self._ranks.world == 1 or not self._verify_every or steps % self._verify_every:
+            return
+        whole = self._whole_weights()
+        if whole:
+            codes = agreement.checksums(whole.values())
+            self._noted = [f"parameter {name!r} in step {steps}" for name in whole], codes
+            self._notes.send(self, codes)
+
+    def weights(self) -> dict[str, int]:
+        """Return the checksums that were noted since the last exchange."""
+        if self._noted is not None:
+            names, codes = self._noted
+            self._codes = dict(zip(names, self._notes.read(self, codes), strict=True))
+            self._noted = None
+        return self._codes
+
     def _compare_weights(self) -> None:
         """Compare weights and gradients in the first step: no wrapper may have made them alike."""
-        covered = {p for layer in self._registry.active for p in layer.parameters}
-        whole = {
-            name: p
-            for name, p in unwrapped(self._registry.model).named_parameters()
-            if p in covered and not sharding.is_sharded(p)
-        }
+        whole = self._whole_weights()
         graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
         agreement.compare_tensors(
             self._ranks,

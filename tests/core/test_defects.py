@@ -262,6 +262,34 @@ def test_a_load_on_one_rank_alone_is_named():
     assert "call load_state_dict() on all of them" in first[0] and first[1] == second[1] == 2
 
 
+def drifts(apart: bool) -> tuple[str, int]:
+    """From step 4 on rank 1 goes by a gradient of its own in one parameter."""
+    model = network()
+    options = {"factor_update_steps": 2, "staggered": False, "kl_clip": None}
+    opt = KFACSGD(model, lr=0.1, verify_every=3, **options)
+    for i in range(20):
+        opt.zero_grad()
+        backward(model, i)
+        if apart and i >= 4 and torch.distributed.get_rank() == 1:
+            assert model[2].bias.grad is not None
+            model[2].bias.grad += 1e-6
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return str(error), i
+    return "", 20
+
+
+def test_weights_that_drift_apart_are_named():
+    """After the first step nobody compared them. Those of step 6 meet the next exchange."""
+    assert run(2, drifts, False) == [("", 20)] * 2
+    for text, step in run(2, drifts, True):
+        assert text.startswith(
+            "parameter '2.weight' in step 6 on ranks [1] is not the one of rank 0"
+        )
+        assert "average gradients" in text and step == 6
+
+
 # ---- numbers that overflow, or that rounding loses ----
 
 
