@@ -66,39 +66,47 @@ def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None
     """Raise on all ranks where tensors differ in a bit; waits for the device."""
     if not named:
         return
-    names, codes = list(named), _bits(named.values())
+    codes = checksums(named.values()).cpu()
     once, squared = ranks.sum_numbers(
         torch.stack([codes, codes**2]).double(), "comparing weights and gradients"
     ).tolist()
-    for name, total, squares in zip(names, once, squared, strict=True):
-        if not alike(ranks.world, total, squares):
-            theirs = ranks.gather_objects(int(codes[names.index(name)]), "naming what differs")
-            others = [rank for rank, code in enumerate(theirs) if code != theirs[0]]
+    both = zip(once, squared, strict=True)
+    if not all(alike(ranks.world, total, squares) for total, squares in both):
+        raise_unlike(ranks, dict(zip(named, codes.tolist(), strict=True)), remedy)
+
+
+def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
+    """Name the first tensor whose checksum differs, if any does, and the ranks."""
+    theirs = ranks.gather_objects(codes, "naming what differs")
+    for name in codes:
+        others = [rank for rank, own in enumerate(theirs) if own.get(name) != theirs[0].get(name)]
+        if others:
             raise RuntimeError(f"{name} on ranks {others} is not the one of rank 0: {remedy}")
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
     """Raise on all ranks what has failed on some."""
-    texts = ranks.gather_objects(
-        None if error is None else f"{type(error).__name__}: {error}", f"{doing} failed"
-    )
+    mine = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
+    texts = ranks.gather_objects(None if error is None else mine, f"{doing} failed")
     if error is not None:
         raise error
-    causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"K-FAC stops on all ranks, since {doing} failed on {causes}")
+    raise RuntimeError(f"K-FAC stops on all ranks, since {'; '.join(filter(None, texts))}")
 
 
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
     """Name one thing that differs, and the ranks."""
     theirs = ranks.gather_objects(mine, f"comparing {what}")
+    of_model = "layer ", "sizes "
     for rank, values in enumerate(theirs[1:], 1):
         # A layer too many changes a group's sizes too, and says more.
         for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
             first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
             if repr(first) != repr(other):  # as checksums have it, to which True is not 1
+                remedy = "; where each rank has a part of a model, as pipeline stages are, give "
+                remedy += "process_group= the group of the ranks that hold the same stage"
                 raise ValueError(
                     f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
-                    "need the same model and options"
+                    f"need the same model and options{remedy * name.startswith(of_model)}"
                 )
         # The same things in another order, as of modules that were registered so.
         for here, there in zip(theirs[0], values, strict=True):
@@ -110,12 +118,12 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
     raise ValueError(f"Invalid {what}: they differ among the ranks")
 
 
-def _bits(tensors: Iterable[Tensor]) -> Tensor:
-    """A checksum of each tensor's bits, on the CPU."""
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a checksum of each tensor's bits, on the first one's device, without waiting."""
     sums = [
         t.detach().contiguous().view(_INTEGERS[t.dtype.itemsize]).sum(dtype=torch.int64)
         for t in tensors
     ]
-    total = torch.stack([s.cpu() for s in sums])
+    total = torch.stack([s.to(sums[0].device) for s in sums])
     # All of it counts: the low bits of float32 weights in float64 are zero.
     return (total ^ total >> 20 ^ total >> 40) & _BITS

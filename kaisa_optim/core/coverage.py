@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -189,6 +191,45 @@ def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
                 f"Invalid params: {names[parameter][0]} has no shape yet; run the lazy model once "
                 "before you build the optimizer"
             )
+
+
+class Homes:
+    """The modules that the groups' parameters are registered in; wrappers may replace either."""
+
+    def __init__(
+        self, model: nn.Module, groups: list[dict[str, Any]], parameters: Collection[Tensor]
+    ) -> None:
+        self._model = model
+        self._listed = [p for group in groups for p in group["params"]]
+        # fully_shard puts a whole parameter in a sharded one's place for a while.
+        self._places = [
+            (p, module._parameters, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in model.named_modules()
+            for name, p in module._parameters.items()
+            if p is not None and p in parameters and not is_sharded(p)
+        ]
+
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""
+        listed = [p for group in groups for p in group["params"]]
+        same = len(listed) == len(self._listed) and all(map(operator.is_, listed, self._listed))
+        for p in () if same else set(listed).difference(self._listed):
+            raise RuntimeError(
+                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
+                "optimizer was not given and that is not the model's, as DeepSpeed puts flat "
+                "copies there (ZeRO, and bf16 or fp16 of its own): K-FAC can't precondition "
+                "them. Use DistributedDataParallel with torch.autocast, or fully_shard; add "
+                "parameters of the model by add_param_group"
+            )
+        for p, own, name, title in self._places:
+            if own.get(name) is not p and all(p is not other for other in self._model.parameters()):
+                raise RuntimeError(
+                    f"Invalid params: the parameters of the groups are not the model's any more: "
+                    f"{title} is a {type(own.get(name)).__name__} that the optimizer was not "
+                    "given. Build the optimizer after fully_shard, after "
+                    "load_state_dict(assign=True) and after whatever else replaces parameters, or "
+                    "give it the new ones by add_param_group"
+                )
 
 
 def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:

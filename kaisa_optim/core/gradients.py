@@ -16,6 +16,10 @@ from ..plan.routes import cargo_bytes, chunks
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
+# A power of two: it changes no digit of the clip. Its terms would overflow float32 where a loss of
+# 1e20 makes gradients as long. Products that it rounds to zero are far below any clip.
+_SHARE = 2.0**-64
+
 _PLAIN = Tensor, nn.Parameter  # and no subclass that would take views in ways of its own
 
 
@@ -193,9 +197,9 @@ class NewGradients(NamedTuple):
 def products(stack: GradientStack, raw: Tensor, new: Tensor) -> Tensor:
     """Return the clip's terms: ⟨new, raw⟩ of each layer, and that of the last column beside it.
 
-    ``raw`` is overwritten.
+    They are :data:`_SHARE` of it. ``raw`` is overwritten.
     """
-    columns = raw.mul_(new).sum(1)
+    columns = raw.mul_(_SHARE).mul_(new).sum(1)
     return stack.of_layers(torch.stack([columns.sum(1), columns[:, -1]], 1))
 
 
@@ -380,7 +384,7 @@ def clip_scale(
         total: Any = rows[:, 0].sum() * _squared(alphas[0])
     else:
         total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
-    scale: Tensor = (kl_clip / total.abs()).sqrt_().clamp_(max=1)
+    scale: Tensor = (kl_clip * _SHARE / total.abs()).sqrt_().clamp_(max=1)
     return scale
 
 

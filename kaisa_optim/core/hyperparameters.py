@@ -9,11 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import check_callable, is_real
+from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
 from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
 
 Group = dict[str, Any]
 Schedule = Callable[[int], Any]
+
+_INTERVALS = "factor_update_steps", "inv_update_steps"
 
 
 class Hyperparameters:
@@ -21,6 +24,7 @@ class Hyperparameters:
 
     _is_built = False
     steps: int  # taken so far
+    ranks: Ranks
 
     def __init__(
         self, options: Options, sums: FactorSums, group_schedules: list[dict[str, Schedule]]
@@ -37,6 +41,7 @@ class Hyperparameters:
                 value = value(0)
             setattr(self, name, value)
         self.grad_scaler = options.grad_scaler
+        self.take_intervals()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PER_GROUP:
@@ -73,10 +78,28 @@ class Hyperparameters:
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
-    def upcoming(self, name: str) -> Any:
-        """Return a hyperparameter's value for the next backward passes, before a step reads it."""
+    def upcoming(self, name: str, ahead: int = 0) -> Any:
+        """Return a hyperparameter's value for the next backward passes, before a step reads it.
+
+        ``ahead`` steps later, it is the value for the passes of that step.
+        """
         schedule = self._schedules.get(name)
-        return getattr(self, name) if schedule is None else check(name, schedule(self.steps))
+        if schedule is None:
+            return getattr(self, name)
+        return check(name, schedule(self.steps + ahead))
+
+    def take_intervals(self, ahead: int = 0) -> None:
+        """Put both intervals into force, which ranks have found alike."""
+        self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
+
+    def in_force(self, name: str) -> int:
+        """Return the interval that decides when ranks exchange anything."""
+        return self.upcoming(name) if self.ranks.world == 1 else self._in_force[name]
+
+    def next_intervals(self) -> dict[str, int]:
+        """Return the intervals of schedules in the next step, for ranks to compare."""
+        names = [name for name in _INTERVALS if name in self._schedules]
+        return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
 
     def current_options(self) -> Options:
         """Return the options with all values that have been set since construction."""
@@ -96,6 +119,8 @@ class Hyperparameters:
 
     @property
     def factor_update_steps(self) -> int:
+        """The interval at which layers gather; on several ranks a new one acts from the next step
+        on that updates factors or decompositions."""
         return self._factor_update_steps
 
     @factor_update_steps.setter
@@ -105,6 +130,7 @@ class Hyperparameters:
 
     @property
     def inv_update_steps(self) -> int:
+        """The interval at which layers are refreshed; a new one acts as the one beside it does."""
         return self._inv_update_steps
 
     @inv_update_steps.setter
@@ -151,6 +177,12 @@ class Hyperparameters:
     def grad_scaler(self, value: Any) -> None:
         self.sums.loss_scale = _scale_reader(value)
         self._grad_scaler = value
+
+
+def clip_lr(group: Group) -> Any:
+    """Return the α of a group's parameters in the KL clip."""
+    alpha = group["kl_clip_lr"]
+    return group.get("lr", 1.0) if alpha == "current" else alpha
 
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:

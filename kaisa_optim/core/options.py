@@ -90,6 +90,10 @@ def _correction(name: str, value: Any) -> str | bool:
 _interval = _whole(1, "a whole number of steps, at least 1")
 
 
+def _every(name: str, value: Any) -> int | None:
+    return None if value is None else _whole(1, "a whole number of steps, or None")(name, value)
+
+
 def _grad_scaler(name: str, value: Any) -> Any:
     if callable(value):
         check_callable(name, value)
@@ -419,6 +423,10 @@ _RANKS = (
            "None: as they are."),
     Option("process_group", None, "Any", _unchecked,
            "The ranks that train this model. None: the default group."),
+    Option("verify_every", None, "int | None", _every,
+           "The interval, in steps, after which ranks compare the weights of covered layers in the "
+           "next exchange that they hold anyway; 100 costs next to nothing. None: only in the "
+           "first step."),
 )
 # fmt: on
 

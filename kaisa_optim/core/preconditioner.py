@@ -20,9 +20,9 @@ from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
-from ..plan.step_plan import AgreedStep, StepPlan, due_layers, plan_step
+from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
-from .hyperparameters import Group
+from .hyperparameters import Group, clip_lr
 from .options import SHARED, Options
 from .questions import Questions
 from .registry import Registry, basis_reader
@@ -96,7 +96,7 @@ class Preconditioner(Questions):
         if several:
             self.rule.half_products = False  # until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
-        self.status = Status(self.ranks, self.registry)
+        self.status = Status(self.ranks, self.registry, options.verify_every)
         averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
         self.refresher = Refresher(self.rule, options.tolerance, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
@@ -112,8 +112,8 @@ class Preconditioner(Questions):
 
         Gradients of the rules that keep moments are the base's directions.
         """
-        coverage.refuse_meta(self.registry.on_meta)
         self.read(groups)
+        self.registry.refuse_replaced(groups)
         self.settle_load(groups)
         self._follow_changes()
 
@@ -121,7 +121,7 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step()
-        values = self._values(groups, agreed)
+        values = step_values(self.registry, groups, agreed)
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
@@ -132,7 +132,7 @@ class Preconditioner(Questions):
         clip = None if self.rule.makes_directions else self.kl_clip
         updates = self.gradients.updates(values, clips=clip is not None)
         if clip is not None:
-            updates.clip(clip, lambda p: self._alpha(p, groups))
+            updates.clip(clip, lambda p: clip_lr(groups[self.registry.group_of(p)]))
         new = updates.by_parameter(self.registry.in_parts)
         if self.rule.makes_directions:  # a parameter of which a part is raw has no direction
             raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
@@ -165,20 +165,16 @@ class Preconditioner(Questions):
         if not self._exchanges():
             return AgreedStep()
         capture, states = self.capture, self.registry.states
-        layers = list(self.registry.layers.values())
         common = self._common(groups)
-        report = step_report(capture, self.sums, layers)._replace(
-            checksum=agreement.checksum(common),
-            lacks_half_products=self._lacks_half_products(),
-            stale=self.refresher.answers(self.owned, self.registry.deferred),
-        )
+        report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
-        # Anew in each exchange: the model may have been moved.
-        self._set_half_products(agreed.lacks_half_products > 0)
+        if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
+            self.rule.half_products = agreed.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
+        self.take_intervals()
         self.status.note_answers(agreed)
         self.refresher.forget_answers()
-        slots = self.schedule.gathering_slots(self.factor_update_steps)
+        slots = self.schedule.gathering_slots(self.in_force("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
@@ -191,6 +187,14 @@ class Preconditioner(Questions):
             states[name].has_average = True
         return agreed
 
+    def _report(self, common: dict[str, Any]) -> StepReport:
+        layers = list(self.registry.layers.values())
+        return step_report(self.capture, self.sums, layers)._replace(
+            checksum=agreement.checksum(common | self.status.weights()),
+            lacks_half_products=self._lacks_half_products(),
+            stale=self.refresher.answers(self.owned, self.registry.deferred),
+        )
+
     def _plan(self, agreed: AgreedStep) -> StepPlan:
         layers = self.registry.layers
         return plan_step(
@@ -198,7 +202,7 @@ class Preconditioner(Questions):
             agreed,
             self.registry.states,
             slot=self._slot(),
-            round=self.schedule.rounds_begun(self.steps, self.inv_update_steps),
+            round=self.schedule.rounds_begun(self.steps, self.in_force("inv_update_steps")),
             refines={name for name, x in layers.items() if self.refresher.refines(x)},
         )
 
@@ -243,43 +247,24 @@ class Preconditioner(Questions):
         exchange.correct_by_examples(ranks, self.rule, sums, self.applied, project, agreed, values)
         average = [layers[name] for name in plan.average]
         for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
-            self.store.averages.update(self.owned, arrived, agreed, values.decay_of)
+            self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
         sums.clear()
 
-    def _values(self, groups: list[Group], agreed: AgreedStep) -> StepValues:
-        registry = self.registry
-
-        def value_of(name: str) -> Callable[[Layer], float]:
-            # Each stack asks for its layers' values, and they stay for a step.
-            return functools.cache(lambda layer: registry.shared(layer, groups, name))
-
-        seen = [x for x in registry.active if x.name in agreed.rows]
-        graded = itertools.compress(seen, with_gradient(seen))
-        return StepValues(
-            value_of("damping"),
-            value_of("factor_decay"),
-            registry.settings(groups),
-            agreed.terms,
-            frozenset(x.name for x in graded),
-        )
-
-    def _alpha(self, parameter: Tensor, groups: list[Group]) -> Any:
-        group = groups[self.registry.group_of(parameter)]
-        alpha = group["kl_clip_lr"]
-        return group.get("lr", 1.0) if alpha == "current" else alpha
-
     def _advance(self) -> None:
+        if self.plan.exchanges:
+            self.take_intervals(1)
         self.steps += 1
+        self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.capture.reset()
         self._aim()
 
     def _slot(self) -> frozenset[str]:
-        return self.schedule.refreshes(self.steps, self.inv_update_steps)
+        return self.schedule.refreshes(self.steps, self.in_force("inv_update_steps"))
 
     def _aim(self) -> None:
         """Tell capture which layers gather in the next backward passes, and which rows."""
-        interval, states = self.upcoming("factor_update_steps"), self.registry.states
+        interval, states = self.in_force("factor_update_steps"), self.registry.states
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         number = self.schedule.rounds_begun(self.steps, interval)
         self.capture.sample = sampling.sample_of(self.upcoming("statistics_fraction"), number)
@@ -302,16 +287,12 @@ class Preconditioner(Questions):
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         values = reports.of_groups(groups)
-        values |= {name: getattr(self, name) for name in ("steps", *SHARED)}
+        values |= {name: getattr(self, name) for name in ("steps", *SHARED)} | self.next_intervals()
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
     def _lacks_half_products(self) -> bool:
         return self.rule.lacks_half_products({device for device, _ in self._placed})
-
-    def _set_half_products(self, lacking: bool) -> None:
-        if self.ranks.world > 1:
-            self.rule.half_products = not lacking
 
     # ---- the model ----
 
@@ -391,9 +372,10 @@ class Preconditioner(Questions):
         self._refused = None
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
-        for state in self.registry.states.values():  # owners are asked for their flags once more
-            state.deferred = bool(self.refresher.specs(1))
         self._unsettled = self.ranks.world > 1
+        if not self._unsettled:
+            self._ask_owners()
+        self.take_intervals()
         self.status.proven = self.ranks.world == 1
         self._aim()
 
@@ -401,6 +383,10 @@ class Preconditioner(Questions):
         """Compare loaded states among ranks; all estimate anew what some rank lacks."""
         if not self._unsettled:
             return
+        # Until then as ranks are that have loaded nothing, which hold this exchange themselves.
+        report = self._report(self._common(groups))
+        self.status.exchange(self.capture, report, self.steps, loads=True)
+        self._ask_owners()
         apart = self.status.compare_covers()
         for layer in apart:
             layer.covers = layer.covers_now()
@@ -412,14 +398,20 @@ class Preconditioner(Questions):
             self.ranks, common, "loaded states", self._refused, "loading a state", told=True
         )
         self._refused = None
+        self.take_intervals()
         loaded = self.status.compare_loaded(self._lacks_half_products())
         for layer in loaded.absent:  # estimated anew, by all ranks
             self.reset(layer)
         for layer in loaded.in_part:
             self.sums.drop(layer)
-        self._set_half_products(loaded.lacks_half_products)
+        self.rule.half_products = not loaded.lacks_half_products
         self._aim()
         self._unsettled = False
+
+    def _ask_owners(self) -> None:
+        """Let owners tell their flags once more in the next exchange."""
+        for state in self.registry.states.values():
+            state.deferred = bool(self.refresher.specs(1))
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
@@ -429,6 +421,24 @@ class Preconditioner(Questions):
             if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
                 self._capture.draws = 0
         self.sums.clear()
+
+
+def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
+    """Return the numbers of a step that rules read."""
+
+    def value_of(name: str) -> Callable[[Layer], float]:
+        # Each stack asks for its layers' values, and they stay for a step.
+        return functools.cache(lambda layer: registry.shared(layer, groups, name))
+
+    seen = [x for x in registry.active if x.name in agreed.rows]
+    graded = itertools.compress(seen, with_gradient(seen))
+    return StepValues(
+        value_of("damping"),
+        value_of("factor_decay"),
+        registry.settings(groups),
+        agreed.terms,
+        frozenset(x.name for x in graded),
+    )
 
 
 def make_rule(options: Options) -> Rule:

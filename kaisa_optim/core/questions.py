@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..capture import fisher
 from ..capture.hooks import Capture
-from ..comm.ranks import Ranks
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
@@ -29,7 +28,6 @@ class Questions(Hyperparameters):
     """Answers from the parts of a preconditioner; none of them changes anything."""
 
     model: nn.Module
-    ranks: Ranks
     registry: Registry
     rule: Rule
     refresher: Refresher

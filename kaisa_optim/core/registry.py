@@ -184,8 +184,15 @@ class Registry:
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
         self._group_of = {p: i for p, i in group_of.items() if p not in gone}
-        named = unwrapped(self.model).named_parameters()
+        model = unwrapped(self.model)
+        named = model.named_parameters()
         self.on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
+        self._homes = coverage.Homes(model, groups, self._group_of.keys())
+
+    def refuse_replaced(self, groups: list[Group]) -> None:
+        """Refuse parameters that are no longer the model's, or that were on the meta device."""
+        coverage.refuse_meta(self.on_meta)
+        self._homes.check(groups)
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return what K-FAC covers of the model; raise where groups or options do not fit it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ..capture import fisher
 from ..capture.hooks import Capture
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
+from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
@@ -34,10 +36,15 @@ class Loaded(NamedTuple):
 class Status:
     """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
 
-    def __init__(self, ranks: Ranks, registry: Registry) -> None:
+    def __init__(self, ranks: Ranks, registry: Registry, verify_every: int | None = None) -> None:
         self._ranks = ranks
         self._registry = registry
+        self._verify_every = verify_every
+        self._notes = Notes()  # checksums of weights, on their way to the host
+        self._noted: tuple[list[str], Tensor] | None = None
+        self._codes: dict[str, int] = {}  # of those that the next exchange compares
         self._silent = 0  # gathering steps since a layer saw a backward pass
+        self._failure: Exception | None = None  # of the base's step, since the last exchange
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
     # ---- the model ----
@@ -76,17 +83,45 @@ class Status:
 
     # ---- before the step ----
 
-    def exchange(self, capture: Capture, report: StepReport, number: int) -> AgreedStep:
-        """Return the reports of all ranks together."""
+    def note_failure(self, error: Exception) -> None:
+        """Keep an error of the base's step for the next exchange, where all ranks raise it.
+
+        Raised by this rank alone, it would leave the others waiting.
+        """
+        if self._ranks.world == 1:
+            raise error
+        self._failure = self._failure or error
+        text = f"the base optimizer's step failed on rank {self._ranks.rank}, which all ranks hear"
+        warnings.warn(f"{text} in the next exchange of K-FAC: {error!r}", stacklevel=4)
+
+    def exchange(
+        self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
+    ) -> AgreedStep:
+        """Return the reports of all ranks together.
+
+        With ``loads`` this rank has loaded a state, and all raise unless the others have, too.
+        """
+        if loads or self._failure is not None:
+            report = report._replace(failed=True)
         numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
         totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
         sections = {name: layer.sections for name, layer in self._registry.layers.items()}
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)
-        if agreed.failed:
-            error, capture.error = capture.error, None  # the next step may go well
-            agreement.raise_together(self._ranks, error, "capturing")
+        if agreed.failed and not (loads and agreed.failed == self._ranks.world):
+            agreement.raise_together(self._ranks, *self._own_failure(capture, loads))
         return agreed
+
+    def _own_failure(self, capture: Capture, loads: bool) -> tuple[Exception | None, str]:
+        """Take the error to raise, so that the next step may go well, and what it came from."""
+        if loads:
+            remedy = "only some ranks have loaded a state: call load_state_dict() on all of them"
+            return RuntimeError(remedy), "loading"
+        error, doing = capture.error, "capturing"
+        if error is None:
+            error, doing, self._failure = self._failure, "the base optimizer's step", None
+        capture.error = None
+        return error, doing
 
     def check(
         self,
@@ -97,7 +132,11 @@ class Status:
         sums: FactorSums,
     ) -> None:
         """Raise where ranks differ in what must be alike, or where a gradient is missing."""
+        codes, self._codes = self._codes, {}
         if not agreement.alike(self._ranks.world, *agreed.checksums):
+            agreement.raise_unlike(
+                self._ranks, codes, "average gradients over all ranks before every step()"
+            )
             agreement.raise_difference(self._ranks, common, "hyperparameters")
         if agreed.drawn and agreed.trained:
             draws, capture.draws = capture.draws, 0
@@ -167,14 +206,32 @@ class Status:
                 "find_unused_parameters=True"
             )
 
+    def _whole_weights(self) -> dict[str, Tensor]:
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        named = unwrapped(self._registry.model).named_parameters()
+        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
+
+    def note_weights(self, steps: int) -> None:
+        """Note checksums of the weights where it is time for it; the host does not wait."""
+        if self._ranks.world == 1 or not self._verify_every or steps % self._verify_every:
+            return
+        whole = self._whole_weights()
+        if whole:
+            codes = agreement.checksums(whole.values())
+            self._noted = [f"parameter {name!r} in step {steps}" for name in whole], codes
+            self._notes.send(self, codes)
+
+    def weights(self) -> dict[str, int]:
+        """Return the checksums that were noted since the last exchange."""
+        if self._noted is not None:
+            names, codes = self._noted
+            self._codes = dict(zip(names, self._notes.read(self, codes), strict=True))
+            self._noted = None
+        return self._codes
+
     def _compare_weights(self) -> None:
         """Compare weights and gradients in the first step: no wrapper may have made them alike."""
-        covered = {p for layer in self._registry.active for p in layer.parameters}
-        whole = {
-            name: p
-            for name, p in unwrapped(self._registry.model).named_parameters()
-            if p in covered and not sharding.is_sharded(p)
-        }
+        whole = self._whole_weights()
         graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
         agreement.compare_tensors(
             self._ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg.precision import full_precision
+from ..linalg.rounding import rounded
 from ..plan.step_plan import AgreedStep
 from .stacks import (
     Factor,
@@ -52,15 +54,20 @@ class RunningAverages:
                 diagonal.fill_(1.0)
 
     def update(
-        self, owned: Factors, sums: dict[Key, Tensor], agreed: AgreedStep, decay_of: DecayOf
+        self,
+        owned: Factors,
+        sums: dict[Key, Tensor],
+        agreed: AgreedStep,
+        decay_of: DecayOf,
+        number: int,
     ) -> None:
-        """Take new values of owned factors into their averages."""
+        """Take new values of owned factors into their averages; ``number`` is the step's."""
         with full_precision():
             for stack in owned.stacks.values():
                 factors = [f for f in stack.factors if (f.layer, f.side) in sums]
                 if factors:
                     values = [sums[f.layer, f.side] for f in factors]
-                    _update_stack(stack, factors, values, agreed, decay_of)
+                    _update_stack(stack, factors, values, agreed, decay_of, number)
 
 
 def _update_stack(
@@ -69,6 +76,7 @@ def _update_stack(
     values: list[Tensor],
     agreed: AgreedStep,
     decay_of: DecayOf,
+    number: int,
 ) -> None:
     layers = [factor.layer for factor in factors]
     blocks = [layer.blocks for layer in layers]
@@ -92,8 +100,11 @@ def _update_stack(
     if averages[0].dtype == stack.key.dtype:
         torch._foreach_lerp_(averages, values, steps)
     else:
-        for average, value, part in zip(averages, values, steps, strict=True):
-            average.copy_(average.to(stack.key.dtype).lerp_(value, part))
+        # At a decay of 0.99 a new value changes an average by less than bfloat16's last digit.
+        for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
+            new = average.to(stack.key.dtype).lerp_(value, part)
+            seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
+            average.copy_(rounded(new, average.dtype, seed))
     weight[slots] = grown
     rejected[slots] += (~finite).int()
 

@@ -165,7 +165,10 @@ class KFACMixin(Optimizer, Joinable):
         # here already. Only that one layer goes: beneath may be others, such as no_grad.
         if getattr(step, "hooked", False):
             step = step.__wrapped__
-        step(self)
+        try:
+            step(self)
+        except Exception as error:
+            self.preconditioner.status.note_failure(error)
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:

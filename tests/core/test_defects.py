@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.linalg import eigen
-from tests.support.ranks import run
-from tests.support.training import network, train
+from kaisa_optim.linalg import eigen, rounding
+from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import EVERY_STEP, assert_same, backward, network, train
 
 
 def test_a_step_before_any_gradient_is_not_counted():
@@ -117,3 +120,232 @@ def test_a_solver_that_fails_in_a_refinement_leads_to_a_decomposition(monkeypatc
         assert opt.preconditioner.plan.refine and not opt.preconditioner.plan.decompose
         train(model, opt, range(2, 3))
     assert opt.preconditioner.plan.decompose and not opt.preconditioner.plan.refine
+
+
+# ---- parameters that were replaced behind the optimizer's back ----
+
+
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+def test_flat_copies_in_the_groups_are_refused(optimizer):
+    """DeepSpeed's ZeRO puts them there: training went on without K-FAC, and nothing said so."""
+    model = network()
+    opt = optimizer(model, lr=0.1)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    opt.param_groups[0]["params"] = [flat]
+    backward(model, 0)
+    flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .* of shape \(51,\).*DeepSpeed"):
+        opt.step()
+
+
+def shards_late() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    fully_shard(model)
+    backward(model, 0)
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_a_model_that_is_sharded_after_its_optimizer_is_refused():
+    for text in run(2, shards_late):
+        assert "0.weight is a DTensor" in text and "after fully_shard" in text
+
+
+def test_weights_that_moved_within_the_model_are_still_its_own():
+    """Pruning and parametrizations keep the parameter under another name; a tied one has two."""
+    model = network()
+    model.append(nn.Linear(3, 6, dtype=torch.float64)).append(nn.Linear(6, 3, dtype=torch.float64))
+    model[4].weight = model[2].weight
+    opt = KFACSGD(model, lr=0.1, skip_layers="3")
+    prune.identity(model[0], "weight")
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # is still that of model[4]
+    train(model, opt, range(1))
+    opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
+    train(model, opt, range(1, 2))
+
+
+# ---- ranks that are not alike ----
+
+
+def builds_a_stage() -> str:
+    stage = nn.Sequential(nn.Linear(3, 4 + torch.distributed.get_rank()))
+    try:
+        KFACSGD(stage, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_pipeline_stages_without_a_group_are_told_to_give_one():
+    for text in run(2, builds_a_stage):
+        assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
+
+
+def changes_an_interval(name: str, ranks: list[int]) -> tuple[str, int, float]:
+    """The user's own sum of ones takes in none of K-FAC's numbers."""
+    model = network()
+    opt = KFACSGD(model, lr=0.0, factor_update_steps=4, inv_update_steps=4, staggered=False)
+    for i in range(10):
+        opt.zero_grad()
+        backward(model, i)
+        if i == 2 and torch.distributed.get_rank() in ranks:
+            setattr(opt.preconditioner, name, 1)
+        total = torch.ones(60)
+        torch.distributed.all_reduce(total)
+        try:
+            opt.step()
+        except ValueError as error:
+            return str(error), i, total.mean().item()
+        if name == "inv_update_steps" and opt.preconditioner.plan.refresh and i > 0:
+            return "", i, total.mean().item()
+    return "", opt.preconditioner.steps, total.mean().item()
+
+
+@pytest.mark.parametrize("name", ["factor_update_steps", "inv_update_steps"])
+def test_an_interval_that_one_rank_changes_is_named_where_all_exchange(name):
+    """That rank entered an exchange alone, which met the others' next collective."""
+    for text, step, ones in run(2, changes_an_interval, name, [1]):
+        assert f"Invalid {name}: 1 on rank 1" in text
+        assert step == 4 and ones == 2
+
+
+def test_an_interval_that_all_ranks_change_acts_where_all_exchange():
+    assert run(2, changes_an_interval, "inv_update_steps", [0, 1]) == [("", 4, 2.0)] * 2
+
+
+def raises(*args: Any) -> None:
+    raise MemoryError("planted")
+
+
+def fails_alone(what: str) -> tuple[str, int]:
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    state: dict[str, Any] = {}
+    for i in range(4):
+        opt.zero_grad()
+        backward(model, i)
+        odd = i == 2 and torch.distributed.get_rank() == 1
+        if what == "load" and odd:
+            opt.load_state_dict(state)
+        broken = mock.patch.object(torch.optim.SGD, "step", raises)
+        try:
+            with broken if what == "base" and odd else nullcontext():
+                opt.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", i
+        state = copy.deepcopy(opt.state_dict())
+    return "", 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_error_of_the_bases_step_is_told_to_all_ranks():
+    """The others lost a connection, and did not know why."""
+    first, second = run(2, fails_alone, "base")
+    text = (
+        "RuntimeError: K-FAC stops on all ranks, since the base optimizer's step failed on rank 1"
+    )
+    assert first == (f"{text}: MemoryError: planted", 3)
+    assert second == ("MemoryError: planted", 3)
+
+
+def test_a_load_on_one_rank_alone_is_named():
+    """It ended in gloo's abort of a process."""
+    first, second = run(2, fails_alone, "load")
+    assert first[0].startswith("RuntimeError: K-FAC stops on all ranks, since loading failed on")
+    assert "call load_state_dict() on all of them" in first[0] and first[1] == second[1] == 2
+
+
+def drifts(apart: bool) -> tuple[str, int]:
+    """From step 4 on rank 1 goes by a gradient of its own in one parameter."""
+    model = network()
+    options = {"factor_update_steps": 2, "staggered": False, "kl_clip": None}
+    opt = KFACSGD(model, lr=0.1, verify_every=3, **options)
+    for i in range(20):
+        opt.zero_grad()
+        backward(model, i)
+        if apart and i >= 4 and torch.distributed.get_rank() == 1:
+            assert model[2].bias.grad is not None
+            model[2].bias.grad += 1e-6
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return str(error), i
+    return "", 20
+
+
+def test_weights_that_drift_apart_are_named():
+    """After the first step nobody compared them. Those of step 6 meet the next exchange."""
+    assert run(2, drifts, False) == [("", 20)] * 2
+    for text, step in run(2, drifts, True):
+        assert text.startswith(
+            "parameter '2.weight' in step 6 on ranks [1] is not the one of rank 0"
+        )
+        assert "average gradients" in text and step == 6
+
+
+# ---- numbers that overflow, or that rounding loses ----
+
+
+@pytest.mark.parametrize("spike", [1e20, 1e28])
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, spike):
+    """The clip's sum overflowed at once, and Adam's second moment where its basis turned later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3))
+    opt = optimizer(model, lr=0.01)
+    for i in range(12):
+        x = torch.randn(8, 20)
+        x[:, :5] = 0
+        opt.zero_grad()
+        (model(x).square().mean() * (spike if i == 3 else 1)).backward()
+        opt.step()
+    assert all(p.abs().max() < 2 for p in model.parameters())
+
+
+def averaged(decay: float, dtype: torch.dtype | None) -> Tensor:
+    """Mean eigenvalues of A and G, 300 steps after inputs have become larger."""
+    torch.manual_seed(0)
+    model = nn.Linear(48, 48)
+    options = {"factor_decay": decay, "factor_dtype": dtype, "factor_update_steps": 1}
+    opt = KFACSGD(model, lr=0.0, inv_update_steps=1000, **options)
+    for i in range(320):
+        x = torch.randn(16, 48) * (1 if i < 20 else 1.5)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    both = opt.preconditioner.factors("")
+    assert all(torch.equal(f, f.mT) for f in both)
+    return torch.stack([f[0].diagonal().float().mean() for f in both])
+
+
+@pytest.mark.parametrize("decay", [0.95, 0.99, 0.999])
+def test_averages_in_half_precision_do_not_stall(decay):
+    """A change below half a unit of the last place was rounded away, in every step."""
+    torch.testing.assert_close(
+        averaged(decay, torch.bfloat16), averaged(decay, None), rtol=0.01, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_follows_from_step_and_factor(dtype):
+    """A resumed run rounds alike, and torch's own generator is left alone."""
+    models = network(), network()
+    first, second = (KFACSGD(m, lr=0.1, factor_dtype=dtype, **EVERY_STEP) for m in models)
+    train(models[0], first, range(3))
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for model, opt in zip(models, (first, second), strict=True):
+        before = torch.get_rng_state()
+        train(model, opt, range(3, 6))
+        assert torch.equal(before, torch.get_rng_state())
+    assert_same(models[1], models[0])
+    numbers = torch.full((1, 90, 90), 3e-6)  # below float16's least normal number
+    kept = rounding.rounded(numbers.clone(), dtype, 1)
+    assert len(kept.unique()) == 2 and abs(kept.double().mean() / 3e-6 - 1) < 1e-3

@@ -60,6 +60,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "grad_worker_fraction": ([-0.1, 1.5, "half", True], "between 0 and 1"),
     "assignment": (["layerwise"], "layer-wise"),
     "grad_scaler": (["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
+    "verify_every": ([0, -1, 1.5, NAN, "100", True], "a whole number of steps, or None"),
     "skip_layers": ([[nn.Linear], [0], 0, None], "it must be a pattern or a list of patterns"),
     "moments": (["basis", 1], "choose from 'parameters', 'eigenbasis'"),
     "nesterov": (["yes"], "True or False$"),

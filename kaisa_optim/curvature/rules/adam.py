@@ -74,6 +74,8 @@ class AdamRule(RotatingRule):
         if rotations == (None, None):
             return
         state = applied.group_of[layer].tensors
+        # A squared gradient that overflowed would turn NaN by a zero of the rotation.
+        state["exp_avg_sq"][slots].clamp_(max=torch.finfo(state["exp_avg_sq"].dtype).max / 4)
         squares = [None if r is None else r.square() for r in rotations]
         for name, by in (("exp_avg", rotations), ("exp_avg_sq", squares)):
             state[name][slots] = kronecker.out_of_basis(state[name][slots], *by)
