@@ -216,10 +216,10 @@ class Homes:
         for p in () if same else set(listed).difference(self._listed):
             raise RuntimeError(
                 f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
-                "optimizer was not given and that is not the model's, as DeepSpeed puts flat "
-                "copies there (ZeRO, and bf16 or fp16 of its own): K-FAC can't precondition "
-                "them. Use DistributedDataParallel with torch.autocast, or fully_shard; add "
-                "parameters of the model by add_param_group"
+                "optimizer was not given, such as the float32 copies that DeepSpeed puts there "
+                "under ZeRO and under its own bf16 or fp16: K-FAC can't precondition them. Use "
+                "DistributedDataParallel or DeepSpeed's stage 0 with torch.autocast, or "
+                "fully_shard; add parameters of the model by add_param_group"
             )
         for p, own, name, title in self._places:
             if own.get(name) is not p and all(p is not other for other in self._model.parameters()):

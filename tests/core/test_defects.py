@@ -126,15 +126,16 @@ def test_a_solver_that_fails_in_a_refinement_leads_to_a_decomposition(monkeypatc
 
 
 @pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
-def test_flat_copies_in_the_groups_are_refused(optimizer):
-    """DeepSpeed's ZeRO puts them there: training went on without K-FAC, and nothing said so."""
-    model = network()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_copies_in_the_groups_are_refused(optimizer, dtype):
+    """DeepSpeed's ZeRO puts them there, and its bf16 at any stage: K-FAC was off without a word."""
+    model = network(dtype=dtype)
     opt = optimizer(model, lr=0.1)
-    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
     opt.param_groups[0]["params"] = [flat]
     backward(model, 0)
-    flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
-    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .* of shape \(51,\).*DeepSpeed"):
+    flat.grad = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .*\(51,\).*DeepSpeed.* bf16"):
         opt.step()
 
 
