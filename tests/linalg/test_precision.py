@@ -275,7 +275,9 @@ def test_all_of_an_inputs_moment_is_of_rounded_numbers(kind, bias):
         module(inputs).square().mean().backward()
         opt.step()
         found.append(opt.preconditioner.factors("0")[0].double())
-    assert off(found[0], found[1]) < 1e-5  # CPUs sum in other orders; unrounded parts are 1e-3 off
+    assert (
+        off(found[0], found[1]) < 7e-6
+    )  # 3e-6 by the order of sums, 1.5e-5 where a part is not rounded
 
 
 def test_medium_takes_nothing_from_rows_that_autocast_has_rounded():
