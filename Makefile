@@ -17,13 +17,14 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage bench lint types format clean
+.PHONY: help setup demo test coverage bench cuda lint types format clean
 
 help:
 	@echo "make demo    train a network on two ranks with K-FAC beside its base optimizers"
 	@echo "             (DEMO_ARGS=--short, RANKS=2)"
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
 	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
+	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
 	@echo "make lint    ruff: rules, formatting, limits; which floor imports which (make format repairs)"
 	@echo "make types   mypy"
@@ -55,6 +56,10 @@ demo: $(VENV)/demo-ready
 # Peers are measured too where they are installed in $(VENV).
 bench: $(VENV)/demo-ready
 	$(BIN)/python -m benchmarks.step_time $(BENCH_ARGS)
+
+# On a machine with a CUDA device; the tests that have one are run, too.
+cuda: $(VENV)/all-ready
+	$(BIN)/python -m benchmarks.cuda_trial $(BENCH_ARGS)
 
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TEST_ARGS)

@@ -233,7 +233,12 @@ def looked_into(trainer: Trainer) -> dict[str, Any]:
         trainer.run(_PROFILED)
         synchronize(device)
     events = found.key_averages()
-    kernels = [e for e in events if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    on_device = (e for e in events if e.device_type.name == "CUDA")
+    # Steps, which the profiler marks on the device, are no kernels.
+    kernels = [e for e in on_device if e.self_device_time_total > 0 and "#" not in e.key]
+    hosts = sorted(
+        (e for e in events if e.device_type.name == "CPU"), key=lambda e: -e.self_cpu_time_total
+    )
     kernels.sort(key=lambda e: -e.self_device_time_total)
     launches = sum(e.count for e in events if "LaunchKernel" in e.key)
     syncs = {e.key: e.count for e in events if "Synchronize" in e.key}
@@ -253,6 +258,11 @@ def looked_into(trainer: Trainer) -> dict[str, Any]:
         "device ms a step": sum(e.self_device_time_total for e in kernels) / 1e3 / _PROFILED,
         "launches a step": launches / _PROFILED,
         "synchronizations": syncs,
+        "on the host": [
+            f"{e.self_cpu_time_total / 1e3 / _PROFILED:8.2f} ms {e.count / _PROFILED:6.1f} × "
+            f"{e.key[:60]}"
+            for e in hosts[:10]
+        ],
         "kernels": [
             f"{e.self_device_time_total / 1e3 / _PROFILED:8.2f} ms {e.count / _PROFILED:6.1f} × "
             f"{e.key[:90]}"
