@@ -6,11 +6,13 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checks import check_callable, is_real
 from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
+from ..errors import invalid
 from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
 
 Group = dict[str, Any]
@@ -75,6 +77,8 @@ class Hyperparameters:
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
                 group[name] = settled(group[name] if schedule is None else schedule(self.steps))
+            if self.options.moments != "eigenbasis":  # which has no use for a damping
+                refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
@@ -177,6 +181,25 @@ class Hyperparameters:
     def grad_scaler(self, value: Any) -> None:
         self.sums.loss_scale = _scale_reader(value)
         self._grad_scaler = value
+
+
+def refuse_lost_damping(group: dict[str, Any]) -> None:
+    """Refuse a damping that the arithmetic of the group's parameters can't carry.
+
+    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
+    """
+    if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
+        return  # each step asks, and parameters may be many
+    for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
+        least = torch.finfo(dtype).eps / 10_000
+        if group["damping"] < least:
+            raise invalid(
+                "damping",
+                group["damping"],
+                f"with {dtype} arithmetic it must be at least {least:.2g}, or the rounding of "
+                "gradients makes the steps; use a larger one, such as 1e-3",
+            )
 
 
 def clip_lr(group: Group) -> Any:
