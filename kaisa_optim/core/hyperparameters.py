@@ -93,8 +93,9 @@ class Hyperparameters:
         return check(name, schedule(self.steps + ahead))
 
     def take_intervals(self, ahead: int = 0) -> None:
-        """Put both intervals into force, which ranks have found alike."""
-        self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
+        """Put both intervals into force, which several ranks have found alike."""
+        if self.ranks.world > 1:
+            self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
 
     def in_force(self, name: str) -> int:
         """Return the interval that decides when ranks exchange anything."""
@@ -102,7 +103,8 @@ class Hyperparameters:
 
     def next_intervals(self) -> dict[str, int]:
         """Return the intervals of schedules in the next step, for ranks to compare."""
-        names = [name for name in _INTERVALS if name in self._schedules]
+        several = self.ranks.world > 1  # one has no use for values of a step that may never come
+        names = [name for name in _INTERVALS if several and name in self._schedules]
         return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
 
     def current_options(self) -> Options:
