@@ -6,11 +6,13 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checks import check_callable, is_real
 from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
+from ..errors import invalid
 from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
 
 Group = dict[str, Any]
@@ -75,6 +77,8 @@ class Hyperparameters:
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
                 group[name] = settled(group[name] if schedule is None else schedule(self.steps))
+            if self.options.moments != "eigenbasis":  # which has no use for a damping
+                refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 
@@ -89,8 +93,9 @@ class Hyperparameters:
         return check(name, schedule(self.steps + ahead))
 
     def take_intervals(self, ahead: int = 0) -> None:
-        """Put both intervals into force, which ranks have found alike."""
-        self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
+        """Put both intervals into force, which several ranks have found alike."""
+        if self.ranks.world > 1:
+            self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
 
     def in_force(self, name: str) -> int:
         """Return the interval that decides when ranks exchange anything."""
@@ -98,7 +103,8 @@ class Hyperparameters:
 
     def next_intervals(self) -> dict[str, int]:
         """Return the intervals of schedules in the next step, for ranks to compare."""
-        names = [name for name in _INTERVALS if name in self._schedules]
+        several = self.ranks.world > 1  # one has no use for values of a step that may never come
+        names = [name for name in _INTERVALS if several and name in self._schedules]
         return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
 
     def current_options(self) -> Options:
@@ -177,6 +183,25 @@ class Hyperparameters:
     def grad_scaler(self, value: Any) -> None:
         self.sums.loss_scale = _scale_reader(value)
         self._grad_scaler = value
+
+
+def refuse_lost_damping(group: dict[str, Any]) -> None:
+    """Refuse a damping that the arithmetic of the group's parameters can't carry.
+
+    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
+    """
+    if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
+        return  # each step asks, and parameters may be many
+    for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
+        least = torch.finfo(dtype).eps / 10_000
+        if group["damping"] < least:
+            raise invalid(
+                "damping",
+                group["damping"],
+                f"with {dtype} arithmetic it must be at least {least:.2g}, or the rounding of "
+                "gradients makes the steps; use a larger one, such as 1e-3",
+            )
 
 
 def clip_lr(group: Group) -> Any:

@@ -219,13 +219,13 @@ class Status:
         if whole:
             codes = agreement.checksums(whole.values())
             self._noted = [f"parameter {name!r} in step {steps}" for name in whole], codes
-            self._notes.send(self, codes)
+            self._notes.send("weights", codes)
 
     def weights(self) -> dict[str, int]:
         """Return the checksums that were noted since the last exchange."""
         if self._noted is not None:
             names, codes = self._noted
-            self._codes = dict(zip(names, self._notes.read(self, codes), strict=True))
+            self._codes = dict(zip(names, self._notes.read("weights", codes), strict=True))
             self._noted = None
         return self._codes
 

@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -149,23 +148,6 @@ def _given(params: Any, model: Any) -> str:
         return f"the class {given.__name__}"
     text = repr(given)
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
-
-
-def refuse_lost_damping(group: dict[str, Any]) -> None:
-    """Refuse a damping that the arithmetic of the group's parameters can't carry.
-
-    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
-    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
-    """
-    for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
-        least = torch.finfo(dtype).eps / 10_000
-        if group["damping"] < least:
-            raise invalid(
-                "damping",
-                group["damping"],
-                f"with {dtype} arithmetic it must be at least {least:.2g}, or the rounding of "
-                "gradients makes the steps; use a larger one, such as 1e-3",
-            )
 
 
 # ---- where moments live ----

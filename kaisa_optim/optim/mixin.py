@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..checks import check_callable
 from ..comm import agreement
 from ..core import checkpoint
+from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid
@@ -238,7 +239,7 @@ class KFACMixin(Optimizer, Joinable):
         is_built = hasattr(self, "preconditioner")
         try:
             if self._kfac_options.moments != "eigenbasis":
-                arguments.refuse_lost_damping(group)
+                refuse_lost_damping(group)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:
