@@ -19,7 +19,7 @@ from .settings import Settings, synchronize
 SIZES = {256: (1, 16, 64), 512: (1, 16), 1024: (1, 8), 2048: (1, 4), 4096: (1, 2), 8192: (1,)}
 TINY = {8: (1, 3), 16: (1,)}
 _TIMES = 3
-_TOO_LONG = 4.0  # seconds, after which a method is not asked for larger sizes
+_TOO_LONG = 0.4  # seconds, after which a method is not asked for larger sizes
 
 
 def _refined(factor: Tensor, older: tuple[Tensor, Tensor]) -> Any:
@@ -65,7 +65,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
                     print(f"  {name} of {batch} × {size}: {str(error).splitlines()[0]}")
                     continue
                 found[name] = 1e3 * taken
-                if taken > _TOO_LONG / 10:
+                if taken > _TOO_LONG:
                     skipped.add(name)
             yield {"size": size, "batch": batch} | found
 

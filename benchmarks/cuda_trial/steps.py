@@ -74,11 +74,6 @@ def _hidden(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return inside, [p for _, p in named if p not in known]
 
 
-def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-    inside, rest = _hidden(model)
-    return [torch.optim.Muon(inside, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
-
-
 def kfac_muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     inside, rest = _hidden(model)
     groups = [{"params": inside}, {"params": rest, "use_muon": False, "lr": 1e-3}]
@@ -139,7 +134,7 @@ def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
         options = {"loss_terms": "positions"}
         task = Task("GPT-2 of 124M", _gpt2, _words, options, half=torch.bfloat16)
     some = {"AdamW": plain(torch.optim.AdamW, lr=1e-3)}
-    some |= {"Muon": muon} if hasattr(torch.optim, "Muon") else {}
+    some |= peers("Muon")
     some |= {"KFACAdam": kfac(KFACAdam, lr=1e-3)}
     some["KFACAdam, inverse, bfloat16"] = kfac(KFACAdam, lr=1e-3, moments="parameters", **LEAN)
     some["KFACMuon"] = kfac_muon
@@ -161,14 +156,12 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
     for name, make in contest.makers.items():
         trainers[name], first = begun(contest, make, device)
         yield {"contest": title, "contestant": name} | first
-    times: dict[str, list[float]] = {name: [] for name in trainers}
     stages: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
     steps = 4 if settings.rehearse else contest.steps
     for start in range(0, steps, TURN):
         for name, trainer in trainers.items():
             stages[name] += trainer.run(min(TURN, steps - start))
-    for name, both in stages.items():
-        times[name] = [1e3 * sum(pair) for pair in both]
+    times = {name: [1e3 * sum(pair) for pair in both] for name, both in stages.items()}
     base, *_ = times.values()
     operations = next(iter(trainers.values())).operations()
     for name, own in times.items():

@@ -165,7 +165,7 @@ def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) ->
     """
     dims, channels = (patches.dim() - 2) // 2, patches.shape[1]
     taps = patches.shape[2 + dims :].numel()
-    rows = rounded(patches.movedim(1, -1).reshape(1, -1, taps * channels))
+    rows = patches.movedim(1, -1).reshape(1, -1, taps * channels)
     moment = second_moment(rows, dtype, diagonal=False)
     sides = taps, channels
     moment = moment.view(*sides, *sides).permute(1, 0, 3, 2).reshape_as(moment)
