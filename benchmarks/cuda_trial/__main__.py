@@ -1,13 +1,14 @@
 """All that is to be known of a GPU, in one run that may be cut off.
 
     python -m benchmarks.cuda_trial [--minutes 12] [--out FOLDER] [--data FOLDER] [--parts NAME ...]
-        [--rehearse]
+        [--only PATTERN] [--rehearse]
 
 The parts run one after the other, each in a process of its own with its own time limit; one that
 fails prints its traceback, and the next one runs; one that the rest of the time is too short for is
 skipped. After every result, and after each part, OUT/cuda_trial.json has all that is known so far.
 --data is a folder with CIFAR-10 in the binary version; without it, labels are drawn over noise, and
-the convergence part says so. --rehearse runs all parts in tiny sizes on the CPU, to try it out.
+the convergence part says so. --only is a regular expression: in each contest of step times, the
+base and the contestants that it finds take part. --rehearse runs all parts in tiny sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", default="")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --rehearse tries the script out without one")
     end = time.monotonic() + 60 * options.minutes
-    settings = Settings("cpu" if options.rehearse else "cuda", options.rehearse, options.data)
+    device = "cpu" if options.rehearse else "cuda"
+    settings = Settings(device, options.rehearse, options.data, options.only)
     multiprocessing.get_context("forkserver").set_forkserver_preload([steps.__name__])
     records: dict[str, Record] = {}
     options.out.mkdir(parents=True, exist_ok=True)

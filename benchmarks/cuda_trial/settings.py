@@ -12,6 +12,7 @@ class Settings(NamedTuple):
     device: str
     rehearse: bool  # in tiny sizes
     data: Path | None
+    only: str = ""  # of a contest's contestants: the base, and those that this pattern finds
 
 
 def synchronize(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 import warnings
@@ -153,7 +154,10 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
     task, device = contest.task, settings.device
     title = f"{task.title}, {shown(contest.intervals)}"
     trainers: dict[str, Trainer] = {}
-    for name, make in contest.makers.items():
+    base, *others = contest.makers
+    some = [base, *(name for name in others if re.search(settings.only, name))]
+    for name in some:
+        make = contest.makers[name]
         trainers[name], first = begun(contest, make, device)
         yield {"contest": title, "contestant": name} | first
     stages: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
@@ -162,7 +166,7 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
         for name, trainer in trainers.items():
             stages[name] += trainer.run(min(TURN, steps - start))
     times = {name: [1e3 * sum(pair) for pair in both] for name, both in stages.items()}
-    base, *_ = times.values()
+    base_times, *_ = times.values()
     operations = next(iter(trainers.values())).operations()
     for name, own in times.items():
         ordered = sorted(own)
@@ -170,14 +174,14 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
             "contest": title,
             "contestant": name,
             "ms": statistics.fmean(own),
-            "ratio": statistics.fmean(own) / statistics.fmean(base),
+            "ratio": statistics.fmean(own) / statistics.fmean(base_times),
             "median": statistics.median(own),
             "95th percentile": ordered[int(_SLOWEST * (len(own) - 1))],
             "passes": 1e3 * statistics.fmean(a for a, _ in stages[name]),
             "step()": 1e3 * statistics.fmean(b for _, b in stages[name]),
             "floor": floor(trainers[name], operations),
         }
-    if contest.profiled is not None:
+    if contest.profiled in trainers:
         yield {"contest": title, "contestant": contest.profiled} | looked_into(
             trainers[contest.profiled]
         )

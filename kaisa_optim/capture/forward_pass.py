@@ -33,12 +33,14 @@ class ForwardPass:
         "reached",
         "shape",
         "start",
+        "started",
         "thread",
     )
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
+        self.started = False  # one of its layers is tapped or watched
         self.reached: int | None = None  # by which backward pass that trains, the last of them
         # Autograd numbers the nodes that a thread makes: those of this pass lie between.
         self.thread = threading.get_ident()

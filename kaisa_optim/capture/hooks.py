@@ -28,11 +28,11 @@ from .tap import (
     Call,
     Covers,
     Drawn,
+    Inputs,
     Passage,
     Tap,
     accumulates_into,
     anchor_of,
-    as_used,
     check_layout,
     has_tangent,
     is_checkpointed,
@@ -123,6 +123,7 @@ class Capture:
         # Layers that added anything since the last reset, and where their gradients are.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
         self._passes = ForwardPasses()
+        self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
@@ -158,12 +159,14 @@ class Capture:
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._passes.ends()
+        self._inputs.clear()
 
     def reset(self) -> None:
         """Begin anew after a step, which has consumed the statistics."""
         self._passes.break_off()
         self._passes.close_loose()
         self.shared.clear()
+        self._inputs.clear()
         self.backwards = self.draws = 0
         self.tapped = False
         self.error = None
@@ -258,26 +261,33 @@ class Capture:
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or as it is where its pass has no part in training."""
         covers = layer.covers_now()
+        gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
+        counts = gathers or bool(self.wanted) or self._misses()
+        checkpointed = is_checkpointed()
+        if not counts and not checkpointed:
+            return output
         if not any(covers) or not output.requires_grad or output.is_meta:
             return output
         if is_transformed() or has_tangent(output):
             return output
-        gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
         again = self._passes.again()
-        paused = self._passes.paused if again is None else again.paused
-        counts = not paused and (gathers or bool(self.wanted) or self._misses())
-        checkpointed = is_checkpointed()
-        if not counts:
-            gathers = False
+        if self._passes.paused if again is None else again.paused:
+            counts = False
             if not checkpointed:
                 return output
+        gathers = gathers and counts
         record, part = None, WHOLE
         if counts:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
+            # A backward pass that trains any layer comes to one without inputs from a layer
+            # before it: only such a layer is watched.
+            starts = not (forward_pass.started and x.requires_grad)
+            forward_pass.started = True
             if not gathers and not checkpointed:
-                self._watch(passage, output)
+                if starts:
+                    self._watch(passage, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
@@ -287,7 +297,7 @@ class Capture:
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)
-        held = as_used(layer, x, WHOLE if checkpointed else part) if kept else None
+        held = self._inputs.as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if gathers else None
         self.tapped |= gathers
         # Marked in place, it would pass for changed where a selective checkpoint keeps it.

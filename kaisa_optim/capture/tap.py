@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -98,20 +99,38 @@ class Call:
     drawn: Drawn = dataclasses.field(default_factory=Drawn)
 
 
-def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
-    """Return the input as autocast hands it to the layer, which keeps such a copy and not ``x``.
+class Inputs:
+    """Inputs as layers use them; layers with one input, as query, key and value, share the copy."""
 
-    Of what has to be copied for that, only the part. A copy, too, where the layer keeps another
-    tensor, as what follows may then change ``x`` in place.
-    """
-    device = x.device.type
-    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
-    dtype = x.dtype
-    if cast and x.is_floating_point() and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    elif not layer.keeps_another:
-        return x
-    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
+    def __init__(self) -> None:
+        # Replicas run in several threads: the last input and its copy change as one.
+        self._last: tuple[Any, Any, Tensor] | None = None
+
+    def as_used(self, layer: Layer, x: Tensor, part: Part) -> Tensor:
+        """Return the input as autocast hands it to the layer, which keeps such a copy and not it.
+
+        Of what has to be copied for that, only the part. A copy, too, where the layer keeps another
+        tensor, as what follows may then change the input in place.
+        """
+        device, dtype = x.device.type, x.dtype
+        cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+        if cast and x.is_floating_point() and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        elif not layer.keeps_another:
+            return x
+        if layer.keeps_another or dtype == x.dtype:
+            return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
+        asked = x._version, dtype, part
+        if self._last is not None:
+            of, known, copy = self._last
+            if of() is x and known == asked:
+                return copy
+        copy = part.of(x.detach()).to(dtype)
+        self._last = weakref.ref(x), asked, copy
+        return copy
+
+    def clear(self) -> None:
+        self._last = None
 
 
 def is_substituted(module: nn.Module, layer: Layer) -> bool:

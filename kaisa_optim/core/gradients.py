@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +51,20 @@ class _View(NamedTuple):
         return _View(torch.Size((count, *self.size)), (apart, *self.stride), self.offset)
 
 
+def strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides in which all numbers of a parameter lie side by side."""
+    sizes = zip(parameter.shape, parameter.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in sizes)
+    if parameter.layout is torch.strided and reach + 1 == parameter.numel():
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
 class Places(NamedTuple):
     """Where a layer's parameters have their numbers.
 
-    Found once: finding them takes as long as a small layer's products.
+    Found once: finding them takes as long as a small layer's products. Parameters lie in memory as
+    they are, channels last or first.
     """
 
     matrix: list[_View]  # of each parameter, in the layer's own ``[blocks, g, a]``
@@ -63,7 +73,7 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, layer: Layer) -> Places:
         matrix = torch.empty(layer.blocks, layer.g_dim, layer.a_dim, device="meta")
-        like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
+        like = [torch.empty_strided(p.shape, strides(p), device="meta") for p in layer.parameters]
         both = [
             [_View.like(part) for part in parts]
             for parts in (layer.matrix_parts(matrix), layer.parameter_parts(like))
@@ -71,6 +81,20 @@ class Places(NamedTuple):
         if all(view.size[:1] == (1,) for view in both[0]):
             both = [[view.of_one() for view in views] for views in both]
         return cls(*both)
+
+    def of_block(self, layer: Layer) -> Places | None:
+        """Return the places of one block; ``None`` unless its parameters are blocks side by side.
+
+        They may be parts of a parameter, or have their blocks in another order.
+        """
+        whole = zip(self.own, layer.parameters, strict=True)
+        if any(view.offset or view.size.numel() != p.numel() for view, p in whole):
+            return None
+        if layer.blocks == 1:
+            return self
+        if any(view.stride[0] != view.size[1:].numel() for view in self.own):
+            return None
+        return Places(*([view.of_one() for view in views] for views in self))
 
 
 class GradientStack:
@@ -83,6 +107,12 @@ class GradientStack:
         self.dtype, self.device = g.dtype, g.device
         self.shape = torch.Size((sum(self.blocks), g.size, a.size))
         self.parameters = [p for layer in layers for p in layer.parameters]
+        self._layouts = [_View(p.shape, strides(p), 0) for p in self.parameters]
+        # Strides of dimensions of size 1 say nothing.
+        self._contiguous = [
+            torch.empty_strided(view.size, view.stride, device="meta").is_contiguous()
+            for view in self._layouts
+        ]
         starts = itertools.accumulate(self.blocks, initial=0)
         self._matrix = [
             view.moved(start * g.size * a.size)
@@ -90,17 +120,15 @@ class GradientStack:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
-        # One view for all layers takes no longer than one for each of them does.
-        first, count, apart = places[layers[0]], len(layers), layers[0].blocks * g.size * a.size
-        shapes = [p.shape for p in layers[0].parameters]  # norms may differ in these alone
-        self._are_alike = all(
-            places[x] == first and [p.shape for p in x.parameters] == shapes for x in layers
+        # One view for all blocks takes no longer than one for each layer does.
+        of_block = places[layers[0]].of_block(layers[0])
+        self._are_alike = of_block is not None and all(
+            places[x].of_block(x) == of_block for x in layers
         )
-        self._matrix_of_each = [view.of_each(count, apart) for view in first.matrix]
-        sizes = [p.numel() for p in layers[0].parameters]
-        self._own_of_each = [
-            view.of_each(count, size) for view, size in zip(first.own, sizes, strict=True)
-        ]
+        if of_block is not None:
+            count, apart = sum(self.blocks), g.size * a.size
+            self._matrix_of_each = [view.of_each(count, apart) for view in of_block.matrix]
+            self._own_of_each = [view.of_each(count, view.size.numel()) for view in of_block.own]
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -116,13 +144,19 @@ class GradientStack:
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
         """Return views of the stacked tensor, one for each parameter."""
         if self._are_alike:
-            parts = [view.of(stacked).unbind() for view in self._matrix_of_each]
+            parts = [self._by_layer(view.of(stacked)) for view in self._matrix_of_each]
             return [part for of_layer in zip(*parts, strict=True) for part in of_layer]
         return [view.of(stacked) for view in self._matrix]
 
+    def _by_layer(self, blocks: Tensor) -> Sequence[Tensor]:
+        if len(blocks) == len(self.layers):
+            return blocks.unbind()
+        # A single block has no dimension for it, as in Places.
+        return [part[0] if len(part) == 1 else part for part in blocks.split(self.blocks)]
+
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views of tensors like the parameters, shaped like their part of the stack."""
-        if all(type(t) is Tensor and t.is_contiguous() for t in tensors):
+        if all(type(t) is Tensor for t in tensors) and self._lie_alike(tensors):
             return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
         counts = [len(layer.parameters) for layer in self.layers]
         own = iter(tensors)
@@ -134,6 +168,14 @@ class GradientStack:
         both = zip(parts, self._own, strict=True)
         return [part if part.dim() == len(view.size) else part[0] for part, view in both]
 
+    def _lie_alike(self, *lists: Sequence[Tensor]) -> bool:
+        """Return whether the tensors of all lists lie in memory as the parameters did."""
+        return all(
+            t.stride() == view.stride or (is_contiguous and t.is_contiguous())
+            for tensors in lists
+            for t, view, is_contiguous in zip(tensors, self._layouts, self._contiguous, strict=True)
+        )
+
     def copies(
         self, stacked: Tensor, like: list[Tensor], scale: Tensor | None
     ) -> list[Tensor] | None:
@@ -142,21 +184,25 @@ class GradientStack:
         It takes one call for each kind of parameter, where their layouts allow it.
         """
         dtype = like[0].dtype
-        plain = all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in like)
-        if not (self._are_alike and plain and all(p.is_contiguous() for p in self.parameters)):
+        plain = all(type(t) in _PLAIN and t.dtype == dtype for t in like)
+        if not (self._are_alike and plain and self._lie_alike(like, self.parameters)):
             return None
         result = list(like)
         kinds = len(self._own_of_each)
         for i, (there, here) in enumerate(
             zip(self._matrix_of_each, self._own_of_each, strict=True)
         ):
-            shape = len(self.layers), *like[i].shape
-            copies = torch.empty(shape, dtype=dtype, device=like[i].device)
+            copies = torch.empty(here.size.numel(), dtype=dtype, device=like[i].device)
             if scale is None:
                 here.of(copies).copy_(there.of(stacked))
             else:
                 torch.mul(there.of(stacked), scale, out=here.of(copies))
-            result[i::kinds] = copies.unbind()
+            own = self._layouts[i::kinds]
+            if own.count(own[0]) == len(own):
+                result[i::kinds] = own[0].of_each(len(own), own[0].size.numel()).of(copies).unbind()
+            else:
+                pieces = copies.split([view.size.numel() for view in own])
+                result[i::kinds] = [view.of(piece) for view, piece in zip(own, pieces, strict=True)]
         return result
 
     def of_layers(self, values: Tensor) -> Tensor:

@@ -26,8 +26,11 @@ _KEEP_STATISTICS = (
 
 
 def _chunk(tensor: Tensor) -> int:
-    """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches."""
-    return 1 << (19 if tensor.device.type == "cpu" else 24)
+    """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches.
+
+    GPUs take few calls: the host starts each of them for each part.
+    """
+    return 1 << (19 if tensor.device.type == "cpu" else 27)
 
 
 class _Norm(Layer):
@@ -61,15 +64,22 @@ class _Norm(Layer):
         return mode
 
     def _entries(
-        self, x: Tensor | None, grad: Tensor, frame: Any, *, shifts: bool, reduce: bool
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        frame: Any,
+        dtype: torch.dtype,
+        *,
+        shifts: bool,
+        reduce: bool,
     ) -> list[Tensor]:
         """Sums over this part's rows, ``[blocks]`` each: the moment's one entry, or its entries
-        (0, 0), (1, 0) and (1, 1). They are new, and will be added to. There is no ``x`` where
-        scales are not trained; ``shifts`` says whether shifts are."""
-        shift = self._flat(grad)
+        (0, 0), (1, 0) and (1, 1), in ``dtype``. They are new, and will be added to. There is no
+        ``x`` where scales are not trained; ``shifts`` says whether shifts are."""
+        shift = self._flat(grad.to(dtype))
         columns = [shift] if shifts else []
         if x is not None:
-            columns.insert(0, self._flat(self._normalized(x, frame)).mul_(shift))
+            columns.insert(0, self._flat(self._normalized(x.to(dtype), frame)).mul_(shift))
         if reduce:
             columns = [c.sum(self.positions_dim, keepdim=True) for c in columns]
         sums = [self._squares(column) for column in columns]
@@ -109,9 +119,8 @@ class _Norm(Layer):
         chunk = batch if whole else max(1, _chunk(grad) // max(1, positions * self.blocks))
         for start in range(0, batch, chunk):
             span = slice(None) if whole else slice(start, start + chunk)
-            inputs = None if x is None else x[span].to(dtype)
-            grads = grad[span].to(dtype)
-            more = self._entries(inputs, grads, frame, shifts=covers[1], reduce=reduce)
+            inputs = None if x is None else x[span]
+            more = self._entries(inputs, grad[span], frame, dtype, shifts=covers[1], reduce=reduce)
             if entries:
                 torch._foreach_add_(entries, more)
             else:
@@ -227,15 +236,25 @@ class BatchNormLayer(_ChannelNorm):
         return (x - mean).mul_(scale)
 
     def _entries(
-        self, x: Tensor | None, grad: Tensor, frame: _Frame, *, shifts: bool, reduce: bool
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        frame: _Frame,
+        dtype: torch.dtype,
+        *,
+        shifts: bool,
+        reduce: bool,
     ) -> list[Tensor]:
         if reduce or x is None:
-            return super()._entries(x, grad, frame, shifts=shifts, reduce=reduce)
+            return super()._entries(x, grad, frame, dtype, shifts=shifts, reduce=reduce)
+        if x.device.type != "cpu":
+            return self._entries_of_gpus(x, grad, frame, dtype, shifts=shifts)
         # The normalization's own backward has sums over a channel in one pass, in whatever order
         # the numbers lie in memory.
         mean, scale = frame
+        x, grad = x.to(dtype), grad.to(dtype)
         rows = (x - _by_channel(mean, x)).mul_(grad)
-        if x.device.type == "cpu" and rows.is_contiguous():
+        if rows.is_contiguous():
             squares = self._squares(self._flat(rows))  # sooner still
         else:
             squares, _ = _sums(rows, rows, torch.zeros_like(mean))
@@ -244,6 +263,19 @@ class BatchNormLayer(_ChannelNorm):
             return [squares]
         both, shift = _sums(torch.mul(grad, grad, out=rows), x, mean)
         return [squares, both.mul_(scale), shift]
+
+    def _entries_of_gpus(
+        self, x: Tensor, grad: Tensor, frame: _Frame, dtype: torch.dtype, *, shifts: bool
+    ) -> list[Tensor]:
+        """Return the entries in few kernels, without a copy of what is in half precision."""
+        mean, scale = frame
+        dims = (0, *range(2, x.dim()))
+        rows = (x - _by_channel(mean, x)).mul_(grad)
+        squares = torch.linalg.vector_norm(rows, dim=dims).mul_(scale).square_()
+        if not shifts:
+            return [squares]
+        both = rows.mul_(grad).sum(dims).mul_(scale)
+        return [squares, both, torch.linalg.vector_norm(grad, dim=dims, dtype=dtype).square_()]
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:

@@ -18,9 +18,12 @@ from .products import (
     product,
 )
 
-# Columns, and multiplications, from which half of a symmetric product is saved by parts.
+# Columns, and multiplications, from which half of a symmetric product is saved by parts. On a GPU
+# the host takes longer to start the parts of smaller ones than the device to multiply the whole.
 _HALVED = 192
 _HALVED_MUCH = 1 << 27
+_HALVED_MUCH_ON_GPUS = 1 << 34
+_HALVED_MUCH_IN_HALF = 1 << 38
 _WIDE = 256  # columns from which it is saved by oneDNN
 _LEAST_HALVED = 128  # the fewest of which it is, there and of many rows, and so anywhere
 _TALL = 32  # rows for each column, from which it is saved of fewer
@@ -79,6 +82,8 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
     """Return the moment, in float32 if the rows are in half precision."""
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
+    if not append_one and rows.device.type != "cpu" and not _halves(rows):
+        return _into(dtype, rows.mT, rows)
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
     is_half = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
@@ -126,13 +131,10 @@ def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
 def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
     """Write Rᵀ R into a view, beside a border or none; True: of a wide one the lower blocks."""
     _, count, n = rows.shape
-    much = count * n * n
-    linear = _linear_for(rows) if len(rows) == 1 and much >= _MUCH else None
+    linear = _linear_for(rows) if len(rows) == 1 and count * n * n >= _MUCH else None
     if linear is not None:
         return _gram_by_onednn(rows[0], out[0], border, linear)
-    # Of few rows parts would take longer than what they save, as they do of fast products.
-    pays = n >= _HALVED and count >= n // 4 and much >= _HALVED_MUCH and not _in_brain_floats(rows)
-    if not pays:
+    if not _halves(rows):
         _product_into(rows.mT, rows, out)
         return False
     # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
@@ -140,6 +142,25 @@ def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
         right, part = rows.narrow(2, 0, stop), out.narrow(1, start, stop - start)
         _product_into(right.narrow(2, start, stop - start).mT, right, part.narrow(2, 0, stop))
     return True
+
+
+def _halves(rows: Tensor) -> bool:
+    """Return whether half of Rᵀ R is saved by parts.
+
+    Of few rows parts would take longer than what they save, as they do of fast products.
+    """
+    _, count, n = rows.shape
+    if rows.device.type == "cpu":
+        least = _HALVED_MUCH
+    else:
+        least = _HALVED_MUCH_IN_HALF if rows.dtype.itemsize == 2 else _HALVED_MUCH_ON_GPUS
+    much = count * n * n >= least
+    return n >= _HALVED and count >= n // 4 and much and not _in_brain_floats(rows)
+
+
+def _into(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+    """L R in ``dtype``, or in float32 from half precision."""
+    return torch.bmm(left, right) if left.dtype == dtype else _into_float32(left, right)
 
 
 def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:

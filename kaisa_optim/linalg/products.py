@@ -151,7 +151,7 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
         return product(left, product(middle, right))
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
-        return (left @ middle) @ right
+        return torch.bmm(torch.bmm(left, middle), right)
     # All but Q_Gᵀ on the way into a basis is taken as it lies, and not copied.
     stacks = zip(left, middle, right, strict=True)
     return torch.stack([linear(x, _turned_product(linear, y, z)) for x, y, z in stacks])

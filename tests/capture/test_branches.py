@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.capture.hooks import Capture
 from tests.support.ranks import run
 from tests.support.watch import assert_close, normal
 
@@ -288,6 +289,31 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
         seen.append(bool(opt.preconditioner.sums.of_layer))
         opt.step()
     assert seen == [i % 3 == 0 for i in range(7)]
+
+
+def test_only_a_layer_that_begins_a_pass_is_watched(monkeypatch):
+    """A backward pass that trains a later layer comes to one of these, too, and K counts it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=4)
+    watched = []
+    real = Capture._watch
+
+    def watch(capture: Capture, passage: Any, output: Tensor) -> None:
+        watched.append(passage.layer.name)
+        real(capture, passage, output)
+
+    monkeypatch.setattr(Capture, "_watch", watch)
+    for step in range(9):
+        watched.clear()
+        opt.zero_grad()
+        model(normal(5, 4, seed=step)).square().mean().backward()
+        gathers = sorted(x.name for x in opt.preconditioner.capture.wanted)
+        if step > 4:
+            # The first layer begins the pass; one that gathers has a tap.
+            assert gathers and watched == ([] if "0" in gathers else ["0"])
+            assert opt.preconditioner.sums.terms() == 5
+        opt.step()
 
 
 # ---- layers that are in use in some steps alone ----

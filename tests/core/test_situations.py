@@ -131,6 +131,33 @@ def test_gradients_laid_out_in_any_way():
     assert not any(map(torch.equal, start, plain.parameters()))
 
 
+def test_parameters_laid_out_in_any_way():
+    """Channels last, and norms of different sizes: gradients and weights keep their layout."""
+
+    def make() -> nn.Module:
+        convs = [nn.Conv2d(4, 4, 3, padding=1, bias=i == 2) for i in range(3)]
+        wide = nn.Conv2d(4, 6, 1, bias=False)
+        norms = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(6)
+        return nn.Sequential(convs[0], norms[0], convs[1], norms[1], convs[2], wide, norms[2])
+
+    plain = seeded(make)
+    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    before = {name: (p.detach().clone(), p.stride()) for name, p in last.named_parameters()}
+    for net in (plain, last):
+        opt = KFACSGD(net, lr=0.1, momentum=0.9, kl_clip=1e-3)
+        for _ in range(2):
+            opt.zero_grad()
+            net(normal(3, 4, 5, 5)).square().sum((1, 2, 3)).mean().backward()
+            opt.step()
+    assert not last[0].weight.is_contiguous()
+    for name, p in last.named_parameters():
+        assert not torch.equal(p, before[name][0]) and p.stride() == before[name][1]
+        assert opt.state[p]["momentum_buffer"].stride() == p.stride()
+        torch.testing.assert_close(
+            p, plain.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name, check_stride=False
+        )
+
+
 # ---------------------------------------------------------------- what follows a layer
 
 

@@ -111,6 +111,20 @@ def test_a_batch_however_it_lies_in_memory(of_x, of_grad):
     torch.testing.assert_close(batch_norm_moment(x, grad), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("covers", [(True, True), (True, False)])
+def test_entries_as_gpus_take_them(of_x, covers):
+    x, grad = torch.randn(2, 6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double() + 2
+    layer = BatchNormLayer("", nn.BatchNorm2d(3))
+    x = LAYOUTS[of_x](x)
+    frame = layer._frame(x, None, x.dtype)
+    found = layer._entries_of_gpus(x, grad, frame, x.dtype, shifts=covers[1])
+    moment = expected_moment(x, grad)
+    wanted = [moment[:, 0, 0], moment[:, 1, 0], moment[:, 1, 1]][: len(found)]
+    assert len(found) == (3 if covers[1] else 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def save_nothing():
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("looked at"))
 
