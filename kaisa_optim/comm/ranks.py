@@ -6,13 +6,12 @@ order that is follows from what all of them know.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,13 +44,20 @@ class ReduceItem(NamedTuple):
 
 
 class BroadcastItem(NamedTuple):
-    """Tensors that ``root`` has and the other members of its group want; shaped alike on all."""
+    """Bytes that ``root`` has and the other members of its group want."""
 
     root: int
-    size: int  # of all, as cargo_bytes tells
-    tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
-    done: Callable[[], None] | None = None  # called when they are filled
-    ahead: Callable[[], object] | None = None  # work of the root that need not wait for others
+    size: int  # of all its cargo, as cargo_bytes tells
+
+
+class Cargo(Protocol):
+    """Tensors of an item, alike on all members: the root sends them, the others fill them."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
+C = TypeVar("C", bound=Cargo)
 
 
 class RankGroup(NamedTuple):
@@ -88,18 +94,54 @@ class _Flight(NamedTuple):
 
 class _Added(NamedTuple):
     bucket: Bucket[ReduceItem]
-    part: Tensor  # the sum of what this rank adds up
+    part: Tensor  # the sum of this rank's share of the bucket
     scales: Tensor | None
 
 
-class _Round(NamedTuple):
-    """Shipments that travel together."""
+class _Move(NamedTuple):
+    """Parts of a flat buffer that are on their way in from other ranks."""
 
     flat: Tensor
-    relay: Callable[[], None] | None  # waits for what this rank is to pass on
+    parts: list[tuple[int, int]]  # of the buffer, where the received bytes belong
+    received: Tensor
+    sent: Tensor  # alive until the work is done
+    work: Any
+    kind: str
+
+    def finish(self) -> None:
+        """Wait for the bytes, and put them into the buffer."""
+        with _named(f"receiving {self.kind}"):
+            self.work.wait()
+        at = 0
+        for start, stop in self.parts:
+            self.flat[start:stop] = self.received[at : at + stop - start]
+            at += stop - start
+
+
+class _Round(NamedTuple, Generic[C]):
+    """Items that travel together."""
+
+    flat: Tensor
+    relay: _Move | None  # brings the bytes that this rank is to pass on
     moves: Moves  # from there to all
-    targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
-    items: list[BroadcastItem]
+    targets: list[tuple[Tensor, Tensor]]  # tensors to fill, each with its part of the buffer
+    cargo: list[C]
+
+
+class _Arrival(NamedTuple, Generic[C]):
+    """A round on its last way."""
+
+    move: _Move
+    targets: list[tuple[Tensor, Tensor]]
+    cargo: list[C]
+
+    def unload(self) -> list[C]:
+        """Wait for the round; return its cargo, filled."""
+        self.move.finish()
+        if self.targets:
+            tensors, parts = zip(*self.targets, strict=True)
+            torch._foreach_copy_(tensors, parts)
+        return self.cargo
 
 
 def _is_group(group: Any) -> bool:
@@ -192,19 +234,20 @@ class Ranks:
     # ---- sums ----
 
     def reduce_to_owners(
-        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
     ) -> Iterator[dict[Any, Tensor]]:
-        """Bring every item's sum to its owner, in buckets; yields what is mine of some of them.
+        """Bring every item's sum to its owner; yield this rank's sums of some buckets at a time.
 
-        ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
-        whomever, so that the sums' bits depend neither on the owners nor on the buckets.
+        ``loads`` are the :meth:`buckets`, each with this rank's terms. The next load is asked for
+        while earlier ones are on their way. Every element is added up in one order of the ranks,
+        whichever rank adds, so that the bits depend neither on the owners nor on the buckets.
         """
         added: list[_Added] = []
-        coming: Counter[int] = Counter()  # bytes that owners are to receive of that
-        for one in self._buckets_added_up(items, fill, kind):
+        coming: Counter[int] = Counter()  # bytes of these buckets that each owner is to receive
+        for one in self._buckets_added_up(loads, kind):
             if not one.bucket.passed_on:
                 yield self._pass_on([one], kind)
-                del one  # nor what the sum was made of, while the next bucket is filled
+                del one  # free this receive buffer before the next bucket is filled
                 continue
             itemsize = one.part.element_size()
             more = Counter({owner: n * itemsize for owner, n in one.bucket.passed_on.items()})
@@ -221,19 +264,20 @@ class Ranks:
             yield self._pass_on(added, kind)
 
     def _buckets_added_up(
-        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
     ) -> Iterator[_Added]:
-        """One after the other, while the terms of the next are on their way."""
+        """Yield one bucket after the other, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
-        for bucket in self.buckets(items):
-            on_the_way.append(self._send(bucket, fill(bucket.items), kind))
+        for bucket, terms in loads:
+            on_the_way.append(self._send(bucket, terms, kind))
+            del terms  # free them before the next load is made
             if len(on_the_way) == _IN_FLIGHT:
                 yield self._add_up(on_the_way.popleft(), kind)
         while on_the_way:
             yield self._add_up(on_the_way.popleft(), kind)
 
     def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
-        """Parcels of one device and dtype, up to the size that the user has set."""
+        """Yield items of one device and dtype together, up to the size that the user has set."""
         for same in _by_place(items):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
             for chunk in chunks(same, lambda item: item.size, limit):
@@ -323,19 +367,13 @@ class Ranks:
         """Return this rank's items of a bucket, with their numbers."""
         return [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]
 
-    def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:
-        """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
+    def _move(self, flat: Tensor, moves: Moves, kind: str) -> _Move:
+        """Send parts of ``flat`` to other ranks, and begin to take others in."""
         parts = [flat[start:stop] for start, stop in moves.outgoing]
         sent = torch.cat(parts) if parts else flat.new_empty(0)
         received = flat.new_empty(sum(moves.sizes_in))
         work = self._exchange(received, list(moves.sizes_in), sent, list(moves.sizes_out), kind)
-
-        def finish(sent: Tensor = sent) -> None:  # which stays alive until then
-            with _named(f"receiving {kind}"):
-                work.wait()
-            _put(flat, moves.incoming, received)
-
-        return finish
+        return _Move(flat, moves.incoming, received, sent, work, kind)
 
     def _exchange(
         self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
@@ -358,9 +396,10 @@ class Ranks:
     def broadcast_from(self, root: int, tensors: list[Tensor], kind: str) -> None:
         """Give ``root``'s tensors to all ranks."""
         if tensors:
-            size = cargo_bytes(tensor.nbytes for tensor in tensors)
-            shipment = BroadcastItem(root, size, lambda: tensors)
-            self.broadcast([RankGroup(range(self.world), [shipment])], tensors[0].device, kind)
+            item = BroadcastItem(root, cargo_bytes(tensor.nbytes for tensor in tensors))
+            group, device = RankGroup(range(self.world), [item]), tensors[0].device
+            for _ in self.broadcast([group], iter([[_Tensors(tensors)]]), device, kind):
+                pass
 
     def all_to_all(
         self,
@@ -412,55 +451,56 @@ class Ranks:
                     found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
         return found
 
-    def broadcast(self, groups: Sequence[RankGroup], device: torch.device, kind: str) -> None:
-        """Give each group's items from their roots to all its members.
+    def broadcast(
+        self,
+        groups: Sequence[RankGroup],
+        cargo: Iterator[list[C]],
+        device: torch.device,
+        kind: str,
+        *,
+        ahead: bool = False,
+    ) -> Iterator[C]:
+        """Give each group's items from their roots to all its members; yield cargo as it arrives.
 
-        Groups have no rank in common. One may stand for all, if the others' items are of the
-        same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
-        on their way; what it may do ahead it does before it waits for any of them. What one root
-        could not send to all in time goes by way of other members, and meanwhile the next round
-        begins.
+        All ranks exhaust the iterator. Groups have no rank in common. One may stand for all, if
+        the others' items are of the same sizes. ``cargo`` yields what belongs to each item of this
+        rank's group, in their order. It is asked for an item when its round begins, while earlier
+        rounds are still on their way; if ``ahead``, for all the rest before this rank waits for
+        another for the first time. Bytes that one root could not send to all in time go by way of
+        other members, and meanwhile the next round begins.
         """
         rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
-        begun: deque[_Round] = deque()
-        on_the_way: deque[Callable[[], None]] = deque()
-        ahead = deque(
-            x.ahead for parts in rounds for part in parts for x in part if x.ahead is not None
-        )
+        begun: deque[_Round[C]] = deque()
+        on_the_way: deque[_Arrival[C]] = deque()
 
         def before_waiting() -> None:
-            while ahead:
-                ahead.popleft()()
-
-        def send_on() -> None:
-            flat, relay, moves, targets, items = begun.popleft()
-            if relay is not None:
-                before_waiting()
-                relay()
-                relay = None  # free the relayed bytes
-            finish = self._move(flat, moves, kind)
-            on_the_way.append(functools.partial(_unload, finish, targets, items))
+            nonlocal cargo
+            if ahead:
+                cargo = iter(list(cargo))
 
         for parts in itertools.zip_longest(*rounds):
-            begun.append(self._begin(groups, parts, device, kind))
+            begun.append(self._begin(groups, parts, cargo, device, kind))
             while begun and (begun[0].relay is None or len(begun) > 1):
-                send_on()
+                if begun[0].relay is not None:
+                    before_waiting()
+                on_the_way.append(self._send_on(begun, kind))
             if len(begun) + len(on_the_way) == _IN_FLIGHT:
                 before_waiting()
-                on_the_way.popleft()()
+                yield from on_the_way.popleft().unload()
         while begun:
-            send_on()
+            on_the_way.append(self._send_on(begun, kind))
         while on_the_way:
-            on_the_way.popleft()()
+            yield from on_the_way.popleft().unload()
 
     def _begin(
         self,
         groups: Sequence[RankGroup],
         parts: Sequence[list[BroadcastItem] | None],
+        cargo: Iterator[list[C]],
         device: torch.device,
         kind: str,
-    ) -> _Round:
-        """Load this rank's items of a round, and send what others are to pass on."""
+    ) -> _Round[C]:
+        """Load this rank's items of a round, and send the bytes that others are to pass on."""
         pieces: tuple[Shard, ...] = ()
         members: Sequence[int] = ()
         items: list[BroadcastItem] = []
@@ -472,44 +512,37 @@ class Ranks:
                 relayed = relayed or any(p.adder != p.owner for p in ways)
                 if self.rank in group.members:
                     members, items, pieces = group.members, own, ways
-        flat, targets = self._loaded(items, device)
+        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
+        targets: list[tuple[Tensor, Tensor]] = []
+        loaded: list[C] = []
+        at = 0
+        for item in items:
+            own_cargo = next(cargo)
+            tensors = [tensor for one in own_cargo for tensor in one.tensors]
+            views = _views(flat[at : at + item.size], tensors)
+            at += item.size
+            if item.root == self.rank:
+                torch._foreach_copy_(views, tensors)
+            else:
+                targets += zip(tensors, views, strict=True)
+            loaded += own_cargo
         relay = None
         if relayed:
             relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
         moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-        return _Round(flat, relay, moves, targets, items)
+        return _Round(flat, relay, moves, targets, loaded)
 
-    def _loaded(
-        self, items: list[BroadcastItem], device: torch.device
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return bytes to send, with room for those to receive, and the tensors that get these."""
-        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
-        targets: list[tuple[Tensor, Tensor]] = []
-        at = 0
-        for shipment in items:
-            tensors = shipment.tensors()
-            parts = _views(flat[at : at + shipment.size], tensors)
-            at += shipment.size
-            if shipment.root == self.rank:
-                torch._foreach_copy_(parts, tensors)
-            else:
-                targets += zip(tensors, parts, strict=True)
-        return flat, targets
+    def _send_on(self, begun: deque[_Round[C]], kind: str) -> _Arrival[C]:
+        """Send the first of these rounds to all, once its relayed bytes are here."""
+        flat, relay, moves, targets, cargo = begun.popleft()
+        if relay is not None:
+            relay.finish()
+            relay = None  # free the relayed bytes
+        return _Arrival(self._move(flat, moves, kind), targets, cargo)
 
 
-def _unload(
-    finish: Callable[[], None],
-    targets: list[tuple[Tensor, Tensor]],
-    items: list[BroadcastItem],
-) -> None:
-    """Wait for what has been sent here, and put it where it belongs."""
-    finish()
-    if targets:
-        tensors, parts = zip(*targets, strict=True)
-        torch._foreach_copy_(tensors, parts)
-    for shipment in items:
-        if shipment.done is not None:
-            shipment.done()
+class _Tensors(NamedTuple):
+    tensors: list[Tensor]
 
 
 def _added_up(rows: Tensor) -> Tensor:
@@ -523,14 +556,6 @@ def _added_up(rows: Tensor) -> Tensor:
         rows[:half] += rows[count - half : count]
         count -= half
     return rows[0]
-
-
-def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None:
-    """Write values that lie one part after the other to where the parts belong."""
-    at = 0
-    for start, stop in parts:
-        flat[start:stop] = values[at : at + stop - start]
-        at += stop - start
 
 
 def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Coverage:
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
     excluded: dict[Tensor, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)  # patterns that match no module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -43,7 +44,6 @@ def cover(
     skip_layers: tuple[str, ...],
     max_factor_size: float,
     papers_only: bool,
-    warn: Callable[[str, int], None] | None,
     matrices_by_output: bool = False,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``.
@@ -51,8 +51,8 @@ def cover(
     With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
     """
     names = _parameter_names(model)
-    skipped_by = _skipped_modules(model, skip_layers, warn)
     found = Coverage()
+    skipped_by = _skipped_modules(model, skip_layers, found.unmatched)
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
     for name, module in model.named_modules():
@@ -249,11 +249,9 @@ def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> 
 
 
 def _skipped_modules(
-    model: nn.Module,
-    patterns: tuple[str, ...],
-    warn: Callable[[str, int], None] | None,
+    model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
 ) -> dict[nn.Module, str]:
-    """Modules whose name or class matches a pattern, each with all that it contains."""
+    """Return the modules whose name or class matches a pattern, each with all that it contains."""
     skipped: dict[nn.Module, str] = {}
     for pattern in patterns:
         matches = [
@@ -261,12 +259,8 @@ def _skipped_modules(
             for name, module in model.named_modules()
             if re.search(pattern, name) or re.search(pattern, type(module).__name__)
         ]
-        if warn is not None and not matches:
-            text = (
-                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
-                "names (as in model.named_modules()) and class names"
-            )
-            warn(text, 9)  # the line that builds the optimizer
+        if not matches:
+            unmatched.append(pattern)
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())
     return skipped

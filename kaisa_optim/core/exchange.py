@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,10 +56,11 @@ def reduce_to_owners(
         owner = registry.owner(layer, side)
         items.append(ReduceItem((layer, side), owner, size, key.device, key.dtype))
 
-    def terms(bucket: list[ReduceItem]) -> list[Tensor]:
-        return [v.flatten() for v in sums.take([item.key for item in bucket], agreed)]
-
-    for arrived in ranks.reduce_to_owners(items, terms, "factors"):
+    loads = (
+        (bucket, [v.flatten() for v in sums.take([item.key for item in bucket.items], agreed)])
+        for bucket in ranks.buckets(items)
+    )
+    for arrived in ranks.reduce_to_owners(loads, "factors"):
         values = {}
         for (layer, side), total in arrived.items():
             key = stack_key(layer, side)
@@ -171,36 +173,33 @@ def _broadcast_state(
             own = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
             own.append((layer, side))
         groups = []
+        mine: list[list[Key]] = []  # of each item of this rank's column
         for column, by_root in columns.items():
             total = sum(rule.state_bytes(key) for own in by_root.values() for key in own)
             limit = side_by_side(total, len(by_root), ranks.bucket_bytes)
-            items = [
-                [
-                    _state_item(rule, applied, root, some)
-                    for some in chunks(own, rule.state_bytes, limit)
-                ]
+            order = in_turn(
+                [(root, some) for some in chunks(own, rule.state_bytes, limit)]
                 for root, own in by_root.items()
-            ]
-            groups.append(RankGroup(grid.workers_of(column), in_turn(items)))
-        ranks.broadcast(groups, device, "second_order")
+            )
+            if column == ranks.rank % grid.columns:
+                mine = [keys for _, keys in order]
+            items = [BroadcastItem(root, sum(map(rule.state_bytes, keys))) for root, keys in order]
+            groups.append(RankGroup(grid.workers_of(column), items))
+        # Lazy: triangles live from their packing to their arrival.
+        cargo = ([_packed(rule, applied.by_key[key]) for key in keys] for keys in mine)
+        for packed in ranks.broadcast(groups, cargo, device, "second_order"):
+            rule.incoming(packed.factor, packed.tensors)
 
 
-def _state_item(rule: Rule, applied: AppliedFactors, root: int, keys: list[Key]) -> BroadcastItem:
-    """Return the state of some factors; triangles live from their packing to their arrival."""
-    packed: list[tuple[Factor, list[Tensor]]] = []
+class _PackedState(NamedTuple):
+    """One factor's state as it travels."""
 
-    def tensors() -> list[Tensor]:
-        for key in keys:
-            factor = applied.by_key[key]
-            packed.append((factor, rule.outgoing(factor)))
-        return [tensor for _, own in packed for tensor in own]
+    factor: Factor
+    tensors: list[Tensor]
 
-    def store() -> None:
-        for factor, own in packed:
-            rule.incoming(factor, own)
-        packed.clear()
 
-    return BroadcastItem(root, sum(map(rule.state_bytes, keys)), tensors, store)
+def _packed(rule: Rule, factor: Factor) -> _PackedState:
+    return _PackedState(factor, rule.outgoing(factor))
 
 
 # ---- gradients ----
@@ -284,20 +283,23 @@ class GradientExchange:
         Which gradients travel follows from the layers' state, not from a rank's gradients: a
         missing one is zero. Columns send side by side, and none waits for another's products.
         """
-        wires: list[Wire] = []
+        dtype = self._comm_dtype
         members = self._ranks.grid.receivers_of(self._ranks.rank)
         for same in by_device(layers):
-            by_column = [
-                [
-                    self._gradient_item(members[column], shapes, wires, precondition)
-                    for shapes in buckets
-                ]
+            order = in_turn(
+                [(members[column], shapes) for shapes in buckets]
                 for column, buckets in self._buckets_of(same)
+            )
+            items = [
+                BroadcastItem(root, sum(gradients.wire_bytes(one, dtype) for one in shapes))
+                for root, shapes in order
             ]
-            group = RankGroup(members, in_turn(by_column))
-            self._ranks.broadcast([group], device_of(same[0]), "gradients")
-        for wire in wires:
-            updates.add(wire.unpack())
+            cargo = (self._wires(root, shapes, precondition) for root, shapes in order)
+            arrived = self._ranks.broadcast(
+                [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
+            )
+            for wire in arrived:
+                updates.add(wire.unpack())
 
     def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
         """Return each column's buckets of layers on one device; worked out once."""
@@ -316,28 +318,14 @@ class GradientExchange:
             known = self._buckets[layers[0]] = layers, divided
         return known[1]
 
-    def _gradient_item(
-        self,
-        root: int,
-        shapes: list[list[Layer]],
-        wires: list[Wire],
-        precondition: Precondition,
-    ) -> BroadcastItem:
+    def _wires(
+        self, root: int, shapes: list[list[Layer]], precondition: Precondition
+    ) -> list[Wire]:
         """Return the new gradients that a root sends, or room for them elsewhere."""
         own = root == self._ranks.rank
-
-        @functools.cache  # asked for once before its turn, and once in it
-        def made() -> list[NewGradients]:
-            stacks = map(self.stack_of, shapes)
-            return [precondition(x) if own else NewGradients.awaited(x) for x in stacks]
-
-        def tensors() -> list[Tensor]:
-            new = [Wire(one, self._comm_dtype) for one in made()]
-            wires.extend(new)
-            return [tensor for wire in new for tensor in wire.tensors]
-
-        size = sum(gradients.wire_bytes(one, self._comm_dtype) for one in shapes)
-        return BroadcastItem(root, size, tensors, ahead=made if own else None)
+        stacks = map(self.stack_of, shapes)
+        new = (precondition(x) if own else NewGradients.awaited(x) for x in stacks)
+        return [Wire(one, self._comm_dtype) for one in new]
 
     # ---- sharded gradients ----
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -425,16 +424,11 @@ class Preconditioner(Questions):
 
 def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
     """Return the numbers of a step that rules read."""
-
-    def value_of(name: str) -> Callable[[Layer], float]:
-        # Each stack asks for its layers' values, and they stay for a step.
-        return functools.cache(lambda layer: registry.shared(layer, groups, name))
-
     seen = [x for x in registry.active if x.name in agreed.rows]
     graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
-        value_of("damping"),
-        value_of("factor_decay"),
+        registry.values("damping", groups).__getitem__,
+        registry.values("factor_decay", groups).__getitem__,
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),

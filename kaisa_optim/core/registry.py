@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -134,7 +133,7 @@ class Registry:
 
     # ---- group values ----
 
-    def shared(self, layer: Layer, groups: list[Group], name: str) -> float:
+    def _shared(self, layer: Layer, groups: list[Group], name: str) -> float:
         """Return a group's value for a layer; its weight and bias must agree on it."""
         values = {groups[self._group_of[p]][name] for p in layer.parameters}
         if len(values) > 1:
@@ -143,6 +142,13 @@ class Registry:
                 f"with different values {sorted(values)}; give both groups the same {name}"
             )
         return values.pop()
+
+    def values(self, name: str, groups: list[Group]) -> dict[Layer, float]:
+        """Return the groups' value for each active layer."""
+        of_groups = {group[name] for group in groups}
+        if len(of_groups) == 1:
+            return dict.fromkeys(self.active, of_groups.pop())
+        return {layer: self._shared(layer, groups, name) for layer in self.active}
 
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
         """Return how moments move, for all layers: all ranks refuse what does not fit one."""
@@ -211,9 +217,14 @@ class Registry:
             skip_layers=tuple(options.skip_layers),
             max_factor_size=options.max_factor_size,
             papers_only=options.kaisa_scaling,
-            warn=functools.partial(agreement.warn, self._ranks) if first else None,
             matrices_by_output=is_muon,
         )
+        for pattern in found.unmatched if first else ():
+            text = (
+                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
+                "names (as in model.named_modules()) and class names"
+            )
+            agreement.warn(self._ranks, text, 7)  # the line that builds the optimizer
         found.excluded = excluded
         if options.correction == "examples":
             world = self._ranks.world
@@ -222,7 +233,7 @@ class Registry:
             if options.correction == "examples":
                 coverage.check_rows(layer)
             for name in PER_GROUP if layer.parameters else ():
-                self.shared(layer, groups, name)
+                self._shared(layer, groups, name)
             if self._rule.makes_directions and layer.parameters:
                 self._settings_of(layer, groups, of_group)
         self._find_shards(found.layers.values())
