@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import invalid_because
 from .ranks import Ranks
 
 _BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole numbers in float64
@@ -104,18 +105,20 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
             if repr(first) != repr(other):  # as checksums have it, to which True is not 1
                 remedy = "; where each rank has a part of a model, as pipeline stages are, give "
                 remedy += "process_group= the group of the ranks that hold the same stage"
-                raise ValueError(
-                    f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
-                    f"need the same model and options{remedy * name.startswith(of_model)}"
+                why = (
+                    f"{other!r} on rank {rank}, {first!r} on rank 0; all ranks need the same "
+                    f"model and options{remedy * name.startswith(of_model)}"
                 )
+                raise invalid_because(name, why)
         # The same things in another order, as of modules that were registered so.
         for here, there in zip(theirs[0], values, strict=True):
             if here != there:
-                raise ValueError(
-                    f"Invalid {what}: {there!r} stands on rank {rank} where rank 0 has {here!r}; "
-                    "register modules and add parameters in one order on all ranks"
+                why = (
+                    f"{there!r} stands on rank {rank} where rank 0 has {here!r}; register "
+                    "modules and add parameters in one order on all ranks"
                 )
-    raise ValueError(f"Invalid {what}: they differ among the ranks")
+                raise invalid_because(what, why)
+    raise invalid_because(what, "they differ among the ranks")
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:

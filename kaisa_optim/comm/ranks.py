@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
 from ..plan.routes import (
     Bucket,
@@ -181,9 +181,8 @@ class Ranks:
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError(
-                "Invalid process_group: this rank is not in it; build the optimizer on its "
-                "members only"
+            raise invalid_because(
+                "process_group", "this rank is not in it; build the optimizer on its members only"
             )
         self.grid = Grid(1, 1)
         # Where the words that the host reads are exchanged: a device only if it must be.

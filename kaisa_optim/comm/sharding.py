@@ -15,6 +15,7 @@ if torch.distributed.is_available():
     _SHARDED: tuple[type, ...] = (DTensor,)
 else:
     _SHARDED = ()
+from ..errors import invalid_because
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -45,17 +46,19 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
-        raise ValueError(
-            f"Invalid process_group: {name} is sharded over ranks {mesh.mesh.flatten().tolist()}, "
-            f"K-FAC's group has {ranks}; pass the group of all ranks of that mesh"
+        why = (
+            f"{name} is sharded over ranks {mesh.mesh.flatten().tolist()}, K-FAC's group has "
+            f"{ranks}; pass the group of all ranks of that mesh"
         )
+        raise invalid_because("process_group", why)
     split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
     if len(split) > 1 or any(type(p) not in (Shard, Replicate) for p in placements):
-        raise ValueError(
-            f"Invalid model: {name} is sharded as {placements}; K-FAC can follow fully_shard over "
-            "one mesh dimension, replicated or not over the others (FSDP2 and HSDP), without "
-            "tensor parallelism"
+        why = (
+            f"{name} is sharded as {placements}; K-FAC can follow fully_shard over one mesh "
+            "dimension, replicated or not over the others (FSDP2 and HSDP), without tensor "
+            "parallelism"
         )
+        raise invalid_because("model", why)
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
     size = parameter.shape[dim]
     ways = mesh.shape[split[0]] if split else 1

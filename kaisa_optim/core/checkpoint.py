@@ -15,6 +15,7 @@ from torch import Tensor
 from ..checks import is_real
 from ..comm.ranks import GatherItem
 from ..curvature.stacks import Specs, stack_key
+from ..errors import invalid_because
 from ..layers import Layer
 from .coverage import unwrapped
 from .preconditioner import Preconditioner
@@ -39,10 +40,11 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
         what = f"it has no {' and no '.join(map(repr, missing))}"
     else:
         return
-    raise ValueError(
-        f"Invalid state_dict: {what}; pass what an optimizer's state_dict() has returned, and not "
-        "its model's, or the whole of a checkpoint that holds several"
+    why = (
+        f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
+        "the whole of a checkpoint that holds several"
     )
+    raise invalid_because("state_dict", why)
 
 
 def _home(layer: Layer) -> Tensor:
@@ -261,11 +263,11 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
             name = names.get(p, "a parameter")
             problems.append(f"{name} of shape {tuple(p.shape)} has factors, but no layer")
     if problems:
-        raise ValueError(
-            "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "
-            "model with the same layers and options, or remove its kfac_ entries:\n  "
-            + abridged(problems, 20, "\n  ")
+        why = (
+            "its K-FAC factors do not fit the model's layers; load it into a model with the same "
+            "layers and options, or remove its kfac_ entries:\n  "
         )
+        raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
 
 
 def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
+from ..errors import invalid_because
 from ..layers import Layer, check_sizes, is_registered, kind_of
 
 
@@ -140,11 +141,12 @@ def beside_matrices(model: nn.Module) -> set[Tensor]:
 def refuse_flattened(model: nn.Module) -> None:
     """Of the model as it is wrapped."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ValueError(
-            "Invalid model: FullyShardedDataParallel flattens parameters, so that no layer has a "
-            "weight matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+        why = (
+            "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
+            "left; use torch.distributed.fsdp.fully_shard, its successor, or "
             "DistributedDataParallel"
         )
+        raise invalid_because("model", why)
 
 
 def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
@@ -182,15 +184,17 @@ def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
     names = _parameter_names(model)
     for parameter in trained:
         if parameter not in names:
-            raise ValueError(
-                f"Invalid params: a parameter of shape {tuple(parameter.shape)} does not belong to "
-                "the model; pass the model whose parameters you optimize as model="
+            why = (
+                f"a parameter of shape {tuple(parameter.shape)} does not belong to the model; "
+                "pass the model whose parameters you optimize as model="
             )
+            raise invalid_because("params", why)
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"Invalid params: {names[parameter][0]} has no shape yet; run the lazy model once "
-                "before you build the optimizer"
+            why = (
+                f"{names[parameter][0]} has no shape yet; run the lazy model once before you "
+                "build the optimizer"
             )
+            raise invalid_because("params", why)
 
 
 class Homes:
@@ -281,18 +285,20 @@ def check_rows(layer: Layer) -> None:
     """Refuse a kind that tells its moments but not the rows that they are made of."""
     kind = type(layer)
     if kind.input_rows is Layer.input_rows and kind.projected_moment is Layer.projected_moment:
-        raise ValueError(
-            f'Invalid eigenvalue_correction: "examples" needs the rows of layer {layer.name!r}, '
-            f"but {kind.__name__} has no input_rows; add them or projected_moment, use "
-            'eigenvalue_correction="gradients", or skip the layer with skip_layers'
+        why = (
+            f'"examples" needs the rows of layer {layer.name!r}, but {kind.__name__} has no '
+            'input_rows; add them or projected_moment, use eigenvalue_correction="gradients", or '
+            "skip the layer with skip_layers"
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
 def check_workers(workers: int, world: int) -> None:
     """Refuse ranks that see examples of a layer but do not have its basis."""
     if workers < world:
-        raise ValueError(
-            'Invalid eigenvalue_correction: "examples" needs all bases on all ranks, but only '
-            f"{workers} of {world} are gradient workers of a layer; use "
-            'eigenvalue_correction="gradients", or, without fully_shard, assignment="opt"'
+        why = (
+            f'"examples" needs all bases on all ranks, but only {workers} of {world} are '
+            'gradient workers of a layer; use eigenvalue_correction="gradients", or, without '
+            'fully_shard, assignment="opt"'
         )
+        raise invalid_because("eigenvalue_correction", why)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import check_callable, is_real
 from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
 
 Group = dict[str, Any]
@@ -164,10 +164,11 @@ class Hyperparameters:
         former = self.sums.loss_terms
         numbers = not isinstance(value, str) and not isinstance(former, str)
         if value != former and not numbers and self._has_drawn():
-            raise ValueError(
-                f"Invalid loss_terms: {value!r} after sample_fisher, which drew for {former!r}; "
-                "set it before, or give the optimizer a number as its argument"
+            why = (
+                f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
+                "give the optimizer a number as its argument"
             )
+            raise invalid_because("loss_terms", why)
         self.sums.loss_terms = value
 
     def _has_drawn(self) -> bool:
@@ -229,9 +230,8 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
 
 def _scale(value: Any) -> Tensor | float:
     if not is_real(value) and not isinstance(value, Tensor):
-        raise ValueError(
-            f"Invalid grad_scaler: {value!r} from its callable; a scale must be a number or a "
-            "tensor"
+        raise invalid_because(
+            "grad_scaler", f"{value!r} from its callable; a scale must be a number or a tensor"
         )
     scale: Tensor | float = value
     return scale

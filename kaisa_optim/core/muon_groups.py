@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..curvature.rules.muon import Settings
+from ..errors import invalid_because
 from ..linalg.orthogonal import MuonStep
 from .coverage import beside_matrices
 
@@ -57,8 +58,9 @@ def choices(groups: Iterable[Group]) -> list[bool | None]:
 def refuse_changes(groups: Iterable[Group], former: Sequence[bool | None]) -> None:
     for i, (now, before) in enumerate(zip(choices(groups), former, strict=False)):
         if now is not before:
-            raise ValueError(
-                f"Invalid use_muon: {now!r} of parameter group {i}, which was built with "
-                f"{before!r}; what K-FAC covers follows from it, so build another optimizer, with "
-                "the state_dict() of this one if that is to go on"
+            why = (
+                f"{now!r} of parameter group {i}, which was built with {before!r}; what K-FAC "
+                "covers follows from it, so build another optimizer, with the state_dict() of "
+                "this one if that is to go on"
             )
+            raise invalid_because("use_muon", why)

@@ -14,6 +14,7 @@ from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
 from ..curvature.rules import AdamRule, MuonRule, Rule, adam
 from ..curvature.stacks import AppliedFactors, stack_key
+from ..errors import invalid_because
 from ..layers import Basis, Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
@@ -137,10 +138,11 @@ class Registry:
         """Return a group's value for a layer; its weight and bias must agree on it."""
         values = {groups[self._group_of[p]][name] for p in layer.parameters}
         if len(values) > 1:
-            raise ValueError(
-                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
-                f"with different values {sorted(values)}; give both groups the same {name}"
+            why = (
+                f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                f"different values {sorted(values)}; give both groups the same {name}"
             )
+            raise invalid_because(name, why)
         return values.pop()
 
     def values(self, name: str, groups: list[Group]) -> dict[Layer, float]:
@@ -173,11 +175,12 @@ class Registry:
             names = ("betas", "eps", "bias_correction", "grad_averaging")
             first, last = groups[numbers[0]], groups[numbers[-1]]
             name = next(x for x in names if first.get(x) != last.get(x))
-            raise ValueError(
-                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
-                f"with different values {[first[name], last[name]]}; give both groups the same "
+            why = (
+                f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                f"different values {[first[name], last[name]]}; give both groups the same "
                 f'{name}, or use moments="parameters"'
             )
+            raise invalid_because(name, why)
         return found[0]
 
     # ---- changes ----
@@ -316,11 +319,11 @@ def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
     """Return the strategy for gradients that return to every rank as shards: one rank works."""
     chosen = options.assignment, options.grad_worker_fraction
     if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
-        raise ValueError(
-            f"Invalid assignment: {options.strategy!r} for parameters sharded by fully_shard: one "
-            'rank preconditions each of their gradients; use assignment="layer-wise" or leave it '
-            "out"
+        why = (
+            f"{options.strategy!r} for parameters sharded by fully_shard: one rank preconditions "
+            'each of their gradients; use assignment="layer-wise" or leave it out'
         )
+        raise invalid_because("assignment", why)
     return assignment.LayerWise()
 
 

@@ -17,6 +17,7 @@ from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
 from ..curvature.sums import FactorSums
+from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
@@ -202,13 +203,10 @@ def nothing_covered(registry: Registry) -> ValueError:
         patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
         reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
     detail = "; ".join(reasons)
-    return ValueError(
-        "Invalid model: it has no layer that K-FAC covers"
-        + (f" ({detail})" if detail else "")
-        + "; use the base optimizer, "
-        + ("skip less, " if skipped else "")
-        + "or register its layers with register_layer"
-    )
+    detail = f" ({detail})" if detail else ""
+    use = "use the base optimizer, skip less" if skipped else "use the base optimizer"
+    must = f"{use}, or register its layers with register_layer"
+    return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
 
 
 def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
@@ -302,15 +300,16 @@ def misread(kfac: Questions) -> str:
 def check_draws(options: Options) -> None:
     """Refuse drawn labels under options that have no use for them."""
     if options.kaisa_scaling:
-        raise ValueError(
-            'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
-            'normalization="fisher"'
+        raise invalid_because(
+            "normalization",
+            '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
         )
     if options.correction == "examples":
-        raise ValueError(
-            'Invalid eigenvalue_correction: "examples" takes the gradients that train, not '
-            'those of drawn labels; use "gradients", or leave out sample_fisher'
+        why = (
+            '"examples" takes the gradients that train, not those of drawn labels; use '
+            '"gradients", or leave out sample_fisher'
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
 # ---- what ranks compare ----

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..comm.sharding import parts_here
+from ..errors import invalid_because
 from . import muon
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
 
@@ -32,19 +33,21 @@ def check(optimizer: Optimizer, group: Group) -> None:
     """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, BASES):
-        raise ValueError(
-            f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
-            'of them; use moments="parameters"'
+        why = (
+            f'"eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none of them; use '
+            'moments="parameters"'
         )
+        raise invalid_because("moments", why)
     group = {**optimizer.defaults, **group}
     if group.get("amsgrad"):
-        raise ValueError(
-            "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
-            'leave it out, or use moments="parameters"'
+        why = (
+            "True; a largest second moment has no meaning while its basis turns: leave it out, "
+            'or use moments="parameters"'
         )
+        raise invalid_because("amsgrad", why)
     if any(isinstance(beta, Tensor) for beta in group["betas"]):
-        raise ValueError(
-            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
+        raise invalid_because(
+            "betas", f'{group["betas"]}; with moments="eigenbasis" they must be numbers'
         )
 
 

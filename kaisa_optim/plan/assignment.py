@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..checks import check_flag, is_real
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 
 
 class Task(NamedTuple):
@@ -152,9 +152,9 @@ def choose(
     if isinstance(assignment, WorkAssignment):
         return assignment
     if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
-        raise ValueError(
-            f"Invalid assignment: {assignment.__name__} is a class; it must be an instance: "
-            f"{assignment.__name__}()"
+        raise invalid_because(
+            "assignment",
+            f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
         )
     if assignment is None:
         return Opt() if fraction is None else Hybrid(fraction)
@@ -164,9 +164,10 @@ def choose(
         return LayerWise()
     if assignment == "opt":
         return Opt()
-    raise ValueError(
-        f'Invalid assignment: {assignment!r}; choose from "layer-wise", "hybrid", "opt", or pass a '
-        "WorkAssignment"
+    raise invalid(
+        "assignment",
+        assignment,
+        'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment',
     )
 
 
@@ -178,11 +179,12 @@ def check_everywhere(
     strategy: WorkAssignment,
     grad_worker_fraction: float | None,
     colocate: bool | None,
-    needs_all: str = "",
+    needs_all: bool = False,
 ) -> None:
-    """Refuse what contradicts itself on any number of ranks above one, also where there is one.
+    """Refuse arguments that contradict each other on any number of ranks above one.
 
-    ``needs_all`` is an argument, with its value, that wants all ranks as gradient workers.
+    One process refuses them, too. ``needs_all``: the eigenvalue correction by examples wants all
+    ranks as gradient workers.
     """
     if type(strategy) not in (LayerWise, Hybrid, Opt):
         return  # where it has how many workers, only its author knows
@@ -190,23 +192,25 @@ def check_everywhere(
     possible = [(n, world) for world, n in workers.items() if world % n == 0]
     fraction = grad_worker_fraction
     if fraction is not None and all(_workers(fraction, world) != n for n, world in possible):
-        raise ValueError(
-            f"Invalid grad_worker_fraction: {fraction!r} means {_workers(fraction, 2)} of 2 ranks "
-            f"as gradient workers, but assignment {strategy!r} means {workers[2]}, and on no "
-            "number of ranks above one do they agree; leave out one of the two"
+        why = (
+            f"{fraction!r} means {_workers(fraction, 2)} of 2 ranks as gradient workers, but "
+            f"assignment {strategy!r} means {workers[2]}, and on no number of ranks above one do "
+            "they agree; leave out one of the two"
         )
+        raise invalid_because("grad_worker_fraction", why)
     if colocate is False and all(n == 1 for n in workers.values()):
-        raise ValueError(
-            "Invalid colocate_factors: False needs two gradient workers or more, and "
-            f"{strategy!r} means one on any number of ranks; leave it out, or use a larger "
-            "grad_worker_fraction"
+        why = (
+            f"False needs two gradient workers or more, and {strategy!r} means one on any number "
+            "of ranks; leave it out, or use a larger grad_worker_fraction"
         )
+        raise invalid_because("colocate_factors", why)
     if needs_all and all(n < world for n, world in possible):
-        raise ValueError(
-            f"Invalid {needs_all} needs all bases on all ranks, but {strategy!r} makes fewer of "
-            f"them gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
+        why = (
+            f'"examples" needs all bases on all ranks, but {strategy!r} makes fewer of them '
+            f"gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
             'eigenvalue_correction="gradients", or assignment="opt"'
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
 def make_grid(
@@ -222,11 +226,12 @@ def make_grid(
     if not _is_count(workers) or not 1 <= workers <= world or world % workers:
         raise _no_grid(strategy, workers, world)
     if fraction is not None and _workers(fraction, world) != workers:
-        raise ValueError(
-            f"Invalid grad_worker_fraction: {grad_worker_fraction!r} means "
-            f"{_workers(fraction, world)} of {world} ranks as gradient workers, but assignment "
-            f"{strategy!r} means {workers}; leave out one of the two"
+        why = (
+            f"{grad_worker_fraction!r} means {_workers(fraction, world)} of {world} ranks as "
+            f"gradient workers, but assignment {strategy!r} means {workers}; leave out one of "
+            "the two"
         )
+        raise invalid_because("grad_worker_fraction", why)
     return Grid(world, int(workers))
 
 
@@ -238,16 +243,17 @@ def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
         near = [below, above]
     if isinstance(strategy, Hybrid) and near:
         fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
-        return ValueError(
-            f"Invalid grad_worker_fraction: {strategy.grad_worker_fraction} makes {workers} of "
-            f"{world} ranks gradient workers, and {workers} does not divide {world}; use "
-            f"{fractions}"
+        why = (
+            f"{strategy.grad_worker_fraction} makes {workers} of {world} ranks gradient workers, "
+            f"and {workers} does not divide {world}; use {fractions}"
         )
+        return invalid_because("grad_worker_fraction", why)
     such_as = f", such as {near[0]} or {near[1]}" if near else ""
-    return ValueError(
-        f"Invalid assignment: {type(strategy).__name__}.gradient_workers({world}) returned "
-        f"{workers!r}; it must be a whole number from 1 to {world} that divides {world}{such_as}"
+    why = (
+        f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must be a "
+        f"whole number from 1 to {world} that divides {world}{such_as}"
     )
+    return invalid_because("assignment", why)
 
 
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
@@ -259,10 +265,11 @@ def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bo
     if grid.workers > 1:
         return bool(strategy.colocate if colocate is None else colocate)
     if colocate is False and grid.world > 1:
-        raise ValueError(
-            f"Invalid colocate_factors: False needs two gradient workers or more, and {strategy!r} "
-            f"means one of {grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
+        why = (
+            f"False needs two gradient workers or more, and {strategy!r} means one of "
+            f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
         )
+        raise invalid_because("colocate_factors", why)
     return True
 
 
@@ -281,24 +288,27 @@ def assign(
     names: set[str] = set()
     for task in tasks:
         if task.name in names:
-            raise ValueError(f"Invalid tasks: two are named {task.name!r}; names must differ")
+            raise invalid_because("tasks", f"two are named {task.name!r}; names must differ")
         names.add(task.name)
     load = [0.0] * grid.world if load is None else list(load)
     if len(load) != grid.world:
-        raise ValueError(
-            f"Invalid load: {len(load)} numbers; it must be one for each of {grid.world} ranks"
+        raise invalid_because(
+            "load", f"{len(load)} numbers; it must be one for each of {grid.world} ranks"
         )
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
-    author = f"Invalid assignment: {type(strategy).__name__}.place"
+    author = f"{type(strategy).__name__}.place"
     if not isinstance(answer, Sequence) or len(answer) != len(tasks):
         count = f"{len(answer)} placements" if isinstance(answer, Sequence) else repr(answer)
-        raise ValueError(
+        why = (
             f"{author} returned {count} for {len(tasks)} layers; return a list with one "
             "Placement(a, g) of each, in their order"
         )
+        raise invalid_because("assignment", why)
+    for task, placement in zip(tasks, answer, strict=True):
+        if fault := _fault(placement, grid, together):
+            raise invalid_because("assignment", f"{author} put {task.name!r} {fault}")
     return {
-        task.name: _checked(placement, grid, together, f"{author} put {task.name!r}")
-        for task, placement in zip(tasks, answer, strict=True)
+        task.name: Placement(int(a), int(g)) for task, (a, g) in zip(tasks, answer, strict=True)
     }
 
 
@@ -357,38 +367,37 @@ def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)
         if not is_real(value) or not 0 <= value < math.inf:
-            raise ValueError(
-                f"Invalid assignment: {type(strategy).__name__}.cost({size}, {diagonal}) returned "
-                f"{value!r} for {task.name!r}; it must be a finite number, 0 or more"
+            why = (
+                f"{type(strategy).__name__}.cost({size}, {diagonal}) returned {value!r} for "
+                f"{task.name!r}; it must be a finite number, 0 or more"
             )
+            raise invalid_because("assignment", why)
         return task.blocks * float(value)
 
     return cost(task.a, task.diagonal_a), cost(task.g, task.diagonal_g)
 
 
-def _checked(placement: Any, grid: Grid, together: bool, what: str) -> Placement:
-    """The placement, if it is one; ``what`` opens the error."""
+def _fault(placement: Any, grid: Grid, together: bool) -> str:
+    """Return what is wrong with a placement, as the end of a sentence; nothing if it is right."""
     if not isinstance(placement, tuple) or len(placement) != 2:
-        raise ValueError(f"{what} at {placement!r}; return Placement(a, g), its two ranks")
+        return f"at {placement!r}; return Placement(a, g), its two ranks"
     a, g = placement
     for side, rank in zip("AG", placement, strict=True):
         if not _is_count(rank) or not 0 <= rank < grid.world:
-            raise ValueError(
-                f"{what}, its {side}, on rank {rank!r}; it must be a rank from 0 to "
-                f"{grid.world - 1}"
-            )
+            last = grid.world - 1
+            return f"with its {side} on rank {rank!r}; it must be a rank from 0 to {last}"
     if together and a != g:
-        raise ValueError(
-            f"{what} on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
+        return (
+            f"on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
             "colocate_factors=False"
         )
     if a % grid.columns != g % grid.columns:
         column = list(grid.workers_of(a))
-        raise ValueError(
-            f"{what} on ranks {a} and {g}, which share no layer; G must be with A among "
+        return (
+            f"on ranks {a} and {g}, which share no layer; G must be with A among "
             f"grid.workers_of({a}), the ranks {column[:4]}{' and so on' if column[4:] else ''}"
         )
-    return Placement(int(a), int(g))
+    return ""
 
 
 def _workers(fraction: float, world: int) -> int:
