@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import time
@@ -129,6 +130,7 @@ def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextM
 # ---- numbers that are not finite on one rank ----
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "layer-wise": (3, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
     "opt": (3, {}),
 }
@@ -267,8 +269,7 @@ PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "opt-parted": (4, {"colocate_factors": False}),
 }
 every_placement = pytest.mark.parametrize(
-    ("placement", "method"),
-    [(name, "eigen" if name in ("hybrid", "opt-parted") else "inverse") for name in PLACEMENTS],
+    ("placement", "method"), list(itertools.product(PLACEMENTS, ["eigen", "inverse"]))
 )
 
 
