@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
@@ -72,6 +73,52 @@ def test_no_retired_word(path):
     named |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     named |= {name.rsplit(".", 1)[-1] for name, _ in definitions(path)}
     assert not named & RETIRED
+
+
+def chains(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield line, name and attributes of every longest ``name.a.b.c``."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            attributes, start = [node.attr], node.value
+            while isinstance(start, ast.Attribute):
+                attributes.insert(0, start.attr)
+                start = start.value
+            if isinstance(start, ast.Name):
+                yield node.lineno, start.id, attributes
+
+
+def plain_data() -> set[str]:
+    """Return the names that may end a chain: of tensors, of containers, of fields of records."""
+    types = torch.Tensor, torch.dtype, torch.device, dict, list, set, frozenset, tuple, str, type
+    names = {name for kind in types for name in dir(kind)}
+    for path in FILES:
+        for _, node in definitions(path):
+            if isinstance(node, ast.ClassDef):
+                kinds = " ".join(map(ast.unparse, [*node.bases, *node.decorator_list]))
+                if re.search("NamedTuple|dataclass", kinds):
+                    fields = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+                    names |= {target.id for target in fields if isinstance(target, ast.Name)}
+    return names
+
+
+def test_nobody_reaches_through_two_objects():
+    """A chain such as ``optimizer.preconditioner.registry.parameters`` ties three modules."""
+    ends = plain_data()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        for line, name, attributes in chains(tree):
+            while attributes and attributes[-1] in ends:
+                attributes.pop()
+            most = 3 if name in ("self", "cls") else 2
+            chain = ".".join([name, *attributes])
+            assert name in imported or len(attributes) <= most, f"{path.name}:{line}: {chain}"
 
 
 def test_no_docstring_begins_with_what_or_whether():

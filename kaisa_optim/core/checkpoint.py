@@ -208,9 +208,7 @@ def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
     keys = {side: stack_key(layer, side) for side in "ag"}
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
-        kept = kfac.store.averages.specs(key, layer.blocks)
-        kept |= kfac.refresher.specs(layer.blocks)
-        kept |= kfac.rule.state_specs(key, layer.blocks)
+        kept = kfac.store.specs(key, layer.blocks)
         specs.append((f"{side}_", kfac.registry.owner(layer, side), kept))
     g, a = keys["g"], keys["a"]
     of_gradients = kfac.rule.group_specs(layer.blocks, g.size, a.size, g.dtype)

@@ -257,7 +257,7 @@ def _check_options(optimizer: KFACMixin) -> None:
         wrong, why = 'normalization="kaisa"', "its factors are not on the scale of the loss"
     elif any(group.get("maximize") for group in optimizer.param_groups):
         wrong, why = "maximize=True", "negate the loss instead"
-    elif any(is_sharded(p) for p in optimizer.preconditioner.registry.parameters):
+    elif any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         wrong = "parameters sharded by fully_shard"
         why = "no rank has a whole change: use DistributedDataParallel, or a schedule"
     if wrong:
