@@ -1,7 +1,7 @@
 """How bytes move among the ranks: sums to their owners, copies from one rank to a group.
 
-Nothing here knows what the bytes mean. All ranks call the same methods in the same order; which
-order that is follows from what all of them know.
+Nothing here knows what the bytes mean. All ranks call the same methods in the same order: the order
+follows from facts that all of them know.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..plan.routes import (
     route,
 )
 
-_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
+_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
 
 
 class ReduceItem(NamedTuple):
-    """A flat tensor of which the owner wants the sum over all ranks."""
+    """A flat tensor whose sum over all ranks its owner wants."""
 
-    key: Any  # what the sum is known by
+    key: Any  # the name under which the sum is returned
     owner: int
     size: int
     device: torch.device
@@ -61,7 +61,7 @@ C = TypeVar("C", bound=Cargo)
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share what one of them has."""
+    """Ranks that share items, each of which one of them has."""
 
     members: Sequence[int]
     items: list[BroadcastItem]
@@ -152,7 +152,7 @@ def _is_group(group: Any) -> bool:
 
 
 class Ranks:
-    """The ranks of one K-FAC world, over one process group; of one process, nothing moves.
+    """The ranks of one K-FAC world, over one process group; in one process, nothing moves.
 
     Copies within a column or a row of the grid go over the whole group, too: groups of their own
     would be many, and ranks that are not in ``group`` would have to take part in making them.
@@ -185,7 +185,7 @@ class Ranks:
                 "process_group", "this rank is not in it; build the optimizer on its members only"
             )
         self.grid = Grid(1, 1)
-        # Where the words that the host reads are exchanged: a device only if it must be.
+        # The host reads the status numbers: exchange them on the CPU if its backend can.
         self._host = torch.device("cpu")
         if self.world > 1 and "cpu" not in [device.type for device in self.group._device_types]:
             self._host = torch.device(self.group._device_types[0])
@@ -194,17 +194,17 @@ class Ranks:
 
     @property
     def status_device(self) -> str | None:
-        """The device whose backend carries the words that the host reads, if the CPU has none."""
+        """The device whose backend carries the status numbers, if the CPU has no backend."""
         return None if self._host.type == "cpu" else self._host.type
 
     def members(self) -> list[int]:
-        """The global ranks, in the order of this group's."""
+        """Return the global ranks, in the order of this group's ranks."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     # ---- on the host ----
 
     def sum_numbers(self, numbers: Tensor, during: str) -> Tensor:
-        """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
         total = numbers.to(self._host, copy=True)
@@ -215,14 +215,14 @@ class Ranks:
         return total
 
     def sum_on_device(self, numbers: Tensor, kind: str) -> Tensor:
-        """Sums over all ranks of a few numbers where they are, without a look from the host."""
+        """Return sums over all ranks of a few numbers on their device; the host does not wait."""
         with _named(f"exchanging {kind}"):
             dist.all_reduce(numbers, group=self.group)
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 
     def gather_objects(self, thing: Any, during: str) -> list[Any]:
-        """Return the objects of all ranks, in their order; for the rare cases."""
+        """Return the objects of all ranks, in the order of ranks; it is slow, so for rare cases."""
         if self.world == 1:
             return [thing]
         things: list[Any] = [None] * self.world
@@ -305,7 +305,7 @@ class Ranks:
         return [bucket.start[i] for i in range(len(bucket.items))], bucket.items
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
-        """The largest magnitude of each item on any rank: float16 has few exponents."""
+        """Return the largest magnitude of each item on any rank: float16 has few exponents."""
         peaks = torch.stack(torch._foreach_norm(terms, math.inf))
         peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
         with _named(f"sending {kind}"):
@@ -318,15 +318,15 @@ class Ranks:
         with _named(f"receiving {kind}"):
             flight.work.wait()
         part = _added_up(flight.received.view(self.world, -1).to(dtype))
-        if bucket.passed_on:  # it may wait for more, but not with all that has been received
+        if bucket.passed_on:  # the sum may wait: do not keep the whole receive buffer with it
             part = part.clone()
         return _Added(bucket, part, flight.scales)
 
     def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
-        """Give other owners what is theirs, and take apart what is mine.
+        """Send other owners their sums, and return this rank's, of several buckets at once.
 
-        Of several buckets at once, which are then forgotten: a large factor's has one owner, for
-        whom alone all others would wait, bucket by bucket.
+        The list is emptied. A large factor's bucket has one owner: bucket by bucket, all others
+        would wait for that owner alone.
         """
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
@@ -336,7 +336,7 @@ class Ranks:
         for bucket, part, factors in added:
             coming = bool(bucket.passed_on)
             start, stop = bucket.owned[self.rank]
-            own = part.new_empty(stop - start) if coming else part  # which is then all that I own
+            own = part.new_empty(stop - start) if coming else part  # all that this rank owns
             sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
             for piece, numbers in zip(bucket.to_add[self.rank], part.split(sizes), strict=True):
                 if piece.owner != self.rank:
@@ -377,7 +377,7 @@ class Ranks:
     def _exchange(
         self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
     ) -> Any:
-        """Bytes, since not every backend takes every dtype."""
+        """Start an all-to-all; as bytes, since not every backend takes every dtype."""
         item = sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
@@ -545,9 +545,10 @@ class _Tensors(NamedTuple):
 
 
 def _added_up(rows: Tensor) -> Tensor:
-    """The sum of the ranks' rows, which are written into, always in the same tree.
+    """Return the sum of the ranks' rows, always added in the same tree; overwrite the rows.
 
-    Elementwise: the bits of ``sum(0)`` would depend on where in the buffer an element lies.
+    The sums are elementwise: the bits of ``sum(0)`` would depend on an element's place in the
+    buffer.
     """
     count = rows.shape[0]
     while count > 1:
@@ -558,7 +559,7 @@ def _added_up(rows: Tensor) -> Tensor:
 
 
 def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """One buffer of bytes for all, and views of it shaped like them."""
+    """Return one buffer of bytes for all tensors, and views of it that are shaped like them."""
     size = cargo_bytes(tensor.nbytes for tensor in tensors)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
     return buffer, _views(buffer, tensors)
@@ -589,7 +590,7 @@ def _by_place(items: list[ReduceItem]) -> list[list[ReduceItem]]:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say what K-FAC was doing when the other ranks did not answer."""
+    """Name in errors the action during which other ranks did not answer."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Who works for which layer: gradient workers, and the ranks that keep and decompose the factors.
 
-All of it follows from shapes, in plain Python and without a random choice, so that every rank finds
-the same answer alone, and a plan for 4,096 ranks needs none of them.
+The answer follows from shapes, in plain Python and without a random choice. So every rank finds the
+same answer alone, and a plan for 4,096 ranks can be made without them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Grid(NamedTuple):
         return self.world // self.workers
 
     def workers_of(self, rank: int) -> range:
-        """The column of a rank: the ranks that precondition a layer together."""
+        """Return the column of a rank: the ranks that precondition a layer together."""
         return range(rank % self.columns, self.world, self.columns)
 
     def receivers_of(self, rank: int) -> range:
-        """The row of a rank: the ranks to which one worker hands its gradients, itself included."""
+        """Return the row of a rank: the ranks to which one worker hands gradients, with itself."""
         start = rank // self.columns * self.columns
         return range(start, start + self.columns)
 
@@ -65,15 +65,15 @@ class Placement(NamedTuple):
 class WorkAssignment(ABC):
     """How the work of the layers is spread over the ranks; subclass it for another way.
 
-    ``gradient_workers`` is all that a subclass must say. ``cost`` is what the balance weighs, and
-    ``place`` is the balance itself.
+    A subclass must define ``gradient_workers`` alone. The balance weighs each factor's ``cost``,
+    and ``place`` is the balance itself.
     """
 
     colocate: bool = True  # A and G of a layer on one rank, where the user does not say
 
     @abstractmethod
     def gradient_workers(self, world: int) -> int:
-        """How many of ``world`` ranks precondition a layer: a divisor of ``world``."""
+        """Return how many of ``world`` ranks precondition a layer: a divisor of ``world``."""
 
     def cost(self, size: int, diagonal: bool) -> float:
         """Return the cost of one factor, here the time of its decomposition."""
@@ -82,7 +82,7 @@ class WorkAssignment(ABC):
     def place(
         self, tasks: Sequence[Task], grid: Grid, *, colocate: bool, load: Sequence[float]
     ) -> list[Placement]:
-        """Where the factors of each task go, in the order of ``tasks``.
+        """Return the ranks that own the factors of each task, in the order of ``tasks``.
 
         ``load`` is the cost that earlier layers have put on each rank. A and G of a layer belong in
         one column of the grid, and on one rank if ``colocate``.
@@ -94,14 +94,14 @@ class WorkAssignment(ABC):
         return _balance_split(costs, grid, load)
 
     def __repr__(self) -> str:
-        # Ranks compare it, so it must not have an address in it.
+        # Ranks compare this text, so it must not contain an address.
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
 
 
 @dataclass(frozen=True)
 class LayerWise(WorkAssignment):
-    """One gradient worker a layer: the least memory; memory is what it balances."""
+    """One gradient worker a layer: the least memory. It balances memory."""
 
     def gradient_workers(self, world: int) -> int:
         return 1
@@ -147,7 +147,7 @@ def check_fraction(value: Any) -> float:
 def choose(
     assignment: str | WorkAssignment | None, grad_worker_fraction: float | None = None
 ) -> WorkAssignment:
-    """The strategy that the user's two arguments name; whether they agree, `make_grid` checks."""
+    """Return the strategy that the user's arguments name; `make_grid` checks that they agree."""
     fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if isinstance(assignment, WorkAssignment):
         return assignment
@@ -171,7 +171,7 @@ def choose(
     )
 
 
-# On these it shows whether two choices of workers never agree, and whether there is only ever one.
+# World sizes that show whether two choices of workers ever agree, or there is only ever one.
 _WORLDS = (*range(2, 65), 1 << 40)
 
 
@@ -187,7 +187,7 @@ def check_everywhere(
     ranks as gradient workers.
     """
     if type(strategy) not in (LayerWise, Hybrid, Opt):
-        return  # where it has how many workers, only its author knows
+        return  # only its author knows how many workers it has on each world size
     workers = {world: strategy.gradient_workers(world) for world in _WORLDS}
     possible = [(n, world) for world, n in workers.items() if world % n == 0]
     fraction = grad_worker_fraction
@@ -216,12 +216,12 @@ def check_everywhere(
 def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:
-    """The grid that a strategy asks for, which a fraction given beside it must mean, too."""
+    """Return the grid that a strategy asks for; a fraction given beside it must mean the same."""
     fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if not _is_count(world) or world < 1:
         raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
-        return Grid(1, 1)  # what runs on many ranks runs on one
+        return Grid(1, 1)  # a script for many ranks must also run on one
     workers = strategy.gradient_workers(world)
     if not _is_count(workers) or not 1 <= workers <= world or world % workers:
         raise _no_grid(strategy, workers, world)
@@ -259,7 +259,7 @@ def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
     """Return whether A and G of a layer stay on one rank, by the user's choice or the strategy's.
 
-    On one rank alone they do, whatever the user chose.
+    In a world of one rank they always do.
     """
     check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
@@ -280,9 +280,9 @@ def assign(
     colocate: bool | None = None,
     load: Sequence[float] | None = None,
 ) -> dict[str, Placement]:
-    """Where the factors of each task go, by the task's name, as the strategy says; checked.
+    """Return the strategy's placement of each task, by the task's name, after checks.
 
-    ``load`` is what earlier tasks have put on each rank (see `loads`); they stay where they are.
+    ``load`` is the cost of earlier tasks on each rank (see `loads`); they stay where they are.
     """
     together = colocated(strategy, grid, colocate)
     names: set[str] = set()
@@ -318,7 +318,7 @@ def loads(
     placements: Mapping[str, Placement],
     world: int,
 ) -> list[float]:
-    """The cost on each rank."""
+    """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
     for task in tasks:
         placement = placements[task.name]
@@ -331,9 +331,9 @@ def loads(
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """Return the rank of each cost: the largest first, each to the emptiest rank.
 
-    ``load`` is there already. From an empty load no rank gets more than 4/3 of what the best
-    balance puts on its fullest (Graham 1969). Of equal costs and of equal ranks the first comes
-    first, so that all ranks find the same answer.
+    ``load`` is there already. From an empty load, no rank gets more than 4/3 of the fullest rank's
+    load in the best balance (Graham 1969). Of equal costs and of equal ranks the first comes first,
+    so that all ranks find the same answer.
     """
     queue = [(there, rank) for rank, there in enumerate(load)]
     heapq.heapify(queue)
