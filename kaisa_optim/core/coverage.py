@@ -19,6 +19,8 @@ from ..layers import Layer, check_sizes, is_registered, kind_of
 
 @dataclass
 class Coverage:
+    """The covered layers of a model, and the reasons why other parameters are left out."""
+
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
@@ -27,7 +29,7 @@ class Coverage:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DataParallel and torch.compile."""
+    """Return the user's own module from inside DDP, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner: object = model.module
@@ -49,7 +51,7 @@ def cover(
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``.
 
-    With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
+    With ``matrices_by_output``, cover only matrices that multiply an input, by their G alone.
     """
     names = _parameter_names(model)
     found = Coverage()
@@ -128,7 +130,7 @@ def _train(
 
 
 def beside_matrices(model: nn.Module) -> set[Tensor]:
-    """Parameters, of any shape, that multiply no input as a matrix: embeddings and norms."""
+    """Return parameters that multiply no input as a matrix: of embeddings and norms."""
     found: set[Tensor] = set()
     for module in unwrapped(model).modules():
         kind = kind_of(module)
@@ -139,7 +141,7 @@ def beside_matrices(model: nn.Module) -> set[Tensor]:
 
 
 def refuse_flattened(model: nn.Module) -> None:
-    """Of the model as it is wrapped."""
+    """Refuse a model inside FullyShardedDataParallel; ``model`` is the wrapped one."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         why = (
             "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
@@ -150,7 +152,7 @@ def refuse_flattened(model: nn.Module) -> None:
 
 
 def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
-    """A bias of which some rows belong to no layer would get a step of which they are no part."""
+    """Uncover a bias if some of its rows belong to no layer: its step would lack these rows."""
     rows: Counter[Tensor] = Counter()
     for layer in found.layers.values():
         if layer.bias is not None:
@@ -170,7 +172,7 @@ _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group onl
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Every place where a parameter is registered, each module counted once."""
+    """Return every name under which a parameter is registered, each module counted once."""
     names: dict[Tensor, list[str]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -282,7 +284,7 @@ def refuse_meta(on_meta: dict[str, Tensor]) -> None:
 
 
 def check_rows(layer: Layer) -> None:
-    """Refuse a kind that tells its moments but not the rows that they are made of."""
+    """Refuse a kind that defines its moments, but not the rows of these moments."""
     kind = type(layer)
     if kind.input_rows is Layer.input_rows and kind.projected_moment is Layer.projected_moment:
         why = (

@@ -36,7 +36,7 @@ from .registry import Registry
 
 Precondition = Callable[..., NewGradients]  # of a stack, and of where its gradients are
 
-_KEPT_AT_ONCE = 8  # buckets, of older bases beside the new ones
+_KEPT_AT_ONCE = 8  # buckets of older bases that are kept beside the new ones
 
 # ---- sums ----
 
@@ -78,7 +78,7 @@ def correct_by_examples(
     agreed: AgreedStep,
     values: StepValues,
 ) -> None:
-    """Correct eigenvalues by examples that were captured in the bases as they still are."""
+    """Correct eigenvalues by examples, which were captured in bases that are still in use."""
     if isinstance(rule, EkfacRule) and rule.correction == "examples":
         projected = _sum_projected(ranks, sums, layers, agreed)
         rule.take_examples(applied, projected, agreed, values)
@@ -135,9 +135,9 @@ def share_state(
 ) -> None:
     """Bring the owners' new state to all gradient workers, and moments into it.
 
-    ``keys_of`` are the renewed factors of each layer. Some layers go at a time, since workers keep
-    the older bases until moments are rotated: of each column as many, as its ranks keep theirs
-    alone.
+    ``keys_of`` are the renewed factors of each layer. Layers go in chunks, since workers keep older
+    bases until moments are rotated. A chunk takes layers of all columns in turn: each rank keeps
+    the bases of its own column alone.
     """
     columns = ranks.grid.columns
     by_column: list[list[Layer]] = [[] for _ in range(columns)]
@@ -206,10 +206,7 @@ def _packed(rule: Rule, factor: Factor) -> _PackedState:
 
 
 class GradientExchange:
-    """Preconditions the gradients of the layers that this rank works for; hands them to receivers.
-
-    ``clips`` says whether the clip's terms are wanted.
-    """
+    """Preconditions the gradients of this rank's layers, and hands them to receivers."""
 
     def __init__(
         self,
@@ -230,13 +227,16 @@ class GradientExchange:
     def allocate(self, applied: AppliedFactors) -> None:
         self._applied = applied
         self._places: dict[Layer, Places] = {}
-        self._stacks: dict[Layer, GradientStack] = {}  # as they were last together, by their first
-        # The buckets of each column, of the layers of a device, by their first.
+        self._stacks: dict[Layer, GradientStack] = {}  # of the last step, by their first layer
+        # Each column's buckets of the layers on one device, by the first of these layers.
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
         self._buckets = {}
 
     def updates(self, values: StepValues, *, clips: bool) -> Updates:
-        """Return the new gradients of all layers that have a state; all ranks call it alike."""
+        """Return the new gradients of all layers with a state; all ranks call it alike.
+
+        ``clips`` says whether the KL clip needs its terms.
+        """
         updates = Updates()
         precondition = functools.partial(self._precondition, values, clips)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
@@ -280,8 +280,8 @@ class GradientExchange:
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Hand new gradients from one of their workers to each row of ranks.
 
-        Which gradients travel follows from the layers' state, not from a rank's gradients: a
-        missing one is zero. Columns send side by side, and none waits for another's products.
+        The layers' state decides which gradients travel, not a rank's gradients: a missing one
+        counts as zero. Columns send side by side, and no column waits for another's products.
         """
         dtype = self._comm_dtype
         members = self._ranks.grid.receivers_of(self._ranks.rank)
@@ -336,7 +336,7 @@ class GradientExchange:
         """
         ready = set(self._registry.with_state)
         layers = [layer for layer in self._registry.sharded if layer in ready]
-        # Each rank has but a part of what travels.
+        # Each rank has only a part of the bytes of a chunk.
         limit = self._ranks.bucket_bytes * self._ranks.world
         for chunk in chunks(layers, _gradient_bytes, limit):
             whole = self._gather(chunk)

@@ -12,8 +12,7 @@ from ..curvature.rules.muon import Settings
 from ..errors import invalid_because
 from ..linalg.orthogonal import MuonStep
 from .coverage import beside_matrices
-
-Group = dict[str, Any]
+from .options import Group
 
 
 def takes_muon(group: Group, p: Tensor) -> bool:
@@ -24,20 +23,21 @@ def takes_muon(group: Group, p: Tensor) -> bool:
 
 
 def muon_step(group: Group) -> MuonStep:
-    """Return how a group makes a step of a momentum."""
+    """Return the settings of a group's step from a momentum."""
     coefficients: Any = tuple(group["ns_coefficients"])
     return MuonStep(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
 
 
 def settings(group: Group) -> Settings:
-    """Return how the momenta of a group move, and the step that is made of them."""
+    """Return the settings of a group's momenta and of the step from them."""
     return Settings(group["momentum"], group["nesterov"], muon_step(group))
 
 
 def excluded(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters that AdamW takes, and why.
 
-    Tables, of which a step sees some rows, and norms are no matrices, unless their group says so.
+    Embeddings and norms do not count as matrices, unless their group says so: a step sees only some
+    rows of an embedding.
     """
     apart = beside_matrices(model)
     found = {}

@@ -18,6 +18,7 @@ from ..errors import invalid, invalid_because
 from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
 
 Check = Callable[[str, Any], Any]
+Group = dict[str, Any]  # one of the optimizer's param_groups
 DEFAULT = object()  # stands for an option's own default
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -22,9 +22,7 @@ from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
-from .options import PER_GROUP, Options
-
-Group = dict[str, Any]
+from .options import PER_GROUP, Group, Options
 
 logger = logging.getLogger("kaisa_optim")
 
@@ -54,9 +52,9 @@ class Registry:
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
-        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and by which
-        self.in_parts: set[Tensor] = set()  # parameters of which several layers cover a part each
-        self.on_meta: dict[str, Tensor] = {}  # their sizes are known, but no step can be taken
+        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
+        self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts
+        self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
         self._group_of: dict[Tensor, int] = {}
         self._accepted = set(known)  # parameters that are, or were, the model's
 
@@ -153,7 +151,7 @@ class Registry:
         return {layer: self._shared(layer, groups, name) for layer in self.active}
 
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
-        """Return how moments move, for all layers: all ranks refuse what does not fit one."""
+        """Return the settings of each layer's moments; all ranks refuse the same bad ones."""
         of_group = self._settings_of_groups(groups)
         if all(one == of_group[0] for one in of_group):
             return dict.fromkeys(self.active, of_group[0]) if of_group else {}
@@ -168,7 +166,7 @@ class Registry:
         return []
 
     def _settings_of(self, layer: Layer, groups: list[Group], of_group: Sequence[Any]) -> Any:
-        """Return how a layer's moments move; its weight and bias must agree on it."""
+        """Return the settings of a layer's moments; its weight and bias must agree on them."""
         numbers = sorted({self._group_of[p] for p in layer.parameters})
         found = [of_group[i] for i in numbers]
         if any(other != found[0] for other in found):
@@ -204,7 +202,7 @@ class Registry:
         self._homes.check(groups)
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
-        """Return what K-FAC covers of the model; raise where groups or options do not fit it."""
+        """Return the coverage of the model; raise where groups or options do not fit it."""
         options, model = self._options, coverage.unwrapped(self.model)
         is_muon = isinstance(self._rule, MuonRule)
         coverage.refuse_flattened(self.model)
@@ -243,7 +241,7 @@ class Registry:
         return found
 
     def rebuild(self, found: Coverage, groups: list[Group]) -> None:
-        """Take over what is covered now; layers that stay as they were keep their state."""
+        """Take over a new coverage; layers that stay as they were keep their state."""
         self._accepted.update(p for group in groups for p in group["params"])
         before, self.layers = self.layers, {}
         for name, layer in found.layers.items():
@@ -265,7 +263,7 @@ class Registry:
         self._place()
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
-        """Note layers that were frozen or unfrozen; they start anew, and are returned.
+        """Return layers that were frozen or unfrozen since; they start anew.
 
         ``gathered`` are the covers of layers at the time of their statistics.
         """
@@ -279,7 +277,7 @@ class Registry:
         return changed
 
     def note(self, plan: StepPlan) -> None:
-        """Note the layers that a plan refreshes: which are no longer stale, which are checked."""
+        """Note the refreshed layers: they are no longer stale, and some are checked later."""
         for name in plan.refresh:
             self.states[name].stale.clear()
         for name in plan.deferred:
@@ -316,7 +314,7 @@ class Registry:
 
 
 def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
-    """Return the strategy for gradients that return to every rank as shards: one rank works."""
+    """Return the strategy for sharded gradients: one rank works for each layer."""
     chosen = options.assignment, options.grad_worker_fraction
     if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
         why = (
@@ -330,7 +328,7 @@ def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
 def basis_reader(
     states: Mapping[str, LayerState], applied: AppliedFactors
 ) -> Callable[[Layer], Basis | None]:
-    """Return how to read the eigenvectors of a layer that has a state."""
+    """Return a function that reads the eigenvectors of a layer with a state."""
 
     def read(layer: Layer) -> Basis | None:
         return applied.bases(layer) if states[layer.name].has_state else None
@@ -339,6 +337,6 @@ def basis_reader(
 
 
 def task_of(layer: Layer) -> Task:
-    """Return a layer's task, by what it trains, whether frozen at the moment or not."""
+    """Return a layer's task by its trained parameters, also while they are frozen."""
     a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
     return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)

@@ -23,7 +23,7 @@ class FactorStore:
         self.rule = rule
         self.refresher = refresher
         self.owned = Factors()  # the factors whose averages this rank keeps and decomposes
-        self.applied = AppliedFactors()  # those of the layers whose gradients it preconditions
+        self.applied = AppliedFactors()  # factors of layers whose gradients it preconditions
 
     def allocate(self, registry: Registry, rank: int, grid: Grid) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..comm.sharding import parts_here
+from ..core.options import Group
 from ..errors import invalid_because
 from . import muon
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
-
-Group = dict[str, Any]
 
 BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
 

@@ -18,12 +18,12 @@ from torch.optim.optimizer import ParamsT
 from ..checks import check_flag, is_real
 from ..comm import sharding
 from ..core.muon_groups import muon_step, takes_muon
+from ..core.options import Group
 from ..errors import invalid, invalid_because
 from ..linalg import orthogonal, precision, products
 from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]
-Group = dict[str, Any]
 
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"
 _ADJUSTMENTS = None, "original", "match_rms_adamw"

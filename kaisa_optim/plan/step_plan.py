@@ -20,7 +20,7 @@ class LayerState:
     has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # decompositions that failed in a row
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
-    missed_with_gradient: int = 0  # those of them in which it had a gradient
+    missed_with_gradient: int = 0  # steps among them in which it had a gradient
     deferred: bool = False  # refreshed last time without a look: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
@@ -67,7 +67,7 @@ class AgreedStep:
     """The ranks' reports together; only layers with rows are in ``rows`` and ``givers``."""
 
     exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
-    answered: tuple[str, ...] = ()  # deferred layers, of which ``stale`` tells
+    answered: tuple[str, ...] = ()  # the deferred layers that ``stale`` is about
     own_terms: float = 0.0  # K of this rank
     terms: float = 0.0  # Σ K over the ranks
     failed: float = 0.0  # a number of ranks, as in all fields down to ``trained``
@@ -150,8 +150,8 @@ class StepPlan:
     exchanges: bool = False  # ranks hold the status exchange
     answered: tuple[str, ...] = ()  # deferred layers whose owners answer in it
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
-    project: tuple[str, ...] = ()  # those of them whose eigenvalues can be corrected by examples
-    refresh: tuple[str, ...] = ()  # layers of which a factor is refreshed
+    project: tuple[str, ...] = ()  # averaged layers whose eigenvalues examples can correct
+    refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors that are found anew; the host waits
     refine: frozenset[FactorName] = frozenset()  # found from older state; checked next step
     round: int = 0  # of refreshes; it grows from each slot of a layer to its next
@@ -162,7 +162,7 @@ class StepPlan:
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """The layers of which ranks learn in the next step whether a refinement was enough."""
+        """The refined layers: in the next step, ranks learn whether that was enough."""
         names = {name for name, _ in self.refine}
         return tuple(name for name in self.refresh if name in names)
 
