@@ -18,9 +18,9 @@ _BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole nu
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(thing: Any) -> int:
+def checksum(value: Any) -> int:
     """Return a number that most likely differs where the objects differ."""
-    return zlib.crc32(repr(thing).encode()) & _BITS
+    return zlib.crc32(repr(value).encode()) & _BITS
 
 
 def alike(world: int, total: float, squares: float) -> bool:

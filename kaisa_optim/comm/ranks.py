@@ -221,14 +221,14 @@ class Ranks:
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 
-    def gather_objects(self, thing: Any, during: str) -> list[Any]:
+    def gather_objects(self, mine: Any, during: str) -> list[Any]:
         """Return the objects of all ranks, in the order of ranks; it is slow, so for rare cases."""
         if self.world == 1:
-            return [thing]
-        things: list[Any] = [None] * self.world
+            return [mine]
+        all_ranks: list[Any] = [None] * self.world
         with _named(during):
-            dist.all_gather_object(things, thing, group=self.group)
-        return things
+            dist.all_gather_object(all_ranks, mine, group=self.group)
+        return all_ranks
 
     # ---- sums ----
 
@@ -423,10 +423,10 @@ class Ranks:
         if targets:
             torch._foreach_copy_(targets, _views(received, targets))
 
-    def gather_to(self, things: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
+    def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         found: dict[Any, Tensor] = {}
-        for same in _by_device(things):
+        for same in _by_device(items):
             for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
                 mine = [x for x in chunk if x.source == self.rank]
                 sizes_in = [
@@ -574,10 +574,10 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _by_device(things: list[GatherItem]) -> list[list[GatherItem]]:
+def _by_device(items: list[GatherItem]) -> list[list[GatherItem]]:
     devices: dict[torch.device, list[GatherItem]] = {}
-    for thing in things:
-        devices.setdefault(thing.device, []).append(thing)
+    for item in items:
+        devices.setdefault(item.device, []).append(item)
     return list(devices.values())
 
 
@@ -589,12 +589,12 @@ def _by_place(items: list[ReduceItem]) -> list[list[ReduceItem]]:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(action: str) -> Iterator[None]:
     """Name in errors the action during which other ranks did not answer."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"K-FAC lost other ranks while {what}: one of them has failed, left, timed out or did "
-            "not make this call; its own log says why"
+            f"K-FAC lost other ranks while {action}: one of them has failed, left, timed out or "
+            "did not make this call; its own log says why"
         ) from error

@@ -16,7 +16,7 @@ from ..errors import invalid_because
 from . import muon
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
 
-BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
+BASES = Adam, AdamW, LAMB  # their moments can live in an eigenbasis
 
 
 def argument_against(arguments: Group) -> str:
@@ -40,7 +40,7 @@ def check(optimizer: Optimizer, group: Group) -> None:
     group = {**optimizer.defaults, **group}
     if group.get("amsgrad"):
         why = (
-            "True; a largest second moment has no meaning while its basis turns: leave it out, "
+            "True; a largest second moment has no meaning while its basis rotates: leave it out, "
             'or use moments="parameters"'
         )
         raise invalid_because("amsgrad", why)
@@ -51,7 +51,7 @@ def check(optimizer: Optimizer, group: Group) -> None:
 
 
 def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return gradients under LAMB's limit on the norm of all, also of those that K-FAC takes."""
+    """Return gradients under LAMB's limit on the norm of all gradients, K-FAC's included."""
     return clipped_gradients(optimizer.param_groups) if isinstance(optimizer, LAMB) else {}
 
 
@@ -70,7 +70,7 @@ def without_limit(optimizer: Optimizer) -> Iterator[None]:
 
 
 def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return gradients as the moments take them, where weight decay or maximize changes them."""
+    """Return the gradients that weight decay or maximize changes, as the moments take them."""
     result: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         decay = 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
@@ -116,7 +116,7 @@ def _move(
 
 
 def _decoupled(optimizer: Optimizer, group: Group) -> bool:
-    """Return whether weight decay passes the moments by, as in AdamW and in LAMB's own mode."""
+    """Return whether weight decay bypasses the moments, as in AdamW and in LAMB's own mode."""
     if isinstance(optimizer, muon.Muon):
         return True
     if isinstance(optimizer, LAMB):

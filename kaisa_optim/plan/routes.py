@@ -171,17 +171,17 @@ def cargo_bytes(sizes: Iterable[int]) -> int:
 
 
 def chunks(
-    things: Sequence[Any], size_of: Callable[[Any], int], limit: float
+    items: Sequence[Any], size_of: Callable[[Any], int], limit: float
 ) -> Iterator[list[Any]]:
     """Yield neighbours together, up to ``limit``; a single one may be larger."""
     chunk: list[Any] = []
     size = 0
-    for thing in things:
-        if chunk and size + size_of(thing) > limit:
+    for item in items:
+        if chunk and size + size_of(item) > limit:
             yield chunk
             chunk, size = [], 0
-        chunk.append(thing)
-        size += size_of(thing)
+        chunk.append(item)
+        size += size_of(item)
     if chunk:
         yield chunk
 
@@ -193,8 +193,8 @@ def side_by_side(total: int, senders: int, limit: int) -> int:
 
 def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
     """Return the first of each list, then the second of each, and so on."""
-    things = itertools.chain(*itertools.zip_longest(*lists))
-    return [thing for thing in things if thing is not None]
+    items = itertools.chain(*itertools.zip_longest(*lists))
+    return [item for item in items if item is not None]
 
 
 def _padded(size: int) -> int:
