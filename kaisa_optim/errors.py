@@ -7,4 +7,9 @@ from typing import Any
 
 def invalid(name: str, value: Any, must: str) -> ValueError:
     """Return the error for a bad argument: its name, its value, and what it must be instead."""
-    return ValueError(f"Invalid {name}: {value!r}; {must}")
+    return invalid_because(name, f"{value!r}; {must}")
+
+
+def invalid_because(name: str, why: str) -> ValueError:
+    """Return the error for an argument whose value alone does not say what is wrong with it."""
+    return ValueError(f"Invalid {name}: {why}")

@@ -8,7 +8,7 @@ fails prints its traceback, and the next one runs; one that the rest of the time
 skipped. After every result, and after each part, OUT/cuda_trial.json has all that is known so far.
 --data is a folder with CIFAR-10 in the binary version; without it, labels are drawn over noise, and
 the convergence part says so. --only is a regular expression: in each contest of step times, the
-base and the contestants that it finds take part. --rehearse runs all parts in tiny sizes on the CPU.
+base and the contestants that it finds take part. --rehearse runs all parts in tiny sizes on a CPU.
 """
 
 from __future__ import annotations

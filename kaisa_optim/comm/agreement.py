@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import invalid_because
 from .ranks import Ranks
 
 _BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole numbers in float64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(thing: Any) -> int:
-    """A number that most likely differs where the things differ."""
-    return zlib.crc32(repr(thing).encode()) & _BITS
+def checksum(value: Any) -> int:
+    """Return a number that most likely differs where the objects differ."""
+    return zlib.crc32(repr(value).encode()) & _BITS
 
 
 def alike(world: int, total: float, squares: float) -> bool:
@@ -38,9 +39,10 @@ def compare(
     doing: str = "matching model and parameters",
     told: bool = False,
 ) -> None:
-    """Raise on all ranks where one has an error, from ``doing``, or something else than another.
+    """Raise on all ranks if one of them has an error, or if ranks differ in ``mine``.
 
-    ``told``: each has raised its own error already, so that what all have is no news.
+    ``doing`` is the action that the error came from. With ``told``, each rank has raised its own
+    error already, so that an error that all ranks have is not raised again.
     """
     code = checksum(mine)
     numbers = [float(error is not None), code, code**2]
@@ -54,16 +56,16 @@ def compare(
 
 
 def warn(ranks: Ranks, text: str, stacklevel: int = 1) -> None:
-    """Say once what all ranks have found alike: rank 0 does.
+    """Warn on rank 0 of a finding that all ranks share.
 
-    Where warnings are errors all raise, and none is left waiting for the others.
+    Where warnings are errors, all ranks raise: no rank is left waiting for the others.
     """
     with contextlib.nullcontext() if ranks.rank == 0 else warnings.catch_warnings(record=True):
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None:
-    """Raise on all ranks where tensors differ in a bit; waits for the device."""
+    """Raise on all ranks if tensors differ in a bit; wait for the device."""
     if not named:
         return
     codes = checksums(named.values()).cpu()
@@ -76,7 +78,7 @@ def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None
 
 
 def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
-    """Name the first tensor whose checksum differs, if any does, and the ranks."""
+    """Raise an error that names the first tensor whose checksum differs, and the ranks."""
     theirs = ranks.gather_objects(codes, "naming what differs")
     for name in codes:
         others = [rank for rank, own in enumerate(theirs) if own.get(name) != theirs[0].get(name)]
@@ -85,7 +87,7 @@ def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
-    """Raise on all ranks what has failed on some."""
+    """Raise on all ranks the errors of some."""
     mine = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
     texts = ranks.gather_objects(None if error is None else mine, f"{doing} failed")
     if error is not None:
@@ -94,28 +96,30 @@ def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
 
 
 def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
-    """Name one thing that differs, and the ranks."""
+    """Raise an error that names one value that differs, and the ranks."""
     theirs = ranks.gather_objects(mine, f"comparing {what}")
     of_model = "layer ", "sizes "
     for rank, values in enumerate(theirs[1:], 1):
-        # A layer too many changes a group's sizes too, and says more.
+        # A surplus layer changes its group's sizes, too; its name tells more, so it comes first.
         for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
             first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
-            if repr(first) != repr(other):  # as checksums have it, to which True is not 1
+            if repr(first) != repr(other):  # as in checksums, where True is not 1
                 remedy = "; where each rank has a part of a model, as pipeline stages are, give "
                 remedy += "process_group= the group of the ranks that hold the same stage"
-                raise ValueError(
-                    f"Invalid {name}: {other!r} on rank {rank}, {first!r} on rank 0; all ranks "
-                    f"need the same model and options{remedy * name.startswith(of_model)}"
+                why = (
+                    f"{other!r} on rank {rank}, {first!r} on rank 0; all ranks need the same "
+                    f"model and options{remedy * name.startswith(of_model)}"
                 )
-        # The same things in another order, as of modules that were registered so.
+                raise invalid_because(name, why)
+        # The same values in another order, as when modules were registered in another order.
         for here, there in zip(theirs[0], values, strict=True):
             if here != there:
-                raise ValueError(
-                    f"Invalid {what}: {there!r} stands on rank {rank} where rank 0 has {here!r}; "
-                    "register modules and add parameters in one order on all ranks"
+                why = (
+                    f"{there!r} stands on rank {rank} where rank 0 has {here!r}; register "
+                    "modules and add parameters in one order on all ranks"
                 )
-    raise ValueError(f"Invalid {what}: they differ among the ranks")
+                raise invalid_because(what, why)
+    raise invalid_because(what, "they differ among the ranks")
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -125,5 +129,5 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
         for t in tensors
     ]
     total = torch.stack([s.to(sums[0].device) for s in sums])
-    # All of it counts: the low bits of float32 weights in float64 are zero.
+    # Fold all bits in: the low bits of float32 weights in float64 are zero.
     return (total ^ total >> 20 ^ total >> 40) & _BITS

@@ -1,24 +1,23 @@
 """How bytes move among the ranks: sums to their owners, copies from one rank to a group.
 
-Nothing here knows what the bytes mean. All ranks call the same methods in the same order; which
-order that is follows from what all of them know.
+Nothing here knows what the bytes mean. All ranks call the same methods in the same order: the order
+follows from facts that all of them know.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
 from ..plan.routes import (
     Bucket,
@@ -31,13 +30,13 @@ from ..plan.routes import (
     route,
 )
 
-_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of those that wait
+_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
 
 
 class ReduceItem(NamedTuple):
-    """A flat tensor of which the owner wants the sum over all ranks."""
+    """A flat tensor whose sum over all ranks its owner wants."""
 
-    key: Any  # what the sum is known by
+    key: Any  # the name under which the sum is returned
     owner: int
     size: int
     device: torch.device
@@ -45,17 +44,24 @@ class ReduceItem(NamedTuple):
 
 
 class BroadcastItem(NamedTuple):
-    """Tensors that ``root`` has and the other members of its group want; shaped alike on all."""
+    """Bytes that ``root`` has and the other members of its group want."""
 
     root: int
-    size: int  # of all, as cargo_bytes tells
-    tensors: Callable[[], list[Tensor]]  # what the root sends, and what the others fill
-    done: Callable[[], None] | None = None  # called when they are filled
-    ahead: Callable[[], object] | None = None  # work of the root that need not wait for others
+    size: int  # of all its cargo, as cargo_bytes tells
+
+
+class Cargo(Protocol):
+    """Tensors of an item, alike on all members: the root sends them, the others fill them."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
+C = TypeVar("C", bound=Cargo)
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share what one of them has."""
+    """Ranks that share items, each of which one of them has."""
 
     members: Sequence[int]
     items: list[BroadcastItem]
@@ -88,18 +94,54 @@ class _Flight(NamedTuple):
 
 class _Added(NamedTuple):
     bucket: Bucket[ReduceItem]
-    part: Tensor  # the sum of what this rank adds up
+    part: Tensor  # the sum of this rank's share of the bucket
     scales: Tensor | None
 
 
-class _Round(NamedTuple):
-    """Shipments that travel together."""
+class _Move(NamedTuple):
+    """Parts of a flat buffer that are on their way in from other ranks."""
 
     flat: Tensor
-    relay: Callable[[], None] | None  # waits for what this rank is to pass on
+    parts: list[tuple[int, int]]  # of the buffer, where the received bytes belong
+    received: Tensor
+    sent: Tensor  # alive until the work is done
+    work: Any
+    kind: str
+
+    def finish(self) -> None:
+        """Wait for the bytes, and put them into the buffer."""
+        with _named(f"receiving {self.kind}"):
+            self.work.wait()
+        at = 0
+        for start, stop in self.parts:
+            self.flat[start:stop] = self.received[at : at + stop - start]
+            at += stop - start
+
+
+class _Round(NamedTuple, Generic[C]):
+    """Items that travel together."""
+
+    flat: Tensor
+    relay: _Move | None  # brings the bytes that this rank is to pass on
     moves: Moves  # from there to all
-    targets: list[tuple[Tensor, Tensor]]  # what is filled, and from what
-    items: list[BroadcastItem]
+    targets: list[tuple[Tensor, Tensor]]  # tensors to fill, each with its part of the buffer
+    cargo: list[C]
+
+
+class _Arrival(NamedTuple, Generic[C]):
+    """A round on its last way."""
+
+    move: _Move
+    targets: list[tuple[Tensor, Tensor]]
+    cargo: list[C]
+
+    def unload(self) -> list[C]:
+        """Wait for the round; return its cargo, filled."""
+        self.move.finish()
+        if self.targets:
+            tensors, parts = zip(*self.targets, strict=True)
+            torch._foreach_copy_(tensors, parts)
+        return self.cargo
 
 
 def _is_group(group: Any) -> bool:
@@ -110,7 +152,7 @@ def _is_group(group: Any) -> bool:
 
 
 class Ranks:
-    """The ranks of one K-FAC world, over one process group; of one process, nothing moves.
+    """The ranks of one K-FAC world, over one process group; in one process, nothing moves.
 
     Copies within a column or a row of the grid go over the whole group, too: groups of their own
     would be many, and ranks that are not in ``group`` would have to take part in making them.
@@ -139,12 +181,11 @@ class Ranks:
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError(
-                "Invalid process_group: this rank is not in it; build the optimizer on its "
-                "members only"
+            raise invalid_because(
+                "process_group", "this rank is not in it; build the optimizer on its members only"
             )
         self.grid = Grid(1, 1)
-        # Where the words that the host reads are exchanged: a device only if it must be.
+        # The host reads the status numbers: exchange them on the CPU if its backend can.
         self._host = torch.device("cpu")
         if self.world > 1 and "cpu" not in [device.type for device in self.group._device_types]:
             self._host = torch.device(self.group._device_types[0])
@@ -153,17 +194,17 @@ class Ranks:
 
     @property
     def status_device(self) -> str | None:
-        """The device whose backend carries the words that the host reads, if the CPU has none."""
+        """The device whose backend carries the status numbers, if the CPU has no backend."""
         return None if self._host.type == "cpu" else self._host.type
 
     def members(self) -> list[int]:
-        """The global ranks, in the order of this group's."""
+        """Return the global ranks, in the order of this group's ranks."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     # ---- on the host ----
 
     def sum_numbers(self, numbers: Tensor, during: str) -> Tensor:
-        """Sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
         total = numbers.to(self._host, copy=True)
@@ -174,37 +215,38 @@ class Ranks:
         return total
 
     def sum_on_device(self, numbers: Tensor, kind: str) -> Tensor:
-        """Sums over all ranks of a few numbers where they are, without a look from the host."""
+        """Return sums over all ranks of a few numbers on their device; the host does not wait."""
         with _named(f"exchanging {kind}"):
             dist.all_reduce(numbers, group=self.group)
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 
-    def gather_objects(self, thing: Any, during: str) -> list[Any]:
-        """Return the objects of all ranks, in their order; for the rare cases."""
+    def gather_objects(self, mine: Any, during: str) -> list[Any]:
+        """Return the objects of all ranks, in the order of ranks; it is slow, so for rare cases."""
         if self.world == 1:
-            return [thing]
-        things: list[Any] = [None] * self.world
+            return [mine]
+        all_ranks: list[Any] = [None] * self.world
         with _named(during):
-            dist.all_gather_object(things, thing, group=self.group)
-        return things
+            dist.all_gather_object(all_ranks, mine, group=self.group)
+        return all_ranks
 
     # ---- sums ----
 
     def reduce_to_owners(
-        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
     ) -> Iterator[dict[Any, Tensor]]:
-        """Bring every item's sum to its owner, in buckets; yields what is mine of some of them.
+        """Bring every item's sum to its owner; yield this rank's sums of some buckets at a time.
 
-        ``fill`` gives this rank's terms. Every element is added up in one order of the ranks, by
-        whomever, so that the sums' bits depend neither on the owners nor on the buckets.
+        ``loads`` are the :meth:`buckets`, each with this rank's terms. The next load is asked for
+        while earlier ones are on their way. Every element is added up in one order of the ranks,
+        whichever rank adds, so that the bits depend neither on the owners nor on the buckets.
         """
         added: list[_Added] = []
-        coming: Counter[int] = Counter()  # bytes that owners are to receive of that
-        for one in self._buckets_added_up(items, fill, kind):
+        coming: Counter[int] = Counter()  # bytes of these buckets that each owner is to receive
+        for one in self._buckets_added_up(loads, kind):
             if not one.bucket.passed_on:
                 yield self._pass_on([one], kind)
-                del one  # nor what the sum was made of, while the next bucket is filled
+                del one  # free this receive buffer before the next bucket is filled
                 continue
             itemsize = one.part.element_size()
             more = Counter({owner: n * itemsize for owner, n in one.bucket.passed_on.items()})
@@ -221,19 +263,20 @@ class Ranks:
             yield self._pass_on(added, kind)
 
     def _buckets_added_up(
-        self, items: list[ReduceItem], fill: Callable[[list[ReduceItem]], list[Tensor]], kind: str
+        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
     ) -> Iterator[_Added]:
-        """One after the other, while the terms of the next are on their way."""
+        """Yield one bucket after the other, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
-        for bucket in self.buckets(items):
-            on_the_way.append(self._send(bucket, fill(bucket.items), kind))
+        for bucket, terms in loads:
+            on_the_way.append(self._send(bucket, terms, kind))
+            del terms  # free them before the next load is made
             if len(on_the_way) == _IN_FLIGHT:
                 yield self._add_up(on_the_way.popleft(), kind)
         while on_the_way:
             yield self._add_up(on_the_way.popleft(), kind)
 
     def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
-        """Parcels of one device and dtype, up to the size that the user has set."""
+        """Yield items of one device and dtype together, up to the size that the user has set."""
         for same in _by_place(items):
             limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
             for chunk in chunks(same, lambda item: item.size, limit):
@@ -262,7 +305,7 @@ class Ranks:
         return [bucket.start[i] for i in range(len(bucket.items))], bucket.items
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
-        """The largest magnitude of each item on any rank: float16 has few exponents."""
+        """Return the largest magnitude of each item on any rank: float16 has few exponents."""
         peaks = torch.stack(torch._foreach_norm(terms, math.inf))
         peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
         with _named(f"sending {kind}"):
@@ -275,15 +318,15 @@ class Ranks:
         with _named(f"receiving {kind}"):
             flight.work.wait()
         part = _added_up(flight.received.view(self.world, -1).to(dtype))
-        if bucket.passed_on:  # it may wait for more, but not with all that has been received
+        if bucket.passed_on:  # the sum may wait: do not keep the whole receive buffer with it
             part = part.clone()
         return _Added(bucket, part, flight.scales)
 
     def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
-        """Give other owners what is theirs, and take apart what is mine.
+        """Send other owners their sums, and return this rank's, of several buckets at once.
 
-        Of several buckets at once, which are then forgotten: a large factor's has one owner, for
-        whom alone all others would wait, bucket by bucket.
+        The list is emptied. A large factor's bucket has one owner: bucket by bucket, all others
+        would wait for that owner alone.
         """
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
@@ -293,7 +336,7 @@ class Ranks:
         for bucket, part, factors in added:
             coming = bool(bucket.passed_on)
             start, stop = bucket.owned[self.rank]
-            own = part.new_empty(stop - start) if coming else part  # which is then all that I own
+            own = part.new_empty(stop - start) if coming else part  # all that this rank owns
             sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
             for piece, numbers in zip(bucket.to_add[self.rank], part.split(sizes), strict=True):
                 if piece.owner != self.rank:
@@ -323,24 +366,18 @@ class Ranks:
         """Return this rank's items of a bucket, with their numbers."""
         return [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]
 
-    def _move(self, flat: Tensor, moves: Moves, kind: str) -> Callable[[], None]:
-        """Send parts of ``flat`` to other ranks and take others in; the result waits for them."""
+    def _move(self, flat: Tensor, moves: Moves, kind: str) -> _Move:
+        """Send parts of ``flat`` to other ranks, and begin to take others in."""
         parts = [flat[start:stop] for start, stop in moves.outgoing]
         sent = torch.cat(parts) if parts else flat.new_empty(0)
         received = flat.new_empty(sum(moves.sizes_in))
         work = self._exchange(received, list(moves.sizes_in), sent, list(moves.sizes_out), kind)
-
-        def finish(sent: Tensor = sent) -> None:  # which stays alive until then
-            with _named(f"receiving {kind}"):
-                work.wait()
-            _put(flat, moves.incoming, received)
-
-        return finish
+        return _Move(flat, moves.incoming, received, sent, work, kind)
 
     def _exchange(
         self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
     ) -> Any:
-        """Bytes, since not every backend takes every dtype."""
+        """Start an all-to-all; as bytes, since not every backend takes every dtype."""
         item = sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
@@ -358,9 +395,10 @@ class Ranks:
     def broadcast_from(self, root: int, tensors: list[Tensor], kind: str) -> None:
         """Give ``root``'s tensors to all ranks."""
         if tensors:
-            size = cargo_bytes(tensor.nbytes for tensor in tensors)
-            shipment = BroadcastItem(root, size, lambda: tensors)
-            self.broadcast([RankGroup(range(self.world), [shipment])], tensors[0].device, kind)
+            item = BroadcastItem(root, cargo_bytes(tensor.nbytes for tensor in tensors))
+            group, device = RankGroup(range(self.world), [item]), tensors[0].device
+            for _ in self.broadcast([group], iter([[_Tensors(tensors)]]), device, kind):
+                pass
 
     def all_to_all(
         self,
@@ -385,10 +423,10 @@ class Ranks:
         if targets:
             torch._foreach_copy_(targets, _views(received, targets))
 
-    def gather_to(self, things: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
+    def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         found: dict[Any, Tensor] = {}
-        for same in _by_device(things):
+        for same in _by_device(items):
             for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
                 mine = [x for x in chunk if x.source == self.rank]
                 sizes_in = [
@@ -412,55 +450,56 @@ class Ranks:
                     found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
         return found
 
-    def broadcast(self, groups: Sequence[RankGroup], device: torch.device, kind: str) -> None:
-        """Give each group's items from their roots to all its members.
+    def broadcast(
+        self,
+        groups: Sequence[RankGroup],
+        cargo: Iterator[list[C]],
+        device: torch.device,
+        kind: str,
+        *,
+        ahead: bool = False,
+    ) -> Iterator[C]:
+        """Give each group's items from their roots to all its members; yield cargo as it arrives.
 
-        Groups have no rank in common. One may stand for all, if the others' items are of the
-        same sizes. A root makes what it sends when its turn comes, while earlier rounds are still
-        on their way; what it may do ahead it does before it waits for any of them. What one root
-        could not send to all in time goes by way of other members, and meanwhile the next round
-        begins.
+        All ranks exhaust the iterator. Groups have no rank in common. One may stand for all, if
+        the others' items are of the same sizes. ``cargo`` yields what belongs to each item of this
+        rank's group, in their order. It is asked for an item when its round begins, while earlier
+        rounds are still on their way; if ``ahead``, for all the rest before this rank waits for
+        another for the first time. Bytes that one root could not send to all in time go by way of
+        other members, and meanwhile the next round begins.
         """
         rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
-        begun: deque[_Round] = deque()
-        on_the_way: deque[Callable[[], None]] = deque()
-        ahead = deque(
-            x.ahead for parts in rounds for part in parts for x in part if x.ahead is not None
-        )
+        begun: deque[_Round[C]] = deque()
+        on_the_way: deque[_Arrival[C]] = deque()
 
         def before_waiting() -> None:
-            while ahead:
-                ahead.popleft()()
-
-        def send_on() -> None:
-            flat, relay, moves, targets, items = begun.popleft()
-            if relay is not None:
-                before_waiting()
-                relay()
-                relay = None  # free the relayed bytes
-            finish = self._move(flat, moves, kind)
-            on_the_way.append(functools.partial(_unload, finish, targets, items))
+            nonlocal cargo
+            if ahead:
+                cargo = iter(list(cargo))
 
         for parts in itertools.zip_longest(*rounds):
-            begun.append(self._begin(groups, parts, device, kind))
+            begun.append(self._begin(groups, parts, cargo, device, kind))
             while begun and (begun[0].relay is None or len(begun) > 1):
-                send_on()
+                if begun[0].relay is not None:
+                    before_waiting()
+                on_the_way.append(self._send_on(begun, kind))
             if len(begun) + len(on_the_way) == _IN_FLIGHT:
                 before_waiting()
-                on_the_way.popleft()()
+                yield from on_the_way.popleft().unload()
         while begun:
-            send_on()
+            on_the_way.append(self._send_on(begun, kind))
         while on_the_way:
-            on_the_way.popleft()()
+            yield from on_the_way.popleft().unload()
 
     def _begin(
         self,
         groups: Sequence[RankGroup],
         parts: Sequence[list[BroadcastItem] | None],
+        cargo: Iterator[list[C]],
         device: torch.device,
         kind: str,
-    ) -> _Round:
-        """Load this rank's items of a round, and send what others are to pass on."""
+    ) -> _Round[C]:
+        """Load this rank's items of a round, and send the bytes that others are to pass on."""
         pieces: tuple[Shard, ...] = ()
         members: Sequence[int] = ()
         items: list[BroadcastItem] = []
@@ -472,50 +511,44 @@ class Ranks:
                 relayed = relayed or any(p.adder != p.owner for p in ways)
                 if self.rank in group.members:
                     members, items, pieces = group.members, own, ways
-        flat, targets = self._loaded(items, device)
+        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
+        targets: list[tuple[Tensor, Tensor]] = []
+        loaded: list[C] = []
+        at = 0
+        for item in items:
+            own_cargo = next(cargo)
+            tensors = [tensor for one in own_cargo for tensor in one.tensors]
+            views = _views(flat[at : at + item.size], tensors)
+            at += item.size
+            if item.root == self.rank:
+                torch._foreach_copy_(views, tensors)
+            else:
+                targets += zip(tensors, views, strict=True)
+            loaded += own_cargo
         relay = None
         if relayed:
             relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
         moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-        return _Round(flat, relay, moves, targets, items)
+        return _Round(flat, relay, moves, targets, loaded)
 
-    def _loaded(
-        self, items: list[BroadcastItem], device: torch.device
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return bytes to send, with room for those to receive, and the tensors that get these."""
-        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
-        targets: list[tuple[Tensor, Tensor]] = []
-        at = 0
-        for shipment in items:
-            tensors = shipment.tensors()
-            parts = _views(flat[at : at + shipment.size], tensors)
-            at += shipment.size
-            if shipment.root == self.rank:
-                torch._foreach_copy_(parts, tensors)
-            else:
-                targets += zip(tensors, parts, strict=True)
-        return flat, targets
+    def _send_on(self, begun: deque[_Round[C]], kind: str) -> _Arrival[C]:
+        """Send the first of these rounds to all, once its relayed bytes are here."""
+        flat, relay, moves, targets, cargo = begun.popleft()
+        if relay is not None:
+            relay.finish()
+            relay = None  # free the relayed bytes
+        return _Arrival(self._move(flat, moves, kind), targets, cargo)
 
 
-def _unload(
-    finish: Callable[[], None],
-    targets: list[tuple[Tensor, Tensor]],
-    items: list[BroadcastItem],
-) -> None:
-    """Wait for what has been sent here, and put it where it belongs."""
-    finish()
-    if targets:
-        tensors, parts = zip(*targets, strict=True)
-        torch._foreach_copy_(tensors, parts)
-    for shipment in items:
-        if shipment.done is not None:
-            shipment.done()
+class _Tensors(NamedTuple):
+    tensors: list[Tensor]
 
 
 def _added_up(rows: Tensor) -> Tensor:
-    """The sum of the ranks' rows, which are written into, always in the same tree.
+    """Return the sum of the ranks' rows, always added in the same tree; overwrite the rows.
 
-    Elementwise: the bits of ``sum(0)`` would depend on where in the buffer an element lies.
+    The sums are elementwise: the bits of ``sum(0)`` would depend on an element's place in the
+    buffer.
     """
     count = rows.shape[0]
     while count > 1:
@@ -525,16 +558,8 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-def _put(flat: Tensor, parts: Iterable[tuple[int, int]], values: Tensor) -> None:
-    """Write values that lie one part after the other to where the parts belong."""
-    at = 0
-    for start, stop in parts:
-        flat[start:stop] = values[at : at + stop - start]
-        at += stop - start
-
-
 def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """One buffer of bytes for all, and views of it shaped like them."""
+    """Return one buffer of bytes for all tensors, and views of it that are shaped like them."""
     size = cargo_bytes(tensor.nbytes for tensor in tensors)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
     return buffer, _views(buffer, tensors)
@@ -549,10 +574,10 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _by_device(things: list[GatherItem]) -> list[list[GatherItem]]:
+def _by_device(items: list[GatherItem]) -> list[list[GatherItem]]:
     devices: dict[torch.device, list[GatherItem]] = {}
-    for thing in things:
-        devices.setdefault(thing.device, []).append(thing)
+    for item in items:
+        devices.setdefault(item.device, []).append(item)
     return list(devices.values())
 
 
@@ -564,12 +589,12 @@ def _by_place(items: list[ReduceItem]) -> list[list[ReduceItem]]:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Say what K-FAC was doing when the other ranks did not answer."""
+def _named(action: str) -> Iterator[None]:
+    """Name in errors the action during which other ranks did not answer."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"K-FAC lost other ranks while {what}: one of them has failed, left, timed out or did "
-            "not make this call; its own log says why"
+            f"K-FAC lost other ranks while {action}: one of them has failed, left, timed out or "
+            "did not make this call; its own log says why"
         ) from error

@@ -1,4 +1,4 @@
-"""Parameters that are spread over the ranks, as ``fully_shard`` leaves them: who has which rows."""
+"""Parameters that ``fully_shard`` spreads over the ranks: which rank has which rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if torch.distributed.is_available():
     _SHARDED: tuple[type, ...] = (DTensor,)
 else:
     _SHARDED = ()
+from ..errors import invalid_because
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -25,8 +26,8 @@ class Shards(NamedTuple):
     """Where the parts of one parameter are; ranks are those of K-FAC's group."""
 
     dim: int
-    extents: tuple[tuple[int, int], ...]  # of each rank: start and length along ``dim``
-    replicas: tuple[tuple[int, ...], ...]  # of each rank: which copy it holds a part of
+    extents: tuple[tuple[int, int], ...]  # each rank's start and length along ``dim``
+    replicas: tuple[tuple[int, ...], ...]  # the copy of which each rank holds a part
     shape: tuple[int, ...]  # of the whole
 
     def sends(self, source: int, to: int) -> bool:
@@ -41,21 +42,23 @@ class Shards(NamedTuple):
 
 
 def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
-    """How a sharded parameter lies over ``ranks``, global ones; each must be of its mesh."""
+    """Return how a parameter is sharded over ``ranks``: global ranks, which must be its mesh's."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
-        raise ValueError(
-            f"Invalid process_group: {name} is sharded over ranks {mesh.mesh.flatten().tolist()}, "
-            f"K-FAC's group has {ranks}; pass the group of all ranks of that mesh"
+        why = (
+            f"{name} is sharded over ranks {mesh.mesh.flatten().tolist()}, K-FAC's group has "
+            f"{ranks}; pass the group of all ranks of that mesh"
         )
+        raise invalid_because("process_group", why)
     split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
     if len(split) > 1 or any(type(p) not in (Shard, Replicate) for p in placements):
-        raise ValueError(
-            f"Invalid model: {name} is sharded as {placements}; K-FAC can follow fully_shard over "
-            "one mesh dimension, replicated or not over the others (FSDP2 and HSDP), without "
-            "tensor parallelism"
+        why = (
+            f"{name} is sharded as {placements}; K-FAC can follow fully_shard over one mesh "
+            "dimension, replicated or not over the others (FSDP2 and HSDP), without tensor "
+            "parallelism"
         )
+        raise invalid_because("model", why)
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
     size = parameter.shape[dim]
     ways = mesh.shape[split[0]] if split else 1
@@ -78,14 +81,16 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory."""
+    """Return this rank's part; it shares the tensor's memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
 def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of what is sharded, and the rest itself, sharing memory: not every foreach
-    operation takes sharded tensors."""
+    """Return this rank's parts of sharded tensors, and other tensors as they are.
+
+    The parts share memory. Not every foreach operation takes sharded tensors.
+    """
     return [local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 
@@ -101,7 +106,7 @@ def layout(tensor: Any) -> Any:
 
 
 def laid_out(whole: Tensor, like: Any) -> Tensor:
-    """As ``like`` is; every rank has the same ``whole`` and keeps its part."""
+    """Shard a tensor as ``like`` is; every rank has the same ``whole`` and keeps its part."""
     if not is_sharded(like):
         return whole
     mesh = like.device_mesh
@@ -110,7 +115,7 @@ def laid_out(whole: Tensor, like: Any) -> Tensor:
 
 
 def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
-    """The whole parameter while ``fully_shard`` has it in its module's place, else ``None``."""
+    """Return the whole parameter while ``fully_shard`` has it in its module, else ``None``."""
     current = module._parameters.get(name)
     if current is None or is_sharded(current) or current.shape != parameter.shape:
         return None
@@ -118,7 +123,7 @@ def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | Non
 
 
 def waiting_gradients(model: nn.Module) -> dict[Tensor, Any]:
-    """``fully_shard``'s records of its parameters, where a gradient may wait for its reduction.
+    """Return ``fully_shard``'s records of its parameters; a gradient may wait for reduction there.
 
     Torch has no public view of them; where it moves them, only accumulation with a reduce_dtype
     and without gradient synchronization is affected.

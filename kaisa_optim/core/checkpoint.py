@@ -15,6 +15,7 @@ from torch import Tensor
 from ..checks import is_real
 from ..comm.ranks import GatherItem
 from ..curvature.stacks import Specs, stack_key
+from ..errors import invalid_because
 from ..layers import Layer
 from .coverage import unwrapped
 from .preconditioner import Preconditioner
@@ -24,7 +25,7 @@ STEP = f"{PREFIX}step"
 # Earlier versions could decompose beside the steps that followed, and kept copies of factors here.
 _FORMER = f"{PREFIX}under_way"
 _STATUS_SHAPES = (6,), (8,)  # earlier versions had two more, of such decompositions
-_ORTHONORMAL = 0.1  # what rounding to half precision leaves is far below
+_ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 _MOMENTS = "exp_avg", "momentum"  # one of them is among the tensors of each gradient
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -39,10 +40,11 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
         what = f"it has no {' and no '.join(map(repr, missing))}"
     else:
         return
-    raise ValueError(
-        f"Invalid state_dict: {what}; pass what an optimizer's state_dict() has returned, and not "
-        "its model's, or the whole of a checkpoint that holds several"
+    why = (
+        f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
+        "the whole of a checkpoint that holds several"
     )
+    raise invalid_because("state_dict", why)
 
 
 def _home(layer: Layer) -> Tensor:
@@ -59,13 +61,14 @@ def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None = None) -> None:
-    """Put every layer's tensors, as they stand, beside the base optimizer's.
+    """Put every layer's tensors, as they stand, into the optimizer's state.
 
-    A layer waits for the base to have made its entry: some bases take a first step by its absence.
-    After a load, the parameters in ``only`` had an entry in the loaded state.
+    Until the base has made an entry, the layer's tensors stay out: some bases take an absent entry
+    for the sign of a first step. After a load, ``only`` has the parameters that had an entry in the
+    loaded state.
     """
     if only is None and kfac.published_by == _facts(kfac, state):
-        return  # as in most steps: entries hold views, which go with the tensors
+        return  # the case of most steps: entries hold views, which follow the tensors
     known = _take_back(kfac, state)
 
     def has_entry(p: Tensor) -> bool:
@@ -92,7 +95,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
 
 
 def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
-    """Return all that entries follow from, with their presence: a user may empty some."""
+    """Return the facts that entries follow from, and their presence: a user may empty some."""
     return (
         [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
         [p.grad is not None for p in kfac.registry.parameters],
@@ -101,11 +104,11 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
 
 
 def make_room(state: State, stepped: Container[Tensor]) -> None:
-    """Let the base begin its entry where only ours is, and it has to step.
+    """Remove entries that hold K-FAC's tensors alone where the base has to step and begin its own.
 
-    That is a parameter whose moments were in the eigenbasis, until its layer lost its state or was
-    loaded elsewhere. Parameters in ``stepped`` take no step of the base, which starts anew if they
-    ever come back to it.
+    Such a parameter had its moments in the eigenbasis, until its layer lost its state or was loaded
+    elsewhere. Parameters in ``stepped`` take no step of the base: the base's tensors are removed
+    there, so that it starts anew if the parameter ever comes back to it.
     """
     for p, entry in state.items():
         if p.grad is None or not isinstance(entry, dict):
@@ -136,7 +139,7 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 
 
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
-    """Return a layer's state as numbers; the first also tells twice how often it was missed."""
+    """Return a layer's state as numbers; the first one holds has_average + 2 · missed."""
     state = kfac.states[layer.name]
     averages = state.has_average + 2 * state.missed
     return [
@@ -184,7 +187,7 @@ def consolidate(kfac: Preconditioner, to: int) -> Entries:
 
 
 def complete(state_dict: dict[str, Any], parameters: list[Tensor], gathered: Entries) -> None:
-    """Add tensors that came from other ranks; a state's own entries stay as they are."""
+    """Add tensors that came from other ranks; the other entries stay as they are."""
     for index, p in enumerate(parameters):
         theirs = gathered.get(p)
         if theirs:
@@ -202,13 +205,11 @@ def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[GatherItem]:
 
 
 def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
-    """Return how names of a layer's tensors begin, the rank that sends these, and their shapes."""
+    """Return prefixes of a layer's tensors, each with the rank that sends them and the shapes."""
     keys = {side: stack_key(layer, side) for side in "ag"}
     specs: list[tuple[str, int, Specs]] = []
     for side, key in keys.items():
-        kept = kfac.store.averages.specs(key, layer.blocks)
-        kept |= kfac.refresher.specs(layer.blocks)
-        kept |= kfac.rule.state_specs(key, layer.blocks)
+        kept = kfac.store.specs(key, layer.blocks)
         specs.append((f"{side}_", kfac.registry.owner(layer, side), kept))
     g, a = keys["g"], keys["a"]
     of_gradients = kfac.rule.group_specs(layer.blocks, g.size, a.size, g.dtype)
@@ -232,13 +233,13 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
         if isinstance(entry, dict) and index in by_index:
             kept = {k: v for k, v in entry.items() if not str(k).startswith(PREFIX)}
             entries[by_index[index]] = {k: v for k, v in entry.items() if k not in kept}
-            # An entry that was ours alone must stay absent: bases test for that.
+            # An entry of K-FAC's tensors alone must stay absent: bases test for an absent entry.
             if kept or not entry:
                 base[index] = kept
         else:
             base[index] = entry
     state_dict["state"] = base
-    state_dict.pop(_FORMER, None)  # the factors as saved are decomposed in their place
+    state_dict.pop(_FORMER, None)  # the saved factors are decomposed instead
     _check_shapes(kfac, entries)
     return entries
 
@@ -261,11 +262,11 @@ def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
             name = names.get(p, "a parameter")
             problems.append(f"{name} of shape {tuple(p.shape)} has factors, but no layer")
     if problems:
-        raise ValueError(
-            "Invalid state_dict: its K-FAC factors do not fit the model's layers; load it into a "
-            "model with the same layers and options, or remove its kfac_ entries:\n  "
-            + abridged(problems, 20, "\n  ")
+        why = (
+            "its K-FAC factors do not fit the model's layers; load it into a model with the same "
+            "layers and options, or remove its kfac_ entries:\n  "
         )
+        raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
 
 
 def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
@@ -331,7 +332,7 @@ def _entries_of(layer: Layer, entries: Entries) -> list[dict[str, Tensor]]:
 
 
 def _covers_after(layer: Layer, entries: Entries) -> tuple[bool, bool]:
-    """Return what a layer covers once it has these entries: if it can, the same as when saved.
+    """Return the covers of a layer once it has these entries: if possible, those of the save.
 
     A layer that is wholly frozen keeps its factors until it is not, as in the run that was saved.
     """

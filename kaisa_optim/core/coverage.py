@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
+from ..errors import invalid_because
 from ..layers import Layer, check_sizes, is_registered, kind_of
 
 
 @dataclass
 class Coverage:
+    """The covered layers of a model, and the reasons why other parameters are left out."""
+
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
     excluded: dict[Tensor, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)  # patterns that match no module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DataParallel and torch.compile."""
+    """Return the user's own module from inside DDP, DataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner: object = model.module
@@ -43,16 +47,15 @@ def cover(
     skip_layers: tuple[str, ...],
     max_factor_size: float,
     papers_only: bool,
-    warn: Callable[[str, int], None] | None,
     matrices_by_output: bool = False,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``.
 
-    With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
+    With ``matrices_by_output``, cover only matrices that multiply an input, by their G alone.
     """
     names = _parameter_names(model)
-    skipped_by = _skipped_modules(model, skip_layers, warn)
     found = Coverage()
+    skipped_by = _skipped_modules(model, skip_layers, found.unmatched)
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
     for name, module in model.named_modules():
@@ -127,7 +130,7 @@ def _train(
 
 
 def beside_matrices(model: nn.Module) -> set[Tensor]:
-    """Parameters, of any shape, that multiply no input as a matrix: embeddings and norms."""
+    """Return parameters that multiply no input as a matrix: of embeddings and norms."""
     found: set[Tensor] = set()
     for module in unwrapped(model).modules():
         kind = kind_of(module)
@@ -138,17 +141,18 @@ def beside_matrices(model: nn.Module) -> set[Tensor]:
 
 
 def refuse_flattened(model: nn.Module) -> None:
-    """Of the model as it is wrapped."""
+    """Refuse a model inside FullyShardedDataParallel; ``model`` is the wrapped one."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ValueError(
-            "Invalid model: FullyShardedDataParallel flattens parameters, so that no layer has a "
-            "weight matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+        why = (
+            "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
+            "left; use torch.distributed.fsdp.fully_shard, its successor, or "
             "DistributedDataParallel"
         )
+        raise invalid_because("model", why)
 
 
 def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
-    """A bias of which some rows belong to no layer would get a step of which they are no part."""
+    """Uncover a bias if some of its rows belong to no layer: its step would lack these rows."""
     rows: Counter[Tensor] = Counter()
     for layer in found.layers.values():
         if layer.bias is not None:
@@ -168,7 +172,7 @@ _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group onl
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Every place where a parameter is registered, each module counted once."""
+    """Return every name under which a parameter is registered, each module counted once."""
     names: dict[Tensor, list[str]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -182,15 +186,17 @@ def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
     names = _parameter_names(model)
     for parameter in trained:
         if parameter not in names:
-            raise ValueError(
-                f"Invalid params: a parameter of shape {tuple(parameter.shape)} does not belong to "
-                "the model; pass the model whose parameters you optimize as model="
+            why = (
+                f"a parameter of shape {tuple(parameter.shape)} does not belong to the model; "
+                "pass the model whose parameters you optimize as model="
             )
+            raise invalid_because("params", why)
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"Invalid params: {names[parameter][0]} has no shape yet; run the lazy model once "
-                "before you build the optimizer"
+            why = (
+                f"{names[parameter][0]} has no shape yet; run the lazy model once before you "
+                "build the optimizer"
             )
+            raise invalid_because("params", why)
 
 
 class Homes:
@@ -249,11 +255,9 @@ def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> 
 
 
 def _skipped_modules(
-    model: nn.Module,
-    patterns: tuple[str, ...],
-    warn: Callable[[str, int], None] | None,
+    model: nn.Module, patterns: tuple[str, ...], unmatched: list[str]
 ) -> dict[nn.Module, str]:
-    """Modules whose name or class matches a pattern, each with all that it contains."""
+    """Return the modules whose name or class matches a pattern, each with all that it contains."""
     skipped: dict[nn.Module, str] = {}
     for pattern in patterns:
         matches = [
@@ -261,12 +265,8 @@ def _skipped_modules(
             for name, module in model.named_modules()
             if re.search(pattern, name) or re.search(pattern, type(module).__name__)
         ]
-        if warn is not None and not matches:
-            text = (
-                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
-                "names (as in model.named_modules()) and class names"
-            )
-            warn(text, 9)  # the line that builds the optimizer
+        if not matches:
+            unmatched.append(pattern)
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())
     return skipped
@@ -284,21 +284,23 @@ def refuse_meta(on_meta: dict[str, Tensor]) -> None:
 
 
 def check_rows(layer: Layer) -> None:
-    """Refuse a kind that tells its moments but not the rows that they are made of."""
+    """Refuse a kind that defines its moments, but not the rows of these moments."""
     kind = type(layer)
     if kind.input_rows is Layer.input_rows and kind.projected_moment is Layer.projected_moment:
-        raise ValueError(
-            f'Invalid eigenvalue_correction: "examples" needs the rows of layer {layer.name!r}, '
-            f"but {kind.__name__} has no input_rows; add them or projected_moment, use "
-            'eigenvalue_correction="gradients", or skip the layer with skip_layers'
+        why = (
+            f'"examples" needs the rows of layer {layer.name!r}, but {kind.__name__} has no '
+            'input_rows; add them or projected_moment, use eigenvalue_correction="gradients", or '
+            "skip the layer with skip_layers"
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
 def check_workers(workers: int, world: int) -> None:
     """Refuse ranks that see examples of a layer but do not have its basis."""
     if workers < world:
-        raise ValueError(
-            'Invalid eigenvalue_correction: "examples" needs all bases on all ranks, but only '
-            f"{workers} of {world} are gradient workers of a layer; use "
-            'eigenvalue_correction="gradients", or, without fully_shard, assignment="opt"'
+        why = (
+            f'"examples" needs all bases on all ranks, but only {workers} of {world} are '
+            'gradient workers of a layer; use eigenvalue_correction="gradients", or, without '
+            'fully_shard, assignment="opt"'
         )
+        raise invalid_because("eigenvalue_correction", why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from .registry import Registry
 
 Precondition = Callable[..., NewGradients]  # of a stack, and of where its gradients are
 
-_KEPT_AT_ONCE = 8  # buckets, of older bases beside the new ones
+_KEPT_AT_ONCE = 8  # buckets of older bases that are kept beside the new ones
 
 # ---- sums ----
 
@@ -55,10 +56,11 @@ def reduce_to_owners(
         owner = registry.owner(layer, side)
         items.append(ReduceItem((layer, side), owner, size, key.device, key.dtype))
 
-    def terms(bucket: list[ReduceItem]) -> list[Tensor]:
-        return [v.flatten() for v in sums.take([item.key for item in bucket], agreed)]
-
-    for arrived in ranks.reduce_to_owners(items, terms, "factors"):
+    loads = (
+        (bucket, [v.flatten() for v in sums.take([item.key for item in bucket.items], agreed)])
+        for bucket in ranks.buckets(items)
+    )
+    for arrived in ranks.reduce_to_owners(loads, "factors"):
         values = {}
         for (layer, side), total in arrived.items():
             key = stack_key(layer, side)
@@ -76,7 +78,7 @@ def correct_by_examples(
     agreed: AgreedStep,
     values: StepValues,
 ) -> None:
-    """Correct eigenvalues by examples that were captured in the bases as they still are."""
+    """Correct eigenvalues by examples, which were captured in bases that are still in use."""
     if isinstance(rule, EkfacRule) and rule.correction == "examples":
         projected = _sum_projected(ranks, sums, layers, agreed)
         rule.take_examples(applied, projected, agreed, values)
@@ -133,9 +135,9 @@ def share_state(
 ) -> None:
     """Bring the owners' new state to all gradient workers, and moments into it.
 
-    ``keys_of`` are the renewed factors of each layer. Some layers go at a time, since workers keep
-    the older bases until moments are rotated: of each column as many, as its ranks keep theirs
-    alone.
+    ``keys_of`` are the renewed factors of each layer. Layers go in chunks, since workers keep older
+    bases until moments are rotated. A chunk takes layers of all columns in turn: each rank keeps
+    the bases of its own column alone.
     """
     columns = ranks.grid.columns
     by_column: list[list[Layer]] = [[] for _ in range(columns)]
@@ -171,46 +173,40 @@ def _broadcast_state(
             own = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
             own.append((layer, side))
         groups = []
+        mine: list[list[Key]] = []  # of each item of this rank's column
         for column, by_root in columns.items():
             total = sum(rule.state_bytes(key) for own in by_root.values() for key in own)
             limit = side_by_side(total, len(by_root), ranks.bucket_bytes)
-            items = [
-                [
-                    _state_item(rule, applied, root, some)
-                    for some in chunks(own, rule.state_bytes, limit)
-                ]
+            order = in_turn(
+                [(root, some) for some in chunks(own, rule.state_bytes, limit)]
                 for root, own in by_root.items()
-            ]
-            groups.append(RankGroup(grid.workers_of(column), in_turn(items)))
-        ranks.broadcast(groups, device, "second_order")
+            )
+            if column == ranks.rank % grid.columns:
+                mine = [keys for _, keys in order]
+            items = [BroadcastItem(root, sum(map(rule.state_bytes, keys))) for root, keys in order]
+            groups.append(RankGroup(grid.workers_of(column), items))
+        # Lazy: triangles live from their packing to their arrival.
+        cargo = ([_packed(rule, applied.by_key[key]) for key in keys] for keys in mine)
+        for packed in ranks.broadcast(groups, cargo, device, "second_order"):
+            rule.incoming(packed.factor, packed.tensors)
 
 
-def _state_item(rule: Rule, applied: AppliedFactors, root: int, keys: list[Key]) -> BroadcastItem:
-    """Return the state of some factors; triangles live from their packing to their arrival."""
-    packed: list[tuple[Factor, list[Tensor]]] = []
+class _PackedState(NamedTuple):
+    """One factor's state as it travels."""
 
-    def tensors() -> list[Tensor]:
-        for key in keys:
-            factor = applied.by_key[key]
-            packed.append((factor, rule.outgoing(factor)))
-        return [tensor for _, own in packed for tensor in own]
+    factor: Factor
+    tensors: list[Tensor]
 
-    def store() -> None:
-        for factor, own in packed:
-            rule.incoming(factor, own)
-        packed.clear()
 
-    return BroadcastItem(root, sum(map(rule.state_bytes, keys)), tensors, store)
+def _packed(rule: Rule, factor: Factor) -> _PackedState:
+    return _PackedState(factor, rule.outgoing(factor))
 
 
 # ---- gradients ----
 
 
 class GradientExchange:
-    """Preconditions the gradients of the layers that this rank works for; hands them to receivers.
-
-    ``clips`` says whether the clip's terms are wanted.
-    """
+    """Preconditions the gradients of this rank's layers, and hands them to receivers."""
 
     def __init__(
         self,
@@ -231,13 +227,16 @@ class GradientExchange:
     def allocate(self, applied: AppliedFactors) -> None:
         self._applied = applied
         self._places: dict[Layer, Places] = {}
-        self._stacks: dict[Layer, GradientStack] = {}  # as they were last together, by their first
-        # The buckets of each column, of the layers of a device, by their first.
+        self._stacks: dict[Layer, GradientStack] = {}  # of the last step, by their first layer
+        # Each column's buckets of the layers on one device, by the first of these layers.
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
         self._buckets = {}
 
     def updates(self, values: StepValues, *, clips: bool) -> Updates:
-        """Return the new gradients of all layers that have a state; all ranks call it alike."""
+        """Return the new gradients of all layers with a state; all ranks call it alike.
+
+        ``clips`` says whether the KL clip needs its terms.
+        """
         updates = Updates()
         precondition = functools.partial(self._precondition, values, clips)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
@@ -281,23 +280,26 @@ class GradientExchange:
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Hand new gradients from one of their workers to each row of ranks.
 
-        Which gradients travel follows from the layers' state, not from a rank's gradients: a
-        missing one is zero. Columns send side by side, and none waits for another's products.
+        The layers' state decides which gradients travel, not a rank's gradients: a missing one
+        counts as zero. Columns send side by side, and no column waits for another's products.
         """
-        wires: list[Wire] = []
+        dtype = self._comm_dtype
         members = self._ranks.grid.receivers_of(self._ranks.rank)
         for same in by_device(layers):
-            by_column = [
-                [
-                    self._gradient_item(members[column], shapes, wires, precondition)
-                    for shapes in buckets
-                ]
+            order = in_turn(
+                [(members[column], shapes) for shapes in buckets]
                 for column, buckets in self._buckets_of(same)
+            )
+            items = [
+                BroadcastItem(root, sum(gradients.wire_bytes(one, dtype) for one in shapes))
+                for root, shapes in order
             ]
-            group = RankGroup(members, in_turn(by_column))
-            self._ranks.broadcast([group], device_of(same[0]), "gradients")
-        for wire in wires:
-            updates.add(wire.unpack())
+            cargo = (self._wires(root, shapes, precondition) for root, shapes in order)
+            arrived = self._ranks.broadcast(
+                [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
+            )
+            for wire in arrived:
+                updates.add(wire.unpack())
 
     def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
         """Return each column's buckets of layers on one device; worked out once."""
@@ -316,28 +318,14 @@ class GradientExchange:
             known = self._buckets[layers[0]] = layers, divided
         return known[1]
 
-    def _gradient_item(
-        self,
-        root: int,
-        shapes: list[list[Layer]],
-        wires: list[Wire],
-        precondition: Precondition,
-    ) -> BroadcastItem:
+    def _wires(
+        self, root: int, shapes: list[list[Layer]], precondition: Precondition
+    ) -> list[Wire]:
         """Return the new gradients that a root sends, or room for them elsewhere."""
         own = root == self._ranks.rank
-
-        @functools.cache  # asked for once before its turn, and once in it
-        def made() -> list[NewGradients]:
-            stacks = map(self.stack_of, shapes)
-            return [precondition(x) if own else NewGradients.awaited(x) for x in stacks]
-
-        def tensors() -> list[Tensor]:
-            new = [Wire(one, self._comm_dtype) for one in made()]
-            wires.extend(new)
-            return [tensor for wire in new for tensor in wire.tensors]
-
-        size = sum(gradients.wire_bytes(one, self._comm_dtype) for one in shapes)
-        return BroadcastItem(root, size, tensors, ahead=made if own else None)
+        stacks = map(self.stack_of, shapes)
+        new = (precondition(x) if own else NewGradients.awaited(x) for x in stacks)
+        return [Wire(one, self._comm_dtype) for one in new]
 
     # ---- sharded gradients ----
 
@@ -348,7 +336,7 @@ class GradientExchange:
         """
         ready = set(self._registry.with_state)
         layers = [layer for layer in self._registry.sharded if layer in ready]
-        # Each rank has but a part of what travels.
+        # Each rank has only a part of the bytes of a chunk.
         limit = self._ranks.bucket_bytes * self._ranks.world
         for chunk in chunks(layers, _gradient_bytes, limit):
             whole = self._gather(chunk)

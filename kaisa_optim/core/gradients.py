@@ -16,11 +16,12 @@ from ..plan.routes import cargo_bytes, chunks
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
-# A power of two: it changes no digit of the clip. Its terms would overflow float32 where a loss of
-# 1e20 makes gradients as long. Products that it rounds to zero are far below any clip.
+# The clip's terms are scaled by this, since they would overflow float32 where a loss of 1e20 makes
+# gradients as long. A power of two changes no digit of the clip. Products that it makes zero are
+# far below any clip.
 _SHARE = 2.0**-64
 
-_PLAIN = Tensor, nn.Parameter  # and no subclass that would take views in ways of its own
+_PLAIN = Tensor, nn.Parameter  # exactly these types: subclasses may take views in other ways
 
 
 class _View(NamedTuple):
@@ -61,9 +62,9 @@ def strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 class Places(NamedTuple):
-    """Where a layer's parameters have their numbers.
+    """The places of a layer's parameters in its matrix gradient.
 
-    Found once: finding them takes as long as a small layer's products. Parameters lie in memory as
+    They are found once: this takes as long as a small layer's products. Parameters lie in memory as
     they are, channels last or first.
     """
 
@@ -120,7 +121,7 @@ class GradientStack:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
-        # One view for all blocks takes no longer than one for each layer does.
+        # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
             places[x].of_block(x) == of_block for x in layers
@@ -181,7 +182,7 @@ class GradientStack:
     ) -> list[Tensor] | None:
         """Return a scaled copy of each parameter's part, shaped like it, or ``None``.
 
-        It takes one call for each kind of parameter, where their layouts allow it.
+        It makes one call for each kind of parameter; ``None`` if the layouts do not allow that.
         """
         dtype = like[0].dtype
         plain = all(type(t) in _PLAIN and t.dtype == dtype for t in like)
@@ -241,9 +242,9 @@ class NewGradients(NamedTuple):
 
 
 def products(stack: GradientStack, raw: Tensor, new: Tensor) -> Tensor:
-    """Return the clip's terms: ⟨new, raw⟩ of each layer, and that of the last column beside it.
+    """Return the clip's terms, ``[layers, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.
 
-    They are :data:`_SHARE` of it. ``raw`` is overwritten.
+    Both are multiplied by :data:`_SHARE`. ``raw`` is overwritten.
     """
     columns = raw.mul_(_SHARE).mul_(new).sum(1)
     return stack.of_layers(torch.stack([columns.sum(1), columns[:, -1]], 1))
@@ -279,7 +280,7 @@ class Wire:
         return [self.new, self.one.products, *scales]
 
     def unpack(self) -> NewGradients:
-        """Return the gradients as all ranks have them, their sender included: rounded alike."""
+        """Return the gradients as all ranks have them: the sender takes the rounded ones, too."""
         new = self.new.to(self.one.new.dtype)
         if self.scales is not None:
             new = new * self.scales[:, None, None]
@@ -339,7 +340,7 @@ class Updates:
         return {layer for one in self.stacks for layer in one.stack.layers}
 
     def clip(self, limit: float, alpha_of: Callable[[Tensor], Any]) -> None:
-        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), on the device, with no look of the host."""
+        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait."""
         terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
         if not terms:
             return
@@ -350,8 +351,8 @@ class Updates:
     def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return new gradients for the parameters that have one.
 
-        ``in_parts`` are parameters of which several layers cover a part each; a part whose layer is
-        not among the stacks keeps its raw gradient.
+        Several layers cover a part each of the parameters ``in_parts``. A part whose layer is not
+        among the stacks keeps its raw gradient.
         """
         return unstack(self.stacks, in_parts, scale=self._scale)
 
@@ -388,7 +389,7 @@ def unstack(
         targets += one.stack.parameter_parts([new[p] for p in parameters])
         sources += one.stack.matrix_parts(stacked)
     for dtype in dict.fromkeys(target.dtype for target in targets):
-        # Not all at once: CUDA's call, before torch 2.11, took all targets for the first one's.
+        # One call a dtype: before torch 2.11, CUDA's took all targets to be of the first one's.
         same = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
         torch._foreach_copy_([t for t, _ in same], [s for _, s in same])
     for p in set(absent):
@@ -397,14 +398,14 @@ def unstack(
 
 
 def _room(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return room laid out as the parameter is: other layouts may have no view of its parts."""
+    """Return an empty tensor laid out as the parameter: other layouts may lack its views."""
     same = gradient.stride() == parameter.stride()
     layout = torch.preserve_format if same else torch.contiguous_format
     return torch.empty_like(gradient, memory_format=layout)
 
 
 def blend(new: dict[Tensor, Tensor], share: float) -> None:
-    """Mix raw gradients into new ones, of which ``share`` stays; in place."""
+    """Mix raw gradients into new ones in place: ``share`` of the new ones stays."""
     raw = {p: p.grad for p in new if p.grad is not None}
     if raw:
         sides = list(raw.values()), [new[p] for p in raw]
@@ -441,7 +442,7 @@ def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Te
 
 
 def _squared(alpha: Any) -> Any:
-    """Return α²; a tensor on the CPU meets others only as a scalar."""
+    """Return α² as a scalar, since a CPU tensor meets tensors of other devices only so."""
     return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from ..checks import check_callable, is_real
 from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
-from ..errors import invalid
-from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Options, check
+from ..errors import invalid, invalid_because
+from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Group, Options, check
 
-Group = dict[str, Any]
 Schedule = Callable[[int], Any]
 
 _INTERVALS = "factor_update_steps", "inv_update_steps"
@@ -56,7 +55,7 @@ class Hyperparameters:
                 f"{name} = {value!r}: it can only be given at construction; build the optimizer "
                 f"with {name}={value!r}"
             )
-        # A misspelled one would have no effect. Names of its own appear while it is built.
+        # A misspelled name would have no effect. Own attributes appear during construction.
         if self._is_built and not (name.startswith("_") or hasattr(self, name)):
             near = difflib.get_close_matches(name, SETTABLE, 1)
             raise AttributeError(
@@ -77,7 +76,7 @@ class Hyperparameters:
                 schedule = schedules.get(name)
                 # Users and schedulers write here, too.
                 group[name] = settled(group[name] if schedule is None else schedule(self.steps))
-            if self.options.moments != "eigenbasis":  # which has no use for a damping
+            if self.options.moments != "eigenbasis":  # the eigenbasis has no use for a damping
                 refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
@@ -85,7 +84,7 @@ class Hyperparameters:
     def upcoming(self, name: str, ahead: int = 0) -> Any:
         """Return a hyperparameter's value for the next backward passes, before a step reads it.
 
-        ``ahead`` steps later, it is the value for the passes of that step.
+        With ``ahead``, the value is for the passes of that many steps later.
         """
         schedule = self._schedules.get(name)
         if schedule is None:
@@ -93,7 +92,7 @@ class Hyperparameters:
         return check(name, schedule(self.steps + ahead))
 
     def take_intervals(self, ahead: int = 0) -> None:
-        """Put both intervals into force, which several ranks have found alike."""
+        """Put both intervals into force; several ranks have compared them before."""
         if self.ranks.world > 1:
             self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
 
@@ -103,7 +102,7 @@ class Hyperparameters:
 
     def next_intervals(self) -> dict[str, int]:
         """Return the intervals of schedules in the next step, for ranks to compare."""
-        several = self.ranks.world > 1  # one has no use for values of a step that may never come
+        several = self.ranks.world > 1  # one rank needs no values of a step that may never come
         names = [name for name in _INTERVALS if several and name in self._schedules]
         return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
 
@@ -125,8 +124,10 @@ class Hyperparameters:
 
     @property
     def factor_update_steps(self) -> int:
-        """The interval at which layers gather; on several ranks a new one acts from the next step
-        on that updates factors or decompositions."""
+        """The interval at which layers gather.
+
+        On several ranks a new one acts from the next step that updates factors or decompositions.
+        """
         return self._factor_update_steps
 
     @factor_update_steps.setter
@@ -136,7 +137,7 @@ class Hyperparameters:
 
     @property
     def inv_update_steps(self) -> int:
-        """The interval at which layers are refreshed; a new one acts as the one beside it does."""
+        """The interval at which layers are refreshed; a new one acts as for gathering."""
         return self._inv_update_steps
 
     @inv_update_steps.setter
@@ -145,7 +146,7 @@ class Hyperparameters:
 
     @property
     def statistics_fraction(self) -> float:
-        """The part of the examples, or of few examples' positions, that factors are taken from."""
+        """The share of the examples, or of few examples' positions, that enters the factors."""
         return self._statistics_fraction
 
     @statistics_fraction.setter
@@ -164,10 +165,11 @@ class Hyperparameters:
         former = self.sums.loss_terms
         numbers = not isinstance(value, str) and not isinstance(former, str)
         if value != former and not numbers and self._has_drawn():
-            raise ValueError(
-                f"Invalid loss_terms: {value!r} after sample_fisher, which drew for {former!r}; "
-                "set it before, or give the optimizer a number as its argument"
+            why = (
+                f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
+                "give the optimizer a number as its argument"
             )
+            raise invalid_because("loss_terms", why)
         self.sums.loss_terms = value
 
     def _has_drawn(self) -> bool:
@@ -229,9 +231,8 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
 
 def _scale(value: Any) -> Tensor | float:
     if not is_real(value) and not isinstance(value, Tensor):
-        raise ValueError(
-            f"Invalid grad_scaler: {value!r} from its callable; a scale must be a number or a "
-            "tensor"
+        raise invalid_because(
+            "grad_scaler", f"{value!r} from its callable; a scale must be a number or a tensor"
         )
     scale: Tensor | float = value
     return scale

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..curvature.rules.muon import Settings
+from ..errors import invalid_because
 from ..linalg.orthogonal import MuonStep
 from .coverage import beside_matrices
-
-Group = dict[str, Any]
+from .options import Group
 
 
 def takes_muon(group: Group, p: Tensor) -> bool:
@@ -23,20 +23,21 @@ def takes_muon(group: Group, p: Tensor) -> bool:
 
 
 def muon_step(group: Group) -> MuonStep:
-    """Return how a group makes a step of a momentum."""
+    """Return the settings of a group's step from a momentum."""
     coefficients: Any = tuple(group["ns_coefficients"])
     return MuonStep(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
 
 
 def settings(group: Group) -> Settings:
-    """Return how the momenta of a group move, and the step that is made of them."""
+    """Return the settings of a group's momenta and of the step from them."""
     return Settings(group["momentum"], group["nesterov"], muon_step(group))
 
 
 def excluded(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters that AdamW takes, and why.
 
-    Tables, of which a step sees some rows, and norms are no matrices, unless their group says so.
+    Embeddings and norms do not count as matrices, unless their group says so: a step sees only some
+    rows of an embedding.
     """
     apart = beside_matrices(model)
     found = {}
@@ -57,8 +58,9 @@ def choices(groups: Iterable[Group]) -> list[bool | None]:
 def refuse_changes(groups: Iterable[Group], former: Sequence[bool | None]) -> None:
     for i, (now, before) in enumerate(zip(choices(groups), former, strict=False)):
         if now is not before:
-            raise ValueError(
-                f"Invalid use_muon: {now!r} of parameter group {i}, which was built with "
-                f"{before!r}; what K-FAC covers follows from it, so build another optimizer, with "
-                "the state_dict() of this one if that is to go on"
+            why = (
+                f"{now!r} of parameter group {i}, which was built with {before!r}; what K-FAC "
+                "covers follows from it, so build another optimizer, with the state_dict() of "
+                "this one if that is to go on"
             )
+            raise invalid_because("use_muon", why)

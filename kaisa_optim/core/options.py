@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checks import check_callable, check_flag, is_real, is_whole
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
 
 Check = Callable[[str, Any], Any]
+Group = dict[str, Any]  # one of the optimizer's param_groups
 DEFAULT = object()  # stands for an option's own default
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -145,9 +146,9 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
-                f"Invalid {name}: {pattern!r} is no regular expression: {error}; re.escape takes a "
-                "name literally"
+            raise invalid_because(
+                name,
+                f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally",
             ) from None
     return tuple(patterns)
 
@@ -477,7 +478,7 @@ class Options:
                 self._settle(name, option.follows(self))
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
-        needs_all = 'eigenvalue_correction: "examples"' if self.correction == "examples" else ""
+        needs_all = self.correction == "examples"
         check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors, needs_all)
 
     def checked(self, name: str, value: Any) -> Any:
@@ -491,10 +492,11 @@ class Options:
         for conflict in option.conflicts if option.in_use(value) else ():
             found = getattr(self, conflict.other)
             if found in conflict.values:
-                raise ValueError(
-                    f"Invalid {name}: {value!r} with {conflict.other}={found!r}: "
-                    f"{conflict.reason}; {conflict.remedy}"
+                why = (
+                    f"{value!r} with {conflict.other}={found!r}: {conflict.reason}; "
+                    f"{conflict.remedy}"
                 )
+                raise invalid_because(name, why)
 
     def having(self, values: Mapping[str, Any]) -> Options:
         """Return a copy with values that were checked where they were set."""

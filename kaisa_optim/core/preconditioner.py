@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,8 +21,8 @@ from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
-from .hyperparameters import Group, clip_lr
-from .options import SHARED, Options
+from .hyperparameters import clip_lr
+from .options import SHARED, Group, Options
 from .questions import Questions
 from .registry import Registry, basis_reader
 from .status import Status, step_report, with_gradient, zeros_like_gradients
@@ -35,9 +34,9 @@ _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gather
 class Preconditioner(Questions):
     """K-FAC for one model: ``optimizer.preconditioner``.
 
-    The optimizer calls :meth:`step` with its parameter groups and gets the gradients that its base
-    class is to see. Users read here what is covered, what it costs and what the factors are, and
-    set the hyperparameters of the whole optimizer.
+    The optimizer calls :meth:`step` with its parameter groups and gets the gradients for its base
+    class. Users read coverage, costs and factors here, and set the hyperparameters of the whole
+    optimizer.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class Preconditioner(Questions):
     ) -> None:
         """Build it on all ranks; they compare models and options.
 
-        ``identity`` is what else ranks must have alike. Without ``compare``, they compare in the
-        first step only, so that one rank may build alone.
+        ``identity`` has further values that must be alike on all ranks. Without ``compare``, ranks
+        compare in the first step only, so that one rank may build alone.
         """
         self.model = model
         self._identity = identity or {}
@@ -68,7 +67,7 @@ class Preconditioner(Questions):
         self._make_parts(options, group_schedules, known)
         self.plan = StepPlan(-1)  # of the last step
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
-        self.published_by: Any = None  # what entries there followed from
+        self.published_by: Any = None  # the facts that entries there followed from
         self._refused: Exception | None = None  # an error that kept this rank from loading
         self._unsettled = False  # a state was loaded, and the other ranks were not yet asked
         self._named: set[Layer] = set()  # as layers without statistics
@@ -110,7 +109,7 @@ class Preconditioner(Questions):
     def step(self, groups: list[Group]) -> dict[Tensor, Tensor]:
         """Take one step; return the gradient for the base of each covered parameter that has one.
 
-        Gradients of the rules that keep moments are the base's directions.
+        A rule that keeps moments returns the base's directions as gradients.
         """
         self.read(groups)
         self.registry.refuse_replaced(groups)
@@ -134,7 +133,7 @@ class Preconditioner(Questions):
         if clip is not None:
             updates.clip(clip, lambda p: clip_lr(groups[self.registry.group_of(p)]))
         new = updates.by_parameter(self.registry.in_parts)
-        if self.rule.makes_directions:  # a parameter of which a part is raw has no direction
+        if self.rule.makes_directions:  # a parameter with a raw part has no direction
             raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
             new = {p: direction for p, direction in new.items() if p not in raw} if raw else new
         new |= updates.shards
@@ -145,14 +144,14 @@ class Preconditioner(Questions):
         return new
 
     def _no_step(self) -> dict[Tensor, Tensor]:
-        """End a step that does not count; the base must not begin moments that are K-FAC's."""
+        """End a step that does not count; the base must not begin moments that K-FAC keeps."""
         self.capture.reset()
         return zeros_like_gradients(self.registry.active) if self.rule.makes_directions else {}
 
     def _exchanges(self) -> bool:
         """Return whether ranks have something to agree on in this step.
 
-        One process looks at whatever it has gathered; several ranks must know it without asking.
+        One process also looks at its sums; several ranks must know the answer without asking.
         """
         capture, states = self.capture, self.registry.states.values()
         alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
@@ -161,7 +160,7 @@ class Preconditioner(Questions):
         return bool(alone or capture.wanted or asks or due)
 
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
-        """Agree with the other ranks on this step's facts; ``None`` for a step of nothing."""
+        """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
             return AgreedStep()
         capture, states = self.capture, self.registry.states
@@ -283,7 +282,7 @@ class Preconditioner(Questions):
         if self._is_built:
             self._aim()
 
-    # ---- what all ranks must have alike ----
+    # ---- values that must be alike on all ranks ----
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
         values = reports.of_groups(groups)
@@ -326,7 +325,7 @@ class Preconditioner(Questions):
     def _follow_changes(self) -> None:
         """Make room for layers that were moved, frozen or unfrozen since the last step.
 
-        Ranks compare what is frozen whenever they exchange anything, and it takes effect then.
+        Ranks compare frozen layers in each exchange, and changes take effect there.
         """
         changed: list[Layer] = []
         if self.ranks.world == 1 or self._exchanges():
@@ -362,8 +361,7 @@ class Preconditioner(Questions):
     # ---- loading ----
 
     def refuse(self, error: Exception) -> None:
-        """Note that a state can't be loaded: where only some ranks can't, all raise at their next
-        step."""
+        """Note an error of loading; if only some ranks have one, all raise in the next step."""
         if self.ranks.world > 1:
             self._unsettled, self._refused = True, error
 
@@ -380,10 +378,10 @@ class Preconditioner(Questions):
         self._aim()
 
     def settle_load(self, groups: list[Group]) -> None:
-        """Compare loaded states among ranks; all estimate anew what some rank lacks."""
+        """Compare loaded states among ranks; layers that some rank lacks start anew on all."""
         if not self._unsettled:
             return
-        # Until then as ranks are that have loaded nothing, which hold this exchange themselves.
+        # Ranks that have loaded nothing hold this exchange, too: take part in it as one of them.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
         self._ask_owners()
@@ -400,7 +398,7 @@ class Preconditioner(Questions):
         self._refused = None
         self.take_intervals()
         loaded = self.status.compare_loaded(self._lacks_half_products())
-        for layer in loaded.absent:  # estimated anew, by all ranks
+        for layer in loaded.absent:  # all ranks estimate these anew
             self.reset(layer)
         for layer in loaded.in_part:
             self.sums.drop(layer)
@@ -425,16 +423,11 @@ class Preconditioner(Questions):
 
 def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
     """Return the numbers of a step that rules read."""
-
-    def value_of(name: str) -> Callable[[Layer], float]:
-        # Each stack asks for its layers' values, and they stay for a step.
-        return functools.cache(lambda layer: registry.shared(layer, groups, name))
-
     seen = [x for x in registry.active if x.name in agreed.rows]
     graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
-        value_of("damping"),
-        value_of("factor_decay"),
+        registry.values("damping", groups).__getitem__,
+        registry.values("factor_decay", groups).__getitem__,
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),

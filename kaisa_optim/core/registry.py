@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
 from ..curvature.rules import AdamRule, MuonRule, Rule, adam
 from ..curvature.stacks import AppliedFactors, stack_key
+from ..errors import invalid_because
 from ..layers import Basis, Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
@@ -22,9 +22,7 @@ from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
-from .options import PER_GROUP, Options
-
-Group = dict[str, Any]
+from .options import PER_GROUP, Group, Options
 
 logger = logging.getLogger("kaisa_optim")
 
@@ -54,9 +52,9 @@ class Registry:
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
-        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and by which
-        self.in_parts: set[Tensor] = set()  # parameters of which several layers cover a part each
-        self.on_meta: dict[str, Tensor] = {}  # their sizes are known, but no step can be taken
+        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
+        self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts
+        self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
         self._group_of: dict[Tensor, int] = {}
         self._accepted = set(known)  # parameters that are, or were, the model's
 
@@ -134,18 +132,26 @@ class Registry:
 
     # ---- group values ----
 
-    def shared(self, layer: Layer, groups: list[Group], name: str) -> float:
+    def _shared(self, layer: Layer, groups: list[Group], name: str) -> float:
         """Return a group's value for a layer; its weight and bias must agree on it."""
         values = {groups[self._group_of[p]][name] for p in layer.parameters}
         if len(values) > 1:
-            raise ValueError(
-                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
-                f"with different values {sorted(values)}; give both groups the same {name}"
+            why = (
+                f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                f"different values {sorted(values)}; give both groups the same {name}"
             )
+            raise invalid_because(name, why)
         return values.pop()
 
+    def values(self, name: str, groups: list[Group]) -> dict[Layer, float]:
+        """Return the groups' value for each active layer."""
+        of_groups = {group[name] for group in groups}
+        if len(of_groups) == 1:
+            return dict.fromkeys(self.active, of_groups.pop())
+        return {layer: self._shared(layer, groups, name) for layer in self.active}
+
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
-        """Return how moments move, for all layers: all ranks refuse what does not fit one."""
+        """Return the settings of each layer's moments; all ranks refuse the same bad ones."""
         of_group = self._settings_of_groups(groups)
         if all(one == of_group[0] for one in of_group):
             return dict.fromkeys(self.active, of_group[0]) if of_group else {}
@@ -160,18 +166,19 @@ class Registry:
         return []
 
     def _settings_of(self, layer: Layer, groups: list[Group], of_group: Sequence[Any]) -> Any:
-        """Return how a layer's moments move; its weight and bias must agree on it."""
+        """Return the settings of a layer's moments; its weight and bias must agree on them."""
         numbers = sorted({self._group_of[p] for p in layer.parameters})
         found = [of_group[i] for i in numbers]
         if any(other != found[0] for other in found):
             names = ("betas", "eps", "bias_correction", "grad_averaging")
             first, last = groups[numbers[0]], groups[numbers[-1]]
             name = next(x for x in names if first.get(x) != last.get(x))
-            raise ValueError(
-                f"Invalid {name}: layer {layer.name!r} has its weight and bias in parameter groups "
-                f"with different values {[first[name], last[name]]}; give both groups the same "
+            why = (
+                f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                f"different values {[first[name], last[name]]}; give both groups the same "
                 f'{name}, or use moments="parameters"'
             )
+            raise invalid_because(name, why)
         return found[0]
 
     # ---- changes ----
@@ -195,7 +202,7 @@ class Registry:
         self._homes.check(groups)
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
-        """Return what K-FAC covers of the model; raise where groups or options do not fit it."""
+        """Return the coverage of the model; raise where groups or options do not fit it."""
         options, model = self._options, coverage.unwrapped(self.model)
         is_muon = isinstance(self._rule, MuonRule)
         coverage.refuse_flattened(self.model)
@@ -211,9 +218,14 @@ class Registry:
             skip_layers=tuple(options.skip_layers),
             max_factor_size=options.max_factor_size,
             papers_only=options.kaisa_scaling,
-            warn=functools.partial(agreement.warn, self._ranks) if first else None,
             matrices_by_output=is_muon,
         )
+        for pattern in found.unmatched if first else ():
+            text = (
+                f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
+                "names (as in model.named_modules()) and class names"
+            )
+            agreement.warn(self._ranks, text, 7)  # the line that builds the optimizer
         found.excluded = excluded
         if options.correction == "examples":
             world = self._ranks.world
@@ -222,14 +234,14 @@ class Registry:
             if options.correction == "examples":
                 coverage.check_rows(layer)
             for name in PER_GROUP if layer.parameters else ():
-                self.shared(layer, groups, name)
+                self._shared(layer, groups, name)
             if self._rule.makes_directions and layer.parameters:
                 self._settings_of(layer, groups, of_group)
         self._find_shards(found.layers.values())
         return found
 
     def rebuild(self, found: Coverage, groups: list[Group]) -> None:
-        """Take over what is covered now; layers that stay as they were keep their state."""
+        """Take over a new coverage; layers that stay as they were keep their state."""
         self._accepted.update(p for group in groups for p in group["params"])
         before, self.layers = self.layers, {}
         for name, layer in found.layers.items():
@@ -251,7 +263,7 @@ class Registry:
         self._place()
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
-        """Note layers that were frozen or unfrozen; they start anew, and are returned.
+        """Return layers that were frozen or unfrozen since; they start anew.
 
         ``gathered`` are the covers of layers at the time of their statistics.
         """
@@ -265,7 +277,7 @@ class Registry:
         return changed
 
     def note(self, plan: StepPlan) -> None:
-        """Note the layers that a plan refreshes: which are no longer stale, which are checked."""
+        """Note the refreshed layers: they are no longer stale, and some are checked later."""
         for name in plan.refresh:
             self.states[name].stale.clear()
         for name in plan.deferred:
@@ -302,21 +314,21 @@ class Registry:
 
 
 def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
-    """Return the strategy for gradients that return to every rank as shards: one rank works."""
+    """Return the strategy for sharded gradients: one rank works for each layer."""
     chosen = options.assignment, options.grad_worker_fraction
     if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
-        raise ValueError(
-            f"Invalid assignment: {options.strategy!r} for parameters sharded by fully_shard: one "
-            'rank preconditions each of their gradients; use assignment="layer-wise" or leave it '
-            "out"
+        why = (
+            f"{options.strategy!r} for parameters sharded by fully_shard: one rank preconditions "
+            'each of their gradients; use assignment="layer-wise" or leave it out'
         )
+        raise invalid_because("assignment", why)
     return assignment.LayerWise()
 
 
 def basis_reader(
     states: Mapping[str, LayerState], applied: AppliedFactors
 ) -> Callable[[Layer], Basis | None]:
-    """Return how to read the eigenvectors of a layer that has a state."""
+    """Return a function that reads the eigenvectors of a layer with a state."""
 
     def read(layer: Layer) -> Basis | None:
         return applied.bases(layer) if states[layer.name].has_state else None
@@ -325,6 +337,6 @@ def basis_reader(
 
 
 def task_of(layer: Layer) -> Task:
-    """Return a layer's task, by what it trains, whether frozen at the moment or not."""
+    """Return a layer's task by its trained parameters, also while they are frozen."""
     a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
     return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)

@@ -17,6 +17,7 @@ from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
 from ..curvature.sums import FactorSums
+from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
@@ -48,7 +49,7 @@ _KINDS = {
 
 
 def memory_usage(owned: Factors, applied: AppliedFactors, sums: FactorSums) -> dict[str, int]:
-    """Return the bytes of state on this rank by kind, and apart those of sums."""
+    """Return the bytes of state on this rank by kind; bytes of sums are apart, as "pending"."""
     usage: dict[str, int] = {}
     for name, tensor in (*owned.tensors(), *applied.tensors()):
         kind = _KINDS.get(name, "counters")
@@ -86,7 +87,7 @@ def account(
 
 
 class Assigned(Mapping[str, Placement]):
-    """Which rank owns the factors of which layer; its ``repr`` is a table."""
+    """The owners of each layer's factors; its ``repr`` is a table."""
 
     def __init__(self, registry: Registry, grid: Grid) -> None:
         self.strategy = registry.strategy
@@ -202,13 +203,10 @@ def nothing_covered(registry: Registry) -> ValueError:
         patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
         reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
     detail = "; ".join(reasons)
-    return ValueError(
-        "Invalid model: it has no layer that K-FAC covers"
-        + (f" ({detail})" if detail else "")
-        + "; use the base optimizer, "
-        + ("skip less, " if skipped else "")
-        + "or register its layers with register_layer"
-    )
+    detail = f" ({detail})" if detail else ""
+    use = "use the base optimizer, skip less" if skipped else "use the base optimizer"
+    must = f"{use}, or register its layers with register_layer"
+    return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
 
 
 def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
@@ -244,7 +242,7 @@ def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
     if not wide:
         return ""
     remedy = "for a diagonal factor in its place give a lower max_factor_size"
-    if not rule.makes_directions:  # which have no use for inverses
+    if not rule.makes_directions:  # rules with moments have no use for inverses
         remedy += (
             '; compute_method="inverse", where your other options admit it, takes about a '
             "fifth of the time"
@@ -283,7 +281,7 @@ def no_capture(step: int) -> RuntimeError:
 
 
 def misread(kfac: Questions) -> str:
-    """Return a warning that K counts positions for examples, where it does and where it matters."""
+    """Return a warning if K counts positions as examples, and if K matters."""
     capture, options = kfac.capture, kfac.options
     indifferent = options.kaisa_scaling or kfac.rule.makes_directions
     if indifferent or options.loss_reduction == "sum" or kfac.loss_terms != "examples":
@@ -302,22 +300,23 @@ def misread(kfac: Questions) -> str:
 def check_draws(options: Options) -> None:
     """Refuse drawn labels under options that have no use for them."""
     if options.kaisa_scaling:
-        raise ValueError(
-            'Invalid normalization: "kaisa" has no scale for the Fisher of drawn labels; use '
-            'normalization="fisher"'
+        raise invalid_because(
+            "normalization",
+            '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
         )
     if options.correction == "examples":
-        raise ValueError(
-            'Invalid eigenvalue_correction: "examples" takes the gradients that train, not '
-            'those of drawn labels; use "gradients", or leave out sample_fisher'
+        why = (
+            '"examples" takes the gradients that train, not those of drawn labels; use '
+            '"gradients", or leave out sample_fisher'
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
-# ---- what ranks compare ----
+# ---- values that ranks compare ----
 
 
 def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plain values of parameter groups, the first that ranks should name first."""
+    """Return the plain values of parameter groups; errors name the first that differs."""
     plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
 
     def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
@@ -332,12 +331,12 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return 1 as 1.0: they are the same, and must not print otherwise."""
+    """Return 1 as 1.0: equal numbers must have equal texts."""
     return float(value) if is_real(value) else value
 
 
 def described(found: Coverage) -> dict[str, Any]:
-    """Return what ranks compare of a model's layers."""
+    """Return texts of a model's layers, for ranks to compare."""
 
     def text(layer: Layer) -> str:
         if not layer.parameters:

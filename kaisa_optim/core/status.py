@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     """The result of comparing loaded states."""
 
     absent: list[Layer]  # layers whose averages some rank lacks
-    in_part: list[Layer]  # layers of which only some ranks have gathered statistics since
+    in_part: list[Layer]  # layers that only some ranks have gathered statistics of since
     lacks_half_products: bool
 
 
@@ -42,7 +42,7 @@ class Status:
         self._verify_every = verify_every
         self._notes = Notes()  # checksums of weights, on their way to the host
         self._noted: tuple[list[str], Tensor] | None = None
-        self._codes: dict[str, int] = {}  # of those that the next exchange compares
+        self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self._failure: Exception | None = None  # of the base's step, since the last exchange
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
@@ -57,10 +57,10 @@ class Status:
         *,
         first: bool,
     ) -> coverage.Coverage:
-        """Return what is covered, found alike on all ranks; else every rank raises.
+        """Return the coverage; every rank raises if it differs among the ranks.
 
-        ``described`` is what ranks compare beside the layers; without an ``identity`` they compare
-        later, in the first step.
+        Ranks compare ``described`` beside the layers. Without an ``identity`` they compare later,
+        in the first step.
         """
         error: Exception | None = None
         found, alone = coverage.Coverage(), self._ranks.world == 1
@@ -75,7 +75,7 @@ class Status:
                 f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
                 for i, group in enumerate(groups)
             }
-            # Else a step would be refused on those ranks alone, and the others wait for them.
+            # A rank with meta parameters would refuse its step alone, and the others would wait.
             on_meta = {"parameters on the meta device": sorted(self._registry.on_meta)}
             mine = {**identity, **described, **reports.described(found), **sizes, **on_meta}
             agreement.compare(self._ranks, mine, "models and options", error)
@@ -99,7 +99,7 @@ class Status:
     ) -> AgreedStep:
         """Return the reports of all ranks together.
 
-        With ``loads`` this rank has loaded a state, and all raise unless the others have, too.
+        With ``loads`` this rank has loaded a state, and all ranks raise unless all have.
         """
         if loads or self._failure is not None:
             report = report._replace(failed=True)
@@ -113,7 +113,7 @@ class Status:
         return agreed
 
     def _own_failure(self, capture: Capture, loads: bool) -> tuple[Exception | None, str]:
-        """Take the error to raise, so that the next step may go well, and what it came from."""
+        """Take out the error to raise, and name its origin; the next step starts without it."""
         if loads:
             remedy = "only some ranks have loaded a state: call load_state_dict() on all of them"
             return RuntimeError(remedy), "loading"
@@ -131,7 +131,7 @@ class Status:
         capture: Capture,
         sums: FactorSums,
     ) -> None:
-        """Raise where ranks differ in what must be alike, or where a gradient is missing."""
+        """Raise if values differ among the ranks, or if a gradient is missing on some."""
         codes, self._codes = self._codes, {}
         if not agreement.alike(self._ranks.world, *agreed.checksums):
             agreement.raise_unlike(
@@ -156,20 +156,20 @@ class Status:
             self._registry.states[name].deferred = False
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
-        """Return whether no backward pass reached a layer for as long as all of them are due."""
+        """Return whether no pass has reached a layer for so long that all were due."""
         states = self._registry.states
         waiting = {x for x in capture.wanted if not states[x.name].missed}
         if agreed.captured:
             self._silent = 0
         elif waiting and agreed.has_gradients:
-            # Once layers have statistics, a step may have passed by those whose slot it was.
+            # Once layers have statistics, a step may leave out the layers whose slot it is.
             self._silent += 1
             none_yet = not any(state.has_average for state in states.values())
             return none_yet or self._silent >= gathering_steps
         return False
 
     def note_missed(self, agreed: AgreedStep, capture: Capture) -> None:
-        """Let layers gather next that had no pass in their slot: they must not miss it for ever."""
+        """Let layers without a pass in their slot gather next: else they might never gather."""
         states = self._registry.states
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
@@ -212,7 +212,7 @@ class Status:
         return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
 
     def note_weights(self, steps: int) -> None:
-        """Note checksums of the weights where it is time for it; the host does not wait."""
+        """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
         if self._ranks.world == 1 or not self._verify_every or steps % self._verify_every:
             return
         whole = self._whole_weights()
@@ -230,7 +230,7 @@ class Status:
         return self._codes
 
     def _compare_weights(self) -> None:
-        """Compare weights and gradients in the first step: no wrapper may have made them alike."""
+        """Compare weights and gradients in the first step: there may be no wrapper."""
         whole = self._whole_weights()
         graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
         agreement.compare_tensors(
@@ -252,7 +252,7 @@ class Status:
     ) -> tuple[list[str], set[str]]:
         """Agree on the outcome of a refresh.
 
-        Return the renewed layers, and those of which no statistics were finite.
+        Return the renewed layers, and the layers without any finite statistics.
         """
         numbers = torch.tensor(report.numbers(plan.refresh), dtype=torch.float64, device="cpu")
         failed, *flags = self._ranks.sum_numbers(
@@ -273,7 +273,7 @@ class Status:
             names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
             text = f"statistics that were not finite have been left out for {names}"
             agreement.warn(self._ranks, text, stacklevel=2)
-        # Also where one factor failed: its older state goes with the other's new one.
+        # A layer with one failed factor, too: its older state goes with the other's new state.
         return [name for name in plan.refresh if states[name].has_state], agreed.empty
 
     def _count_failures(self, names: Iterable[str], max_failures: int) -> None:
@@ -295,7 +295,7 @@ class Status:
     # ---- after a load ----
 
     def compare_covers(self) -> list[Layer]:
-        """Return the layers of which loaded states cover other parameters on other ranks."""
+        """Return the layers whose loaded states cover other parameters on other ranks."""
         layers = list(self._registry.layers.values())
         mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
         sums = self._ranks.sum_numbers(mine.flatten(), "agreeing on what a loaded state covers")
@@ -327,7 +327,7 @@ class Status:
                 found.in_part.append(layer)
             if averages < world:
                 found.absent.append(layer)
-                if averages:  # ranks that had it did not gather, but K has their terms
+                if averages:  # ranks with an average did not gather, but K has their terms
                     found.in_part.append(layer)
             elif with_state < world:
                 state.has_state = False
@@ -337,7 +337,7 @@ class Status:
 
 
 def step_report(capture: Capture, sums: FactorSums, layers: list[Layer]) -> StepReport:
-    """Return what this rank has captured since the last step."""
+    """Return the report of this rank's captures since the last step."""
     graded, all_sums = with_gradient(layers), sums.of_layer.values()
     return StepReport(
         failed=capture.error is not None,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..curvature.averages import RunningAverages
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors, alike
+from ..curvature.stacks import AppliedFactors, Factors, Specs, StackKey, alike
 from ..layers import Layer
 from ..plan.assignment import Grid
 from .registry import Registry
@@ -23,7 +23,7 @@ class FactorStore:
         self.rule = rule
         self.refresher = refresher
         self.owned = Factors()  # the factors whose averages this rank keeps and decomposes
-        self.applied = AppliedFactors()  # those of the layers whose gradients it preconditions
+        self.applied = AppliedFactors()  # factors of layers whose gradients it preconditions
 
     def allocate(self, registry: Registry, rank: int, grid: Grid) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
@@ -42,6 +42,11 @@ class FactorStore:
             for name, view in self.views(layer):
                 if name in kept[layer]:
                     view.copy_(kept[layer][name])
+
+    def specs(self, key: StackKey, count: int) -> Specs:
+        """Return the tensors of ``count`` factors of one shape, owned and applied."""
+        kept = self.averages.specs(key, count) | self.refresher.specs(count)
+        return kept | self.rule.state_specs(key, count)
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a layer, as views with stable names."""

@@ -61,7 +61,7 @@ class RunningAverages:
         decay_of: DecayOf,
         number: int,
     ) -> None:
-        """Take new values of owned factors into their averages; ``number`` is the step's."""
+        """Take new values of owned factors into their averages in step ``number``."""
         with full_precision():
             for stack in owned.stacks.values():
                 factors = [f for f in stack.factors if (f.layer, f.side) in sums]
@@ -100,7 +100,7 @@ def _update_stack(
     if averages[0].dtype == stack.key.dtype:
         torch._foreach_lerp_(averages, values, steps)
     else:
-        # At a decay of 0.99 a new value changes an average by less than bfloat16's last digit.
+        # At a decay of 0.99, new values change an average by less than bfloat16's last digit.
         for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
             new = average.to(stack.key.dtype).lerp_(value, part)
             seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
@@ -110,7 +110,7 @@ def _update_stack(
 
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor:
-    """Return which of these layers' blocks any rank has rows of."""
+    """Return for each block of these layers whether some rank has rows of it."""
     flags: list[bool] = []
     for layer in layers:
         per_section = layer.blocks // layer.sections
@@ -124,7 +124,7 @@ def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Ten
 def keep_and_take(
     layers: Sequence[Layer], decay_of: DecayOf, like: StackKey
 ) -> tuple[Number, Number]:
-    """Return β and 1 - β, each rounded once: no average's bits depend on its neighbours."""
+    """Return β and 1 - β, each rounded once: an average's bits never depend on its neighbours."""
     return (
         common_or_each(layers, decay_of, like),
         common_or_each(layers, lambda layer: 1 - decay_of(layer), like),
@@ -134,8 +134,8 @@ def keep_and_take(
 def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple[Tensor, Tensor]:
     """Return the averages' weights after a new value, and the steps that they take towards it.
 
-    ``decays`` are those of :func:`keep_and_take`. Averages that are not ``taken`` stay. The first
-    value is taken as it is, also under a decay of 1, which then keeps it.
+    ``decays`` come from :func:`keep_and_take`. Averages that are not ``taken`` stay. The first
+    value is taken as it is, also under a decay of 1, which keeps it from then on.
     """
     decay, rest = decays
     if not isinstance(rest, Tensor):  # a number would be multiplied with a reciprocal

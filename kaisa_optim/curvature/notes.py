@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, beside the work that follows."""
+"""Numbers on their way from a device to the host, while the next work goes on."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Refreshes: owners decompose the running averages, or refine an older eigenbasis.
 
 A refinement finds a basis near the older one, for 0.3 of a decomposition's work or less. The owner
-estimates the share of QᵀFQ outside of its diagonal. Where it is too large, all ranks learn of it in
-the exchange of the next step, and the factor is decomposed then: no host waits for a device's work
-of the same step. Damped inverses on a GPU go the same way: where one fails the older one stays, and
-the next step makes all the attempts that there are.
+estimates the share of QᵀFQ outside of its diagonal. If the share is too large, all ranks learn of
+it in the next step's exchange and the factor is decomposed there: no host waits for a device's work
+of the same step. Damped inverses on a GPU go the same way: if one fails, the older one stays, and
+the next step makes all attempts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 24
 
 
 class OlderBases:
-    """Bases from before a refresh, in which moments still are."""
+    """Bases from before a refresh; moments are still expressed in them."""
 
     def __init__(self, rule: Rule, applied: AppliedFactors, with_state: Collection[Layer]) -> None:
         self.with_state = with_state  # layers that had a state before
@@ -63,7 +63,7 @@ class OlderBases:
             self._bases.pop(key, None)
 
     def rotate(self, layers: Iterable[Layer]) -> None:
-        """Express moments in the new bases; those of layers without an older state start anew."""
+        """Express moments in the new bases; moments of layers without older state start anew."""
         rule = self._rule
         if not isinstance(rule, RotatingRule):
             return
@@ -84,7 +84,7 @@ class OlderBases:
             rule.rotate(self._applied, layer, slots, (g, a))
 
     def restore(self) -> None:
-        """Put bases back: the moments that are in them were not rotated."""
+        """Put bases back: these bases belong to moments that were not rotated."""
         for key, basis in self._bases.items():
             self._applied.by_key[key]["vectors"].copy_(basis)
 
@@ -94,17 +94,17 @@ class Refresher:
 
     def __init__(self, rule: Rule, tolerance: float, *, keep_errors: bool) -> None:
         self._rule = rule
-        self.tolerance = tolerance  # of QᵀFQ, the norm outside of its diagonal, as a share
-        self._keep_errors = keep_errors  # other ranks wait at the next exchange and learn there
-        self._inverts = rule.method != "eigen"  # by Cholesky: a device needs no look from the host
+        self.tolerance = tolerance  # largest share of QᵀFQ's norm outside of its diagonal
+        self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
+        self._inverts = rule.method != "eigen"  # by Cholesky: the host need not wait for a device
         self._notes = Notes()
 
     def refines(self, layer: Layer) -> bool:
-        """Return whether refreshes of a layer can do without a look; CPUs look at no cost."""
+        """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
         return self.tolerance > 0 or (self._inverts and device_of(layer).type in WITH_STREAMS)
 
     def specs(self, count: int) -> Specs:
-        """Return the flags that an owner keeps of ``count`` factors, wherever they may be moved."""
+        """Return the flags that an owner keeps of ``count`` factors, on any device."""
         return {"stale": ((count,), torch.int32)} if self.tolerance or self._inverts else {}
 
     def allocate(self, owned: Factors) -> None:
@@ -168,7 +168,7 @@ class Refresher:
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
     ) -> set[str]:
-        """Decompose these factors; return the layers of those that failed every attempt."""
+        """Decompose these factors; return the layers of factors that failed every attempt."""
         average, diagonal = _averages(stack, factors), stack.key.diagonal
         shift = _joined_shifts(factors, shifts)
         results, good = decompose.decompose(average, shift, self._rule.method, diagonal=diagonal)
@@ -176,7 +176,7 @@ class Refresher:
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors)] = 0
         fine = None if good.all() else good.to(stack.key.device)
-        # Of diagonal factors there is the first result alone.
+        # Diagonal factors have the first result alone.
         for name, result in zip(self._rule.results, results, strict=False):
             _put(state[name], slots, result.to(stack.key.device), fine)
         parts = (~good).split([f.layer.blocks for f in factors])
@@ -189,7 +189,7 @@ class Refresher:
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
     ) -> None:
-        """Put in new inverses that are good; the host hears in the next step of the others."""
+        """Store the good ones of new inverses; the host learns of others in the next step."""
         average, diagonal = _averages(stack, factors), stack.key.diagonal
         shift = _joined_shifts(factors, shifts)
         (result, *_), good = decompose.attempt(average, shift, self._rule.method, diagonal=diagonal)
@@ -214,13 +214,13 @@ class Refresher:
             except RuntimeError as error:  # the next step decomposes, with all attempts
                 decompose.raise_unless_a_solvers(error)
                 return _note(factors, torch.zeros(len(average), dtype=torch.bool))
-        # An average that overflowed must not get in: its factor is stale, and fails by name then.
+        # Keep an overflow out of the state: its factor is stale, and fails by name next step.
         fine = (outside + whole).isfinite()
         for name, result in zip(names, results, strict=True):
             _put(state[name], slots, result, fine)
         _note(factors, (outside <= self.tolerance * whole) & whole.isfinite())
 
-    # ---- what ranks tell in the next exchange ----
+    # ---- answers in the next exchange ----
 
     def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
         """Return this rank's flags of the factors of deferred layers, A and G of each.
@@ -268,20 +268,20 @@ def _averages(stack: FactorStack, factors: list[Factor]) -> Tensor:
 def _state(
     stack: FactorStack, factors: list[Factor], applied: AppliedFactors
 ) -> tuple[dict[str, Tensor], Slots]:
-    """Return where the factors' state goes: their owner is one of the gradient workers."""
+    """Return the place of the factors' state: their owner is one of the gradient workers."""
     places = [applied.by_key[f.layer, f.side] for f in factors]
     return applied.stacks[stack.key].tensors, slots_of(places)
 
 
 def _note(factors: list[Factor], fits: Tensor) -> None:
-    """Flag the factors that must be decomposed in the next step: those that do not fit."""
+    """Flag factors that do not fit: they must be decomposed in the next step."""
     kept, slots = factors[0].tensors, slots_of(factors)
-    # A sum that was left out is named by the next decomposition.
+    # A sum that was left out: the next decomposition names it.
     kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
 
 
 def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:
-    """Store new results, but for those that are not ``fine``."""
+    """Store the new results that are ``fine``."""
     new = stored(new, kept.dtype)
     if fine is not None:
         new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[slots])
@@ -291,7 +291,7 @@ def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:
 def _rejections(owned: Factors, names: set[str]) -> dict[str, bool]:
     """Return layers with sums that were not finite since their last refresh.
 
-    True says that all of their sums were so. The host looks once if all sums are well.
+    ``True`` says that none of a factor's sums was finite. The host waits once if all were finite.
     """
     stacks = [s for s in owned.stacks.values() if any(f.layer.name in names for f in s.factors)]
     counts = [stack.tensors["rejected"] for stack in stacks]

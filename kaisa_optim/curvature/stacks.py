@@ -41,7 +41,7 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class Factor:
     """One factor of one layer: its place in a stack, whose key and tensors it knows.
 
-    It does not know the stack, which knows its factors: that circle would outlive a layout.
+    It has no reference to the stack: the circle of references would outlive a layout.
     """
 
     def __init__(self, layer: Layer, side: str, stack: FactorStack) -> None:
@@ -108,13 +108,13 @@ class LayerGroup:
     def common_or_each(
         self, members: list[Layer], value_of: Callable[[Layer], float]
     ) -> Tensor | float:
-        """Return a number where it is one for all, else ``[count, 1, 1]``."""
+        """Return one number if it is the same for all, else ``[count, 1, 1]``."""
         found = common_or_each(members, value_of, self.g.key)
         return found[:, None, None] if isinstance(found, Tensor) else found
 
 
 class Factors:
-    """The stacks of some factors: those that this rank owns."""
+    """The stacks of the factors that this rank owns."""
 
     def __init__(self) -> None:
         self.stacks: dict[StackKey, FactorStack] = {}
@@ -224,13 +224,13 @@ def per_block(
 def common_or_each(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor | float:
-    """Return a number where it is one for all, else one for each block."""
+    """Return one number if it is the same for all, else a tensor with one for each block."""
     values = {value_of(layer) for layer in layers}
     return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 
 def present_blocks(members: list[Layer], group: LayerGroup) -> Tensor | None:
-    """Return which blocks have a gradient; ``None`` if all have one."""
+    """Return for each block whether it has a gradient; ``None`` if all have one."""
     present = {x: any(p.grad is not None for p in x.parameters) for x in members}
     if all(present.values()):
         return None

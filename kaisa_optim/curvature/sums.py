@@ -56,7 +56,7 @@ def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool
 
 
 class FactorSums:
-    """The sums of all layers; ``packed`` sums wait as they will travel, as triangles."""
+    """The sums of all layers; ``packed`` sums are triangles, as they will travel."""
 
     def __init__(self, *, kaisa_scaling: bool, loss_reduction: str, packed: bool) -> None:
         self.kaisa_scaling = kaisa_scaling
@@ -76,7 +76,7 @@ class FactorSums:
         moments: Moments | None,
         drawn: bool = False,
     ) -> None:
-        """Add one pass through a layer; without moments, K alone counts it."""
+        """Add one pass through a layer; without moments, the pass counts for K alone."""
         sums = self.of_layer.get(layer)
         if sums is None or sums.covers != covers:
             anew = LayerSums(covers, layer)
@@ -119,7 +119,7 @@ class FactorSums:
     # ---- reports ----
 
     def rows(self, layers: Sequence[Layer]) -> list[float]:
-        """Return how many rows this rank has of each section of each layer."""
+        """Return this rank's number of rows of each section of each layer."""
         counts: list[float] = []
         for layer in layers:
             sums = self.of_layer.get(layer)
@@ -127,7 +127,7 @@ class FactorSums:
         return counts
 
     def terms(self) -> float:
-        """Return K: how many terms this rank's loss averages in this step, for all layers alike."""
+        """Return K: the number of terms that this rank's loss averages, for all layers alike."""
         if self.loss_reduction == "sum":
             return 1.0
         if not isinstance(self.loss_terms, str):
@@ -191,13 +191,13 @@ class FactorSums:
             return [1 / (max(1, count) * max(1, givers)) for count, givers in both]
         if side == "a":
             return [1 / max(1, count) for count in agreed.rows[layer.name]]
-        # Drawn gradients are those of the terms' sum, and not of their mean.
+        # Drawn gradients belong to the sum of the terms, and not to their mean.
         own = 1.0 if agreed.drawn else agreed.own_terms**2
         return [own / agreed.terms if agreed.terms else 0.0] * layer.sections
 
 
 def width(key: StackKey) -> int:
-    """Return how many numbers of one block travel."""
+    """Return how many numbers of one block are sent."""
     return key.size if key.diagonal else packed_size(key.size)
 
 

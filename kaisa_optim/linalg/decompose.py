@@ -21,7 +21,7 @@ _OF_CUSOLVER = re.compile(
 def attempt(
     factors: Tensor, damping: Tensor | None, method: str, *, diagonal: bool
 ) -> tuple[Results, Tensor]:
-    """Decompose a batch once; return the results, and which of them are good, on the device.
+    """Decompose a batch once; return the results and a flag of success for each, on the device.
 
     ``method`` is "eigen" (values and vectors; values alone if diagonal), or with ``damping``
     "inverse" or "root".
@@ -42,7 +42,7 @@ def attempt(
 def decompose(
     factors: Tensor, damping: Tensor | None, method: str, *, diagonal: bool
 ) -> tuple[Results, Tensor]:
-    """Decompose a batch and retry what fails, one by one; the flags are on the host."""
+    """Decompose a batch and retry failed factors one by one; the flags are on the host."""
     results, good = attempt(factors, damping, method, diagonal=diagonal)
     good = good.cpu()
     if diagonal:
@@ -80,14 +80,14 @@ def _attempt_diagonal(
 def raise_unless_a_solvers(error: RuntimeError) -> None:
     """Raise the error, unless a solver failed.
 
-    Failures of cuSOLVER's algorithms come as plain errors, too; a lack of memory is none of them.
+    Failures of cuSOLVER's algorithms come as plain errors, too; a lack of memory does not count.
     """
     if not isinstance(error, LinAlgError) and not _OF_CUSOLVER.match(str(error)):
         raise error
 
 
 def _attempts(factor: Tensor, damping: Tensor | None, method: str) -> Iterator[Results]:
-    """Yield results alone, in float64, with jitter on the diagonal, and on the CPU."""
+    """Yield one factor's results: as it is, in float64, with jitter on the diagonal, on the CPU."""
     double = factor.double()
     scale = double.diagonal(dim1=-2, dim2=-1).mean()
     jittered = double + 1e-8 * scale * torch.eye(factor.shape[-1], device=factor.device).double()

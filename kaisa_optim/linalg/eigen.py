@@ -7,15 +7,15 @@ from torch import Tensor
 
 from .products import between, product
 
-_LEADING = 8  # one of so many eigenvectors leads
-_TURNS = 8  # until each of the others has been looked at
-_ROUNDS = 2  # of rotations among those that lead
+_LEADING = 8  # one in so many eigenvectors is a leading one
+_TURNS = 8  # refinements until each of the other eigenvectors has been multiplied once
+_ROUNDS = 2  # rounds of rotations among the leading eigenvectors
 
 
 def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of PSD factors.
+    """Return eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of factors.
 
-    The largest come first.
+    The largest eigenvalues come first.
     """
     if factors.shape[-1] == 1:  # a solver would be called for each of a norm layer's features
         return factors[..., 0].clamp(min=0), torch.ones_like(factors)
@@ -26,18 +26,18 @@ def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
 def refine_basis(
     factors: Tensor, vectors: Tensor, values: Tensor, turn: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Eigenvalues and eigenvectors near F's, from those of an F that was a little different.
+    """Refine the eigenvalues and eigenvectors of factors F from those of slightly older factors.
 
-    With them, ``[k]`` each, about the norm of QᵀFQ outside of its diagonal, and that of F. It is
-    0.3 of a decomposition's work or less, as no product has all of F's columns:
+    Return values, vectors, and for each factor, ``[k]``, about the norm of QᵀFQ outside of its
+    diagonal and the norm of F. The work is 0.3 of a decomposition's or less, as no product has all
+    of F's columns:
 
-    - one orthogonal iteration of the leading eighth of the vectors. The reflections that it takes
-      turn the others along, so that all stay orthonormal but for rounding;
-    - those leading vectors turn in what they span until F is nearly diagonal there (Rayleigh and
-      Ritz);
-    - of the others, every eighth is multiplied with F, other ones at each ``turn``. These get new
-      eigenvalues; those of the rest are scaled so that all add up to F's trace. What the former
-      have outside of the diagonal counts for all.
+    - The leading eighth of the vectors takes one orthogonal iteration. Its reflections rotate the
+      other vectors along, so that all stay orthonormal but for rounding.
+    - The leading vectors rotate within their span until F is nearly diagonal there (Rayleigh-Ritz).
+    - Of the other vectors, every eighth is multiplied with F; which ones depends on ``turn``. They
+      get new eigenvalues; the eigenvalues of the rest are scaled so that all add up to F's trace.
+      Their norm outside of the diagonal stands for that of all the others.
 
     The leading vectors come first.
     """
@@ -71,19 +71,19 @@ def refine_basis(
 
 
 def _rotated(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonal of QᵀHQ, and Q, of symmetric H that are not far from diagonal.
+    """Return the diagonal of QᵀHQ, and Q, for symmetric H that are nearly diagonal.
 
-    The rotations of all pairs, which Jacobi's method takes one after the other, taken at once and
-    made orthonormal; twice. Of what was outside of the diagonal that leaves some thousandths where
-    eigenvalues are apart, and more among those that are nearly equal. A solver would leave nothing,
-    but makes the host wait for a GPU, to see whether all went well.
+    Jacobi's method rotates one pair after the other; here all pairs rotate at once, the rotations
+    are made orthonormal, and all is done twice. Where eigenvalues are apart, some thousandths of
+    the numbers outside of the diagonal are left, and more where eigenvalues are nearly equal. A
+    solver would leave nothing, but the host would wait for a GPU to check the solver's success.
     """
     whole: Tensor | None = None
     for _ in range(_ROUNDS):
         values = matrices.diagonal(dim1=1, dim2=2)
         half = (values[:, :, None] - values[:, None, :]) / 2
         rotations = -matrices / (half + torch.hypot(half, matrices).copysign(half))
-        # Of equal values that nothing couples, 0 / 0: these stay.
+        # 0 / 0 for equal values that nothing couples: they do not rotate.
         rotations = torch.where(matrices == 0, 0.0, rotations).tril_(-1)
         rotations = rotations - rotations.mT
         rotations.diagonal(dim1=1, dim2=2).fill_(1)
@@ -95,9 +95,9 @@ def _rotated(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _adding_up(values: Tensor, total: Tensor, count: int) -> Tensor:
-    """``values`` ``[k, n]`` in their proportions, scaled to a sum of ``total`` ``[k]``.
+    """Scale ``values`` ``[k, n]`` to a sum of ``total`` ``[k]``.
 
-    Where they have none, each is what ``count`` equal ones would be.
+    Values whose sum is zero have no proportions: each becomes ``total / count``.
     """
     scale = (total / values.sum(1))[:, None]
     return torch.where(scale.isfinite(), values * scale, total[:, None] / max(1, count))

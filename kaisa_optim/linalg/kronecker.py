@@ -10,13 +10,13 @@ from .products import _add_product_, _right_first, between, product
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
-    """The trace over the dimension, ``[k]``."""
+    """Return the trace over the dimension, ``[k]``."""
     values = factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)
     return values.mean(-1)
 
 
 def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
-    """γ_A and γ_G with product γ and ratio ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
+    """Return γ_A and γ_G with product γ and ratio ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
 
     A factor that is zero, or not finite, has no scale to balance: the pair then shares √γ evenly.
     """
@@ -27,7 +27,7 @@ def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tens
 
 
 def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
-    """(F + γI)⁻¹ by Cholesky, γ ``[k]``; NaN where the damped factor is not positive definite."""
+    """Return (F + γI)⁻¹ by Cholesky, γ ``[k]``; NaN where F + γI is not positive definite."""
     damped = factors.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     if factors.shape[-1] == 1:
@@ -41,15 +41,15 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
 
 
 def damped_root(factors: Tensor, damping: Tensor) -> Tensor:
-    """R of (F / f̄ + γI)⁻¹ = R Rᵀ, f̄ the mean eigenvalue, upper triangular, γ ``[k]``.
+    """Return upper triangular R with (F / f̄ + γI)⁻¹ = R Rᵀ, f̄ the mean eigenvalue, γ ``[k]``.
 
-    A factor that is zero has no scale; NaN where the damped one is not positive definite.
+    A zero factor is not scaled. R is NaN where the damped factor is not positive definite.
     """
     damped = factors / _or_one(mean_eigenvalue(factors, diagonal=False))[:, None, None]
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     lower, info = torch.linalg.cholesky_ex(damped)
     lower.masked_fill_((info != 0)[:, None, None], torch.nan)
-    # Of two roots of the inverse, the transposed inverse of the lower one is at hand.
+    # The inverse has several roots; the transposed inverse of the Cholesky factor is at hand.
     return _inverted(lower).mT.contiguous()
 
 
@@ -59,30 +59,30 @@ def _inverted(lower: Tensor) -> Tensor:
 
 
 def damped_root_of_diagonal(factors: Tensor, damping: Tensor) -> Tensor:
-    """The same of factors ``[k, n]``."""
+    """Return the diagonal of :func:`damped_root` for diagonal factors ``[k, n]``."""
     scale = _or_one(mean_eigenvalue(factors, diagonal=True))[:, None]
     return (factors / scale + damping[:, None]).rsqrt()
 
 
 def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
-    """v_G v_Aᵀ + γ, ``[k, g, a]``."""
+    """Return v_G v_Aᵀ + γ, ``[k, g, a]``."""
     return (values_g[:, :, None] * values_a[:, None, :]).add_(damping)
 
 
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
-    """Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
+    """Return Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
     return between(None if vectors_g is None else vectors_g.mT, gradient, vectors_a)
 
 
 def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
-    """Q_G ∇ Q_Aᵀ."""
+    """Return Q_G ∇ Q_Aᵀ."""
     return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
 
 
 def add_out_of_basis_(
     out: Tensor, gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None
 ) -> None:
-    """Q_G ∇ Q_Aᵀ, added where it is multiplied; of one dtype, and one basis at least."""
+    """Add Q_G ∇ Q_Aᵀ to ``out`` as it is multiplied; all of one dtype, with a basis at least."""
     if vectors_g is None:
         assert vectors_a is not None
         return _add_product_(out, gradient, vectors_a.mT)
@@ -95,12 +95,12 @@ def add_out_of_basis_(
 
 
 def _or_one(norms: Tensor) -> Tensor:
-    """To divide by: what is nothing stays nothing."""
+    """Replace zeros by ones, so that a division leaves zeros as they are."""
     return torch.where(norms == 0, 1.0, norms)
 
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
-    """G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
+    """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
     g, a = (inverse if inverse.dim() == 3 else None for inverse in (inverse_g, inverse_a))
     out = out_of_basis(gradient, g, a)
     if g is None:

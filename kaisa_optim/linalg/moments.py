@@ -18,20 +18,20 @@ from .products import (
     product,
 )
 
-# Columns, and multiplications, from which half of a symmetric product is saved by parts. On a GPU
-# the host takes longer to start the parts of smaller ones than the device to multiply the whole.
+# Columns, and multiplications, from which a symmetric product saves half of its work by parts. On a
+# GPU the host takes longer to start the parts of smaller products than the device to multiply all.
 _HALVED = 192
 _HALVED_MUCH = 1 << 27
 _HALVED_MUCH_ON_GPUS = 1 << 34
 _HALVED_MUCH_IN_HALF = 1 << 38
-_WIDE = 256  # columns from which it is saved by oneDNN
-_LEAST_HALVED = 128  # the fewest of which it is, there and of many rows, and so anywhere
-_TALL = 32  # rows for each column, from which it is saved of fewer
-_LONG = 4  # positions for each channel, from which images are multiplied as they lie
-_ALIGNED = 16  # columns that products take at a time
-_LEAST = 64  # rows, and columns, from which units for half precision pay
+_WIDE = 256  # columns from which oneDNN saves half
+_LEAST_HALVED = 128  # the fewest columns from which it does, with many rows
+_TALL = 32  # rows for each column that count as many
+_LONG = 4  # positions for each channel from which images are multiplied as they lie
+_ALIGNED = 16  # columns of a product's tile
+_LEAST = 64  # rows, and columns, from which hardware for half precision pays
 _PARTS = 4
-_FEW = 1 << 16  # numbers that are copied sooner than sums are worked out apart
+_FEW = 1 << 16  # numbers up to which appending a 1 is faster than separate sums
 
 
 def second_moment(
@@ -44,20 +44,20 @@ def second_moment(
     """Return Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
     ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
-    in half precision are multiplied by units for it, with sums in float32, where there are such.
+    in half precision are multiplied by hardware for it, with sums in float32, where it exists.
     """
     _, count, n = rows.shape
     much = min(count, n) >= _LEAST and count * n * n >= _MUCH
     if not diagonal and dtype == torch.float32 and much and takes_halves(rows):
         return _moment(rows, append_one)
     rows = rows.to(dtype)
-    if append_one and not diagonal:  # alone, a product of whatever it rounds is a moment
+    if append_one and not diagonal:  # the sums of the border must be of rounded rows, too
         rows = rounded(rows)
     return _plain_moment(rows, diagonal, append_one)
 
 
 def takes_halves(rows: Tensor) -> bool:
-    """Return whether units multiply rows in this half precision, with sums in float32."""
+    """Return whether hardware multiplies rows in this half precision, with sums in float32."""
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return False
     return _multiplies_into_float32(rows.dtype, rows.device)
@@ -94,8 +94,9 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
 def sums_images(images: Tensor) -> bool:
     """Return whether :func:`moment_of_images` takes less time than the moment of their rows.
 
-    ``images`` are ``[batch, k, n, *size]``. Where batch and k are not one in memory, they would be
-    copied; of few positions, products are mostly written and read; those of wide rows are halved.
+    ``images`` are ``[batch, k, n, *size]``. It does not if batch and k are not one dimension in
+    memory, as images would be copied; nor with few positions, as products are mostly written and
+    read; nor with wide rows, whose moments save half of the work.
     """
     if images.device.type != "cpu" or multiplies_slowly(images) or _in_brain_floats(images):
         return False
@@ -108,13 +109,13 @@ def sums_images(images: Tensor) -> bool:
 def moment_of_images(images: Tensor) -> Tensor:
     """Return Σ v vᵀ over the positions of images ``[batch, k, n, positions]``: ``[k, n, n]``.
 
-    Image by image, as they lie in memory: rows would be a copy.
+    Images are multiplied one by one, as they lie in memory: rows would be a copy.
     """
     return symmetric((images @ images.mT).sum(0))
 
 
 def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
-    """The moment ``[k, n, n]`` of ``count`` rows of sum ``total`` ``[k, n]``, with 1s appended."""
+    """Return the moment ``[k, n, n]`` of ``count`` rows, of sum ``total``, with 1s appended."""
     k, n = total.shape
     result = moment.new_empty(k, n + 1, n + 1)
     result[:, :n, :n] = moment
@@ -123,13 +124,13 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
 
 
 def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
-    """The last row and column, those of the 1s."""
+    """Fill in the last row and column, those of the 1s."""
     moment[:, -1, :-1] = moment[:, :-1, -1] = total
     moment[:, -1, -1] = count
 
 
 def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
-    """Write Rᵀ R into a view, beside a border or none; True: of a wide one the lower blocks."""
+    """Write Rᵀ R into a view; return True if only its lower blocks are written."""
     _, count, n = rows.shape
     linear = _linear_for(rows) if len(rows) == 1 and count * n * n >= _MUCH else None
     if linear is not None:
@@ -137,7 +138,7 @@ def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
     if not _halves(rows):
         _product_into(rows.mT, rows, out)
         return False
-    # Its rows and not its columns: MKL takes few rows of many columns in 0.9 of the time.
+    # Blocks of rows, not of columns: MKL takes 0.9 of the time for few rows of many columns.
     for start, stop in _spans(n, border):
         right, part = rows.narrow(2, 0, stop), out.narrow(1, start, stop - start)
         _product_into(right.narrow(2, start, stop - start).mT, right, part.narrow(2, 0, stop))
@@ -147,7 +148,7 @@ def _gram(rows: Tensor, out: Tensor, border: bool) -> bool:
 def _halves(rows: Tensor) -> bool:
     """Return whether half of Rᵀ R is saved by parts.
 
-    Of few rows parts would take longer than what they save, as they do of fast products.
+    With few rows, and where products are fast, parts cost more time than they save.
     """
     _, count, n = rows.shape
     if rows.device.type == "cpu":
@@ -174,7 +175,7 @@ def _gram_by_onednn(
     rows: Tensor, out: Tensor, border: bool, linear: Callable[[Tensor, Tensor], Tensor]
 ) -> bool:
     count, n = rows.shape
-    # As oneDNN takes them, and but once; torch transposes matrices fast, and only these.
+    # Transpose once, by torch: it is fast at whole matrices, and oneDNN takes columns.
     columns = rows.mT.contiguous()
     pays = count >= n // 4 if n >= _WIDE else n >= _LEAST_HALVED and count >= _TALL * n
     for start, stop in _spans(n, border) if pays else [(0, n)]:
@@ -183,15 +184,15 @@ def _gram_by_onednn(
 
 
 def _in_brain_floats(rows: Tensor) -> bool:
-    """Return whether a CPU takes these products in bfloat16, as it has been asked to."""
+    """Return whether a CPU takes these products in bfloat16, as the user has asked."""
     on_cpu = rows.device.type == "cpu"
     return on_cpu and _asked.setting == "medium" and multiplies_in_half(torch.bfloat16, rows)
 
 
 def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
-    """The rows of each block of a wide symmetric matrix, of which half is saved by parts.
+    """Return the rows of each block of a wide symmetric matrix that is multiplied by parts.
 
-    Beside a border they are what they are with it, as of one more row: the last block's.
+    A matrix beside a border has the same blocks as the matrix with it; the last one is a row less.
     """
     most = n + border - 1
     step = -(-most // (_PARTS * _ALIGNED)) * _ALIGNED
@@ -199,9 +200,10 @@ def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
 
 
 def symmetric(matrices: Tensor) -> Tensor:
-    """Make products ``[k, n, n]`` exactly symmetric, in place; rounding may have parted halves.
+    """Make products ``[k, n, n]`` exactly symmetric, in place, where it matters.
 
-    On CPUs, and where a refined basis would see it: in wide ones. Solvers read one half alone.
+    It matters for wide products on CPUs, where rounding may differ between the halves and the
+    refinement of a basis reads both. Solvers read one half alone.
     """
     is_wide = matrices.shape[1] >= _LEAST_HALVED
     return _filled_in(matrices) if is_wide and matrices.device.type == "cpu" else matrices
@@ -223,9 +225,9 @@ def projected_moment(
     append_one: bool,
     by_example: bool,
 ) -> Tensor:
-    """Σ (Q_Gᵀ g aᵀ Q_A)² over rows ``[k, batch, positions, n]``, elementwise: ``[k, g, a]``.
+    """Return Σ (Q_Gᵀ g aᵀ Q_A)² over rows ``[k, batch, positions, n]``: ``[k, g, a]``.
 
-    ``by_example`` adds up g aᵀ over an example's positions before the square.
+    The squares are elementwise. ``by_example`` adds up g aᵀ over an example's positions first.
     """
     batch = rows_g.shape[1:3]
     g, a = rows_g.flatten(1, 2), rows_a.flatten(1, 2)
@@ -244,9 +246,9 @@ def projected_moment(
 
 
 def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
-    """The diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment given as ``[k, n]`` is diagonal.
+    """Return the diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment ``[k, n]`` is diagonal.
 
-    One moment may stand for all.
+    One moment may stand for all bases.
     """
     if moment.dim() == 2 or vectors is None:
         return moment.clone()
@@ -255,16 +257,16 @@ def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
 
 
 def packed_size(n: int) -> int:
-    """How many numbers say all of a symmetric ``[n, n]`` matrix."""
+    """Return how many numbers a packed symmetric ``[n, n]`` matrix has."""
     return n * (n + 1) // 2
 
 
 def pack(matrices: Tensor) -> Tensor:
-    """Symmetric ``[k, n, n]`` as ``[k, n (n + 1) / 2]``, in a few block copies.
+    """Pack symmetric ``[k, n, n]`` into ``[k, n (n + 1) / 2]``, in a few block copies.
 
-    Read is what is on and under the diagonal. The left half of the columns is a rectangle; above
-    its diagonal, where it has nothing to say, goes the triangle of the lower right block
-    (rectangular full packed format, LAPACK).
+    Only numbers on and under the diagonal are read. The left half of the columns is a rectangle.
+    Its numbers above the diagonal are redundant: the triangle of the lower right block takes their
+    place (rectangular full packed format, LAPACK).
     """
     k, n, _ = matrices.shape
     packed = matrices.new_empty(k, packed_size(n))
@@ -275,7 +277,7 @@ def pack(matrices: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
-    """The matrices that :func:`pack` was given; exactly symmetric."""
+    """Return the matrices that :func:`pack` was given; exactly symmetric."""
     left, top, m = _rectangle(packed, n)
     matrices = packed.new_empty(packed.shape[0], n, n)
     matrices[:, :m, :m] = left[:, :m].tril()
@@ -288,7 +290,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 
 def _rectangle(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
-    """Views of packed matrices: the left columns, what lies over their diagonal, how many."""
+    """Return views of packed matrices: left columns, triangle over them; and how many columns."""
     even, h = 1 - n % 2, n // 2
     m = n - h
     rectangle = packed.unflatten(1, (n + even, m))

@@ -13,15 +13,15 @@ from .kronecker import _or_one
 from .products import between, product
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
-# Those that one after the other take all singular values from 0.02 to 1 to about 1 (0.9 to 1.1):
-# each is the nearest to 1 on where the last one leaves them, as in
-# Polar Express (Amsel et al., 2025). Muon's five, all alike, come to 0.7 to 1.14.
+# One after the other, these take all singular values from 0.02 to 1 to about 1 (0.9 to 1.1). Each
+# is the nearest to 1 on the interval that the one before leaves, as in Polar Express (Amsel et al.,
+# 2025). Muon's five equal polynomials come to 0.7 to 1.14.
 _TOWARDS_ONE = (
     (7.7110, -22.1138, 16.2488),
     (3.2153, -2.4112, 0.5013),
     (2.2183, -1.5940, 0.4107),
 )
-# The same from 0.005 on, for sides above 256: of n singular values the mean square is 1/n.
+# The same from 0.005 on, for sides above 256: n singular values have a mean square of 1/n.
 _FROM_FURTHER = (
     (8.2987, -24.4305, 18.0903),
     (3.9152, -2.9211, 0.5592),
@@ -29,14 +29,14 @@ _FROM_FURTHER = (
     (2.1895, -1.5672, 0.4079),
 )
 _FAR = 256
-_IN_A_ROW = 4  # polynomials of one X Xᵀ: where X has no part, rounding's then stays below 0.01
-# Part of 1 that the largest singular value begins at or below: beyond 1, where bfloat16's rounding
-# would take that of a matrix of rank one, the polynomials soon leave all bounds.
+_IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then stays below 0.01
+# The largest singular value begins at or below this. Beyond 1 the polynomials leave all bounds
+# soon, and bfloat16's rounding would take a matrix of rank one there.
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in float32
-_SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's own directions
-_STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
+_SIZE = 0.2  # root mean square of orthogonal directions: about that of Adam's directions
+_STILL = 1e-3  # root mean square below which M has about vanished: the result shrinks with M
 
 
 def narrow(matrices: Tensor) -> bool:
@@ -45,14 +45,14 @@ def narrow(matrices: Tensor) -> bool:
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
-    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, of one size; ``in_half``: by bfloat16 products.
+    """Return about U Vᵀ for M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
 
-    Singular values are made nearly equal, but for those below 0.02 of M's norm (0.005 where the
-    smaller side is above 256), by products alone (:func:`_towards_one`). The root mean square is
-    then 0.2, as in Moonlight (Liu et al., 2025), so that learning rates are of Adam's order for any
-    shape; less, in proportion, where that of M is below 0.001.
+    Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
+    below 0.02 of M's norm (0.005 where the smaller side is above 256). The result's root mean
+    square is 0.2, as in Moonlight (Liu et al., 2025), so that learning rates are of Adam's order
+    for any shape. It is less, in proportion, where M's own is below 0.001.
     """
-    at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
+    at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
     if len(matrices) <= at_once:
         return _orthogonalized(matrices, in_half)
     return torch.cat([_orthogonalized(part, in_half) for part in matrices.split(at_once)])
@@ -61,7 +61,7 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
 def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
-    # Squares of very small or large numbers would not be there.
+    # Without this scale, squares of very small or large numbers would be zero or infinite.
     largest = _or_one(torch.linalg.vector_norm(wide, torch.inf, (1, 2), keepdim=True))
     wide = wide / largest
     norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
@@ -83,12 +83,12 @@ def polar(
     *,
     in_half: bool,
 ) -> Tensor:
-    """R X', of ``[k, g, a]``: X = Rᵀ M of norm 1, and X' what the polynomials make of it.
+    """Return R X', ``[k, g, a]``: X' are the polynomials of X, which is Rᵀ M scaled to norm 1.
 
     ``root`` is R, ``[k, n, n]``, or its diagonal ``[k, n]``; ``None`` stands for the identity.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[0].numel()))
-    if len(matrices) > at_once:  # as what is multiplied takes memory
+    if len(matrices) > at_once:  # products take memory
         pieces = matrices.split(at_once)
         roots = [None] * len(pieces) if root is None else root.split(at_once)
         each = zip(pieces, roots, strict=True)
@@ -98,7 +98,7 @@ def polar(
         return polar(scale * matrices, None, polynomials, eps, in_half=in_half).mul_(scale)
     if root is not None and not in_half:
         root = root.to(matrices.dtype)
-    # In float32 unless R is not: what M is rounded by would lie where R enlarges it most.
+    # In float32 unless R is in half: R would enlarge M's rounding most.
     x = between(None if root is None else root.mT, matrices, None)
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     tall = x.shape[1] > x.shape[2]
@@ -108,12 +108,12 @@ def polar(
 
 
 def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
-    """``wide`` matrices of a norm of 1 at most, with singular values nearly equal.
+    """Make the singular values of ``wide`` matrices, of a norm of 1 at most, nearly equal.
 
-    A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X: so it is done in bfloat16, where that is
-    fast, as Muon does (Jordan et al., 2024). Else by powers of the first X Xᵀ, which commute, so
-    that the long side is multiplied but twice for some polynomials; this needs full precision, as
-    what is rounded in X Xᵀ grows by each.
+    A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Where bfloat16 is fast, each polynomial
+    is multiplied so, as in Muon (Jordan et al., 2024). Else several polynomials are multiplied as
+    powers of the first X Xᵀ, which commute, so that the long side is multiplied only twice. This
+    needs full precision, as the rounding of X Xᵀ grows with each polynomial.
     """
     if not in_half:
         for start in range(0, len(polynomials), _IN_A_ROW):
@@ -129,7 +129,7 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
 
 
 def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
-    """Q, with Q X what these polynomials, one after the other, make of X; from X Xᵀ alone."""
+    """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
         factor = product(gram, gram).mul_(c).add_(gram, alpha=b)
@@ -142,7 +142,7 @@ def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
 
 
 class MuonStep(NamedTuple):
-    """How Muon makes a step of a momentum."""
+    """The settings of Muon's step from a momentum."""
 
     coefficients: Polynomial
     steps: int

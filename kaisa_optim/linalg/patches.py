@@ -1,10 +1,11 @@
 """Second moments of a convolution's patches without forming the patches.
 
-Over all positions at which a patch meets the input, its moment is the input's autocorrelation:
-taps δ and δ' meet at the shift δ' − δ, whatever δ. For a kernel of 3×3 these are 13 products of C×C
-and their mirror images, in place of one of 9C×9C. Positions that the convolution leaves out are
-taken off again, so that the result is exact: a row of them meets a strip along the border, whose
-moment is the strip's own autocorrelation. Rows and columns cross at corners, which are added.
+Over all positions at which a patch meets the input, the patches' moment is the input's
+autocorrelation: taps δ and δ' meet at the shift δ' − δ, for every δ. For a kernel of 3×3 these are
+13 products of C×C and their mirror images, in place of one product of 9C×9C. The convolution leaves
+some of these positions out. They are subtracted again, so that the result is exact: a row of them
+meets a strip along the border, whose moment is the strip's own autocorrelation. Rows and columns
+cross at corners, which are added.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from .spectrum import Sizes, half_of_shifts
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
-_CALLS = 16  # what a piece's calls cost, in products of channels with channels at a position
-_MOST_TAPS = 256  # of whose pairs the places are remembered
+_CALLS = 16  # the cost of a piece's calls, in products of channels with channels at a position
+_MOST_TAPS = 256  # the places of all pairs of taps are kept in memory
 _MOST_ROWS = 3  # products of channels with channels, for each one in the result
-_REMEMBERED = 1 << 10  # geometries, of which each step has the same
+_REMEMBERED = 1 << 10  # geometries; each step has the same ones
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
-# Of each dimension in which positions are left out: its axis, and what _strips says.
+# For each dimension in which positions are left out: its axis, and a tuple of _strips.
 Strip = tuple[tuple[int, int, int, int, int], ...]
 _Alike = list[tuple[tuple[Sizes, ...], list[Strip]]]
-# Of pieces that are alike: how many taps they cut, their kernel, and each one's axes and taps.
+# For pieces of equal shape: how many taps they cut, their kernel, and each one's axes and taps.
 _Layout = tuple[tuple[Sizes, Sizes, tuple[tuple[Sizes, ...], ...]], ...]
 
 
 def windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Sliding windows: ``[batch, channels, *positions, *kernel]``, a view."""
+    """Return sliding windows, ``[batch, channels, *positions, *kernel]``, as a view."""
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
     return x
@@ -51,8 +52,8 @@ def windows(
 def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
     """Return whether this needs clearly fewer products of channels than patches would.
 
-    It must also take little more memory than the result, which it does not for wide kernels
-    without padding: the strips that they leave out are as wide.
+    It must also take little more memory than the result. Wide kernels without padding take much
+    more: the strips that they leave out are as wide as they are.
     """
     taps = math.prod(kernel)
     positions = [
@@ -72,7 +73,7 @@ def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
 
 
 def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
-    """Σ u uᵀ over the patches of a convolution of stride 1, ``[groups, C·k, C·k]``.
+    """Return Σ u uᵀ over the patches of a convolution of stride 1, ``[groups, C·k, C·k]``.
 
     ``x`` is ``[batch, groups·C, *size]``; a patch is ordered as a weight is, (channel, *tap).
     """
@@ -89,7 +90,7 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
         stop = first + math.prod(part.shape[:4])
         table[first:stop].view(part.shape).copy_(part)
         first = stop
-        del images, joined, part  # of wide layers each is as large as the result
+        del images, joined, part  # in wide layers each is as large as the result
     index, starts, weights = _places(kernel, _layout(alike), x.dtype, x.device)
     half = F.embedding_bag(index, table, starts, mode="sum", per_sample_weights=weights)
     del table
@@ -118,10 +119,10 @@ def _layout(alike: _Alike) -> _Layout:
 def _places(
     kernel: Sizes, layout: _Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows add up to the block of each pair of taps, as bags for ``embedding_bag``.
+    """Return the rows that add up to the block of each pair of taps, as bags of ``embedding_bag``.
 
-    A block and its mirror image are one: what two taps have in common stands at one of the two
-    places, and where it could be at both, half of it at each.
+    A block and its mirror image count once: a product of two taps stands at one of the two places.
+    If it could stand at both, half of it stands at each.
     """
     blocks, rows, weights, first = [], [], [], 0
     for counts, own_kernel, pieces in layout:
@@ -136,15 +137,18 @@ def _places(
     order = block.argsort(stable=True)
     counted = block.bincount(minlength=math.prod(kernel) ** 2)
     starts, weight = counted.cumsum(0) - counted, torch.cat(weights)[order].to(dtype)
-    # Waited for, but once: others may read them from another stream.
+    # These copies wait, once for each geometry: other streams may read the tensors later.
     return torch.cat(rows)[order].to(device), starts.to(device), weight.to(device)
 
 
 def _pairs_of_taps(
     kernel: Sizes, piece: tuple[Sizes, ...], count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of taps that meet a piece, as places of their blocks, the shifts between them in
-    the dimensions that it does not cut, none before 0, and their rows among the piece's own."""
+    """Return the pairs of taps that meet a piece: their blocks' places, shifts and rows.
+
+    Shifts are those between the two taps in the dimensions that the piece does not cut; only shifts
+    from 0 on are kept. Rows count among the piece's own.
+    """
     taps, dims, cut = math.prod(kernel), len(kernel), {axis for axis, *_ in piece}
     at = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in kernel)).view(taps, dims)
     meets = torch.ones(taps, dtype=torch.bool, device="cpu")
@@ -164,8 +168,11 @@ def _pairs_of_taps(
 
 @functools.lru_cache(_REMEMBERED)
 def _alike(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> _Alike:
-    """The pieces, those of equal shapes together: how many taps of each dimension they cut,
-    kernel, dilation and size of the others, and how many positions they are about."""
+    """Return pieces grouped by shape.
+
+    A shape says how many taps of each dimension are cut, the other dimensions' kernel, dilation and
+    size, and the numbers of positions.
+    """
     alike: dict[tuple[Sizes, ...], list[Strip]] = {}
     for piece in _pieces(size, kernel, dilation, pad):
         cut, rest, rows = _shape(piece, len(size))
@@ -175,14 +182,14 @@ def _alike(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> _Alike:
 
 
 def _shape(piece: Strip, dims: int) -> tuple[Sizes, list[int], Sizes]:
-    """How many taps of each dimension it cuts, the other dimensions, and its rows in those cut."""
+    """Return how many taps a piece cuts of each dimension, the other dimensions, and its rows."""
     cut = {axis: stop - start for axis, start, stop, *_ in piece}
     rest = [i for i in range(dims) if i not in cut]
     return tuple(cut.values()), rest, tuple(rows for *_, rows in piece)
 
 
 def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Strip) -> Tensor:
-    """Return the inputs of a piece's taps, as channels, at its positions, as images.
+    """Return the inputs of a piece's taps: taps become channels, and positions images.
 
     The shape is ``[batch·positions, groups·taps·C, *other dimensions]``.
     """
@@ -205,7 +212,7 @@ def _strip_images(x: Tensor, groups: int, dilation: Sizes, piece: Strip) -> Tens
 def patch_sums(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Σ u over each image's patches, ``[batch, channels, *kernel]``, dimension after dimension.
+    """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
 
     Dimensions beyond those of the kernel stay as they are.
     """
@@ -216,9 +223,10 @@ def patch_sums(
 
 
 def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """Σ x[c, q] x[c', q + s] at shifts s between taps, ``[groups, shifts, C, C]``.
+    """Return Σ x[c, q] x[c', q + s] at shifts s between taps, ``[groups, shifts, C, C]``.
 
-    From 0 on, the last dimension's next to each other; the others are mirror images of these.
+    Shifts are those from 0 on, with the last dimension's next to each other; the other shifts are
+    mirror images of these.
     """
     if not kernel:
         rows = x.unflatten(1, (groups, -1)).transpose(0, 1)
@@ -228,7 +236,7 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
     geometry = tuple(map(int, x.shape[2:])), kernel, dilation
     channels, slow = x.shape[1] // groups, multiplies_slowly(x)
     if x.device.type == "cpu" and spectrum.pays(*geometry, channels, groups, len(x), slow):
-        with full_precision("cpu"):  # whatever is asked of rows: these products are no rows'
+        with full_precision("cpu"):  # the setting is for rows, and these are no rows
             return spectrum.autocorrelation(x, kernel, dilation, groups)
     total: Tensor | None = None
     for images in x.split(_images_at_once(x)):
@@ -240,17 +248,20 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
 
 
 def _images_at_once(x: Tensor) -> int:
-    """On CPUs few enough that their copies are in memory which the process has already: fresh
-    pages for those of all images took as long as the products."""
+    """Return how many images are taken together.
+
+    On CPUs few enough that copies fit into memory that the process has already: fresh pages for
+    copies of all images took as long as the products.
+    """
     if x.device.type != "cpu":
         return max(1, len(x))
     return max(1, _AT_ONCE // max(1, x[:1].numel()))
 
 
 def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """As the gradient of a convolution's weight where input and output gradient are both x.
+    """Return it as the gradient of a convolution's weight, with x as input and output gradient.
 
-    ``[groups·C, C, *shifts]``, those that are not below 0 in the first dimension.
+    The shape is ``[groups·C, C, *shifts]``, with shifts from 0 on in the first dimension.
     """
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     shifts = [kernel[0], *(2 * k - 1 for k in kernel[1:])]
@@ -258,7 +269,7 @@ def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
     ones, zeros = [1] * len(kernel), [0] * len(kernel)
     _, found, _ = torch.ops.aten.convolution_backward(
         x,
-        # Zeros on both sides are the convolution's own, which costs no copy and no products.
+        # Zeros on both sides are the convolution's own padding: no copy, and no products.
         F.pad(x, [0, 0] * (len(kernel) - 1) + [0, reach[0]]),
         weight,
         None,
@@ -274,7 +285,7 @@ def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 
 
 def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
-    """The same of few short lines ``[batch, groups, C, n]``, sooner than by a convolution."""
+    """Return it for few short lines ``[batch, groups, C, n]``, faster than by a convolution."""
     lines = x.permute(1, 2, 0, 3)
     groups, channels, _, n = lines.shape
     moved = lines.new_empty(groups, kernel, *lines.shape[1:])
@@ -288,7 +299,7 @@ def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
 
 
 def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator[Strip]:
-    """All positions, rows of them that a convolution leaves out, and where such rows cross."""
+    """Yield all positions, rows of them that a convolution leaves out, and crossings of rows."""
     strips = [
         list(_strips(*geometry)) for geometry in zip(size, kernel, dilation, pad, strict=True)
     ]
@@ -299,10 +310,10 @@ def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator
 
 
 def _strips(n: int, k: int, d: int, pad: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
-    """The positions of one dimension that are left out, of those at which taps meet the input.
+    """Yield the positions of one dimension that are left out although taps meet the input there.
 
-    Neighbours that the same taps meet, from ``start`` to ``stop``, are one strip: where in the
-    input the first tap of the first position is, and how many positions there are.
+    Neighbours that the same taps meet, from ``start`` to ``stop``, are one strip. Its tuple goes on
+    with the place of the first position's first tap in the input, and the number of positions.
     """
     last = n + pad[1] - d * (k - 1)
     strip: tuple[int, int, int, int] | None = None

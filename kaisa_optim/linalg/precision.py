@@ -14,20 +14,21 @@ from torch import Tensor
 _SETTINGS = "highest", "high", "medium"  # torch's, of float32 products
 # Since torch 2.9 by backend: on CUDA, and on CPUs.
 _NEWER = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
-_LEFT_OUT = 13  # digits of float32 that TF32 has no place for
+_LEFT_OUT = 13  # bits of float32 that have no place in TF32
 _BELOW_HALF = (1 << _LEFT_OUT - 1) - 1
 
 
 class _OfProcess:
     """A setting of the whole process, which several threads change for a while.
 
-    The most precise of the levels begun holds, 0 before others; what was found is put back when the
-    last one ends. ``change`` returns what was there before, or None where that is to stay.
+    The most precise level that has begun is in force; 0 is the most precise. When the last level
+    ends, the setting of before is put back. ``change`` returns the setting of before, or None if
+    nothing has to be changed.
     """
 
     def __init__(self, change: Callable[[int], Any], put_back: Callable[[Any], None]) -> None:
         self._change, self._put_back = change, put_back
-        self._lock = threading.Lock()  # for the books alone: threads may wait for each other within
+        self._lock = threading.Lock()  # of the records alone: threads may wait for each other
         self._begun: list[int] = []
         self._found: Any = None
 
@@ -69,11 +70,11 @@ class _Asked(threading.local):
 
 
 _asked = _Asked()
-_Level = tuple[Any, Any]  # what is begun and ended, and at which level
+_Level = tuple[Any, Any]  # an object that begins and ends, and its level
 
 
 class _Levels(AbstractContextManager[None]):
-    """Begins each at its level, and ends them, last first.
+    """Begin each object at its level, and end them, the last one first.
 
     It is entered for each layer's backward pass: ``contextmanager`` and ``ExitStack`` take longer.
     """
@@ -95,7 +96,7 @@ class _Levels(AbstractContextManager[None]):
         self._end(len(self._levels))
 
     def _end(self, begun: int) -> None:
-        """The first so many, whatever becomes of one of them."""
+        """End the first ``begun`` objects, also if one of them raises."""
         if begun:
             of, level = self._levels[begun - 1]
             try:
@@ -105,9 +106,9 @@ class _Levels(AbstractContextManager[None]):
 
 
 def full_precision(device: str | None = None) -> AbstractContextManager[None]:
-    """Float32 products in real float32: a user's TF32 setting must not reach the factors.
+    """Multiply float32 in full float32: a user's TF32 setting must not reach the factors.
 
-    Settings of another type of device than a given one stay as they are, which takes less time.
+    With a ``device``, settings of other device types stay as they are, which takes less time.
     """
     return _Levels(_process("highest", device, 0))
 
@@ -115,30 +116,30 @@ def full_precision(device: str | None = None) -> AbstractContextManager[None]:
 def statistics_precision(
     setting: str, device: str, *, in_half: bool
 ) -> AbstractContextManager[None]:
-    """Float32 products as ``torch.set_float32_matmul_precision(setting)`` would have them.
+    """Multiply float32 as under ``torch.set_float32_matmul_precision(setting)``.
 
-    Convolutions, too, on CUDA; and there those of images that are ``in_half`` precision, whatever
-    the setting: TF32 has a place for each of their digits, so that it rounds nothing.
+    On CUDA, convolutions follow the setting, too. Convolutions of images that were ``in_half``
+    precision take TF32 there under any setting: TF32 holds all of their digits and rounds nothing.
     """
     tf32 = device == "cuda" and (in_half or setting != "highest")
     return _Levels([(_asked, setting), *_process(setting, device, int(tf32))])
 
 
 def _process(setting: str, device: str | None, level: int) -> list[_Level]:
-    """Of products, and of convolutions on such a device."""
+    """Return the levels of products, and of convolutions on a device of this type."""
     return [(_MATMULS, _SETTINGS.index(setting)), *((x, level) for x in _convolutions(device))]
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Float32 rows as the products of statistics take them.
+    """Round float32 rows as the products of statistics round them.
 
-    Sums and products must be of the same numbers, else they are no moment: it could be indefinite.
+    Sums and products must be of the same numbers: else their moment could be indefinite.
     """
     if _asked.setting == "highest" or rows.dtype != torch.float32:
         return rows
     if _asked.setting == "medium" and rows.device.type == "cpu":
         return rows.bfloat16().float()
-    bits = rows.view(torch.int32)  # to the nearest of TF32, of two to the even one
+    bits = rows.view(torch.int32)  # to the nearest number of TF32; ties go to the even one
     return (bits + _BELOW_HALF + (bits >> _LEFT_OUT & 1) & -1 << _LEFT_OUT).view(torch.float32)
 
 
@@ -148,7 +149,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _matmul_backends() -> list[Any]:
-    """CUDA's settings and CPUs'; none of them before torch 2.9."""
+    """Return CUDA's and the CPU's settings; before torch 2.9 there are none."""
     both = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     return [backend for backend in both if hasattr(backend, "fp32_precision")]
 
@@ -157,12 +158,12 @@ def _older() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return None  # torch refuses to answer where its newer settings say something else
+        return None  # torch refuses to answer where its newer settings differ
 
 
 def _change_matmuls(level: int) -> tuple[str | None, list[str]] | None:
     setting, older = _SETTINGS[level], _older()
-    # The older name may tell what some backend is not at; at the highest none is below.
+    # A backend may differ from the older setting; at "highest", no backend is less precise.
     if older == setting == "highest":
         return None
     backends = _matmul_backends()
@@ -189,13 +190,13 @@ def _put_back_matmuls(found: tuple[str | None, list[str]]) -> None:
 
 @functools.cache  # asked for each layer; torch makes this object once, at import
 def _conv(part: Any) -> Any:
-    """A backend's setting of convolutions, or None before torch 2.9."""
+    """Return a backend's setting of convolutions, or None before torch 2.9."""
     conv = getattr(part, "conv", None)
     return conv if hasattr(conv, "fp32_precision") else None
 
 
 def _change_cudnn(level: int) -> bool | str | None:
-    """It uses TF32 unless told otherwise."""
+    """Set cuDNN's precision: its own default is TF32."""
     conv, wanted = _conv(torch.backends.cudnn), "tf32" if level else "ieee"
     if conv is None:
         allowed: bool = torch.backends.cudnn.allow_tf32
@@ -217,7 +218,7 @@ def _put_back_cudnn(found: Any) -> None:
 
 
 def _change_onednn(level: int) -> str | None:
-    """It has no lower level: of what statistics need, its convolutions know only float32."""
+    """Set oneDNN's convolutions to float32, at every level: statistics need no lower one here."""
     conv = _conv(torch.backends.mkldnn)
     before: str = "none" if conv is None else conv.fp32_precision
     if before in ("none", "ieee"):

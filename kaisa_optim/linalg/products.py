@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 Count = TypeVar("Count", int, Tensor)
-# Multiplications from which on oneDNN pays, which is called for one matrix after the other.
+# Multiplications from which oneDNN pays; it is called for one matrix after the other.
 _MUCH = 1 << 22
 
 
 def _into_float32(left: Tensor, right: Tensor) -> Tensor:
-    """L R of stacks in half precision, with sums and results in float32."""
+    """Return L R of stacks in half precision, with sums and results in float32."""
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
@@ -31,12 +31,12 @@ def _multiplies_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def _onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """x wᵀ of float32 matrices by oneDNN, where that is much faster than torch's own products.
+    """Return oneDNN's x wᵀ of float32 matrices where it is much faster than torch's products.
 
-    These are MKL's, which keeps its AVX-512 kernels to CPUs of its maker: on AMD's, oneDNN's took
-    0.5 of the time (2 cores, torch 2.13). There is no public name for them; they are what
-    torch.compile calls. Not a matter of timing, so that a run can be repeated bit for bit.
-    ``torch.backends.mkldnn.flags(enabled=False)`` leaves all to torch.
+    Torch's products are MKL's, which uses AVX-512 on Intel's CPUs only: on AMD's, oneDNN's products
+    took 0.5 of the time (2 cores, torch 2.13). They have no public name; torch.compile calls the
+    same operator. The choice does not depend on timings, so that a run can be repeated bit for bit.
+    ``torch.backends.mkldnn.flags(enabled=False)`` leaves all products to torch.
     """
     try:
         if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -48,11 +48,11 @@ def _onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
-    """AttributeError where torch has no such operator, or another one of that name."""
+    """Return oneDNN's x wᵀ; raise AttributeError if torch lacks it or has another one."""
     op = torch.ops.mkldnn._linear_pointwise
 
     def linear(x: Tensor, w: Tensor) -> Tensor:
-        # It copies an x that is not dense; over such a w it takes a thousand times as long.
+        # oneDNN copies an x that is not dense; a w that is not takes a thousand times as long.
         if not (w.is_contiguous() or w.mT.is_contiguous()):
             w = w.contiguous()
         found: Tensor = op(x, w, None, "none", [], "")
@@ -69,7 +69,7 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """oneDNN's product, if it is the one for these."""
+    """Return oneDNN's product if these tensors should take it."""
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
     return None if _onednn_is_off() else _onednn()
@@ -85,10 +85,10 @@ def multiplies_slowly(like: Tensor) -> bool:
 
 
 def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
-    """Return whether products of float32 matrices with those of ``dtype`` are taken in that.
+    """Return whether float32 matrices are multiplied with matrices of ``dtype`` in that dtype.
 
-    In bfloat16 they are, where the device has instructions for it: elsewhere it would take longer,
-    and float16 has no room for preconditioned gradients.
+    They are for bfloat16, where the device has instructions for it: elsewhere it would take longer.
+    Float16 has too few exponents for preconditioned gradients.
     """
     if dtype != torch.bfloat16 or like.dtype != torch.float32:
         return False
@@ -106,7 +106,7 @@ def _multiplies_brain_floats(device: torch.device) -> bool:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """L R of two stacks of as many matrices, by oneDNN where it pays."""
+    """Return L R of two stacks of as many matrices, by oneDNN where it pays."""
     linear = _linear_for(left, right) if _is_much(left, right) else None
     if linear is None:
         return torch.bmm(left, right)
@@ -118,12 +118,12 @@ def _is_much(left: Tensor, right: Tensor) -> bool:
 
 
 def orders(rows: Count, g: int, a: int, columns: Count) -> tuple[Count, Count]:
-    """Multiplications of L M R, M ``[g, a]``, for L M first and for M R first."""
+    """Return the multiplications of L M R, M ``[g, a]``, for L M first and for M R first."""
     return rows * a * (g + columns), g * columns * (a + rows)
 
 
 def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
-    """Return whether M R first is less work; square sides are alike."""
+    """Return whether M R first is less work."""
     left, right = orders(rows, g, a, columns)
     return right < left
 
@@ -136,9 +136,9 @@ def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
-    """L M R, ``[k, g, a]``; without a side, the other's product alone, without both M itself.
+    """Return L M R, ``[k, g, a]``; a side that is ``None`` stands for the identity.
 
-    Where sides are in half precision so are the products, of M rounded; the result is of M's dtype.
+    Sides in half precision are multiplied with M rounded to it; the result has M's dtype.
     """
     side = right if left is None else left
     if side is not None and side.dtype != middle.dtype:
@@ -152,7 +152,7 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return torch.bmm(torch.bmm(left, middle), right)
-    # All but Q_Gᵀ on the way into a basis is taken as it lies, and not copied.
+    # Nothing but Q_Gᵀ, on the way into a basis, has to be copied.
     stacks = zip(left, middle, right, strict=True)
     return torch.stack([linear(x, _turned_product(linear, y, z)) for x, y, z in stacks])
 
@@ -160,10 +160,10 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
 def _turned_product(
     linear: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor
 ) -> Tensor:
-    """(L R)ᵀ of dense matrices."""
+    """Return (L R)ᵀ of dense matrices."""
     if right.is_contiguous():
         return linear(left, right.mT).mT
     return linear(right.mT, left)
 
 
-_onednn()  # while tensors are real: what it finds stays
+_onednn()  # at import, while tensors are real: the answer stays

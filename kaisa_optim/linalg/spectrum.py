@@ -1,11 +1,12 @@
 """Autocorrelations of images by way of their frequencies.
 
-Moved by a shift, an image's Fourier transform X changes by phases alone. Σ x[c, q] x[c', q + s] is
-therefore, for all shifts s at once, a sum of the products X[c]* X[c'] over the frequencies; zeros
+A shift changes only the phases of an image's Fourier transform X. For all shifts s at once,
+Σ x[c, q] x[c', q + s] is therefore a sum of the products X[c]* X[c'] over the frequencies; zeros
 beyond the image, as far as shifts reach, keep its ends apart. So one product of channels with
-channels for each frequency, of which a real image's first half says all, takes the place of one for
-each position and shift. The transforms are products with small matrices, which leave frequencies
-first, as the next products need them; what a fast transform leaves would have to be transposed.
+channels for each frequency takes the place of one for each position and shift. A real image needs
+only the first half of the frequencies. The transforms are products with small matrices: these leave
+frequencies first, as the next products need them, where a fast transform's result would have to be
+transposed.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 19  # numbers of the images that are transformed together
-# Images that are, however large, where there are as many: products of fewer are mostly written
-# and read.
+# Images that are transformed together whatever their size: products of fewer images spend most of
+# their time on reads and writes.
 _TOGETHER = 32
 _KEPT = 1 << 20  # numbers of products that are kept until they are added up
-_MOST_KEPT = 8  # for each number of what they add up to, of one wave alone
-_MOST_PHASES = 1 << 19  # numbers, which are kept for good
-# What takes as long as so many multiplications: to read a number of an image anew, and to write one
-# of the products, which images that are multiplied together share.
+_MOST_KEPT = 8  # numbers of one wave's products, for each number of the result
+_MOST_PHASES = 1 << 19  # numbers of phases, which stay in memory
+# Costs in multiplications: of reading a number of an image again, and of writing a number of the
+# products, which images that are multiplied together share.
 _READ = 16
 _WRITTEN = 64
-_REMEMBERED = 1 << 7  # geometries, of which each step has the same
+_REMEMBERED = 1 << 7  # geometries; each step has the same ones
 Sizes = tuple[int, ...]
 
 
 def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """Σ x[c, q] x[c', q + s] at all shifts s from tap to tap, ``[groups, shifts, C, C]``.
+    """Return Σ x[c, q] x[c', q + s] at all shifts s between taps, ``[groups, shifts, C, C]``.
 
-    ``x`` is ``[batch, groups·C, *size]``. The shifts are those from 0 on, the last dimension's next
-    to each other; the others are mirror images of these.
+    ``x`` is ``[batch, groups·C, *size]``. Shifts are those from 0 on, with the last dimension's
+    next to each other; the other shifts are mirror images of these.
     """
     geometry = tuple(map(int, x.shape[2:])), kernel, dilation
     waves, *others = _transforms(*geometry, x.dtype, x.device)
@@ -65,9 +66,7 @@ def pays(
 ) -> bool:
     """Return whether this takes less time on a CPU than products for each position and shift.
 
-    It must also take little more memory.
-
-    ``slow``: where these, as a convolution, are multiplied twice as fast.
+    It must also take little more memory. ``slow``: products take twice the time of a convolution.
     """
     if not batch * channels * math.prod(size):
         return False
@@ -94,7 +93,7 @@ def pays(
 def _at_once(
     size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int
 ) -> tuple[int, int]:
-    """How many of the last dimension's waves are multiplied together, and of how many images."""
+    """Return how many waves of the last dimension, and how many images, are multiplied together."""
     padded = _padded(size, kernel, dilation)
     waves, numbers = padded[-1] // 2 + 1, groups * channels * math.prod(size)
     products = groups * channels**2 * math.prod(padded[:-1])
@@ -104,7 +103,7 @@ def _at_once(
 
 
 def half_of_shifts(kernel: Sizes) -> int:
-    """How many shifts from tap to tap are not before 0, which stands first."""
+    """Return how many shifts between taps are not before 0; shift 0 stands first."""
     return (math.prod(2 * k - 1 for k in kernel) + 1) // 2
 
 
@@ -113,7 +112,7 @@ def _padded(size: Sizes, kernel: Sizes, dilation: Sizes) -> Sizes:
 
 
 def _transformed(images: Tensor, waves: Tensor, others: list[Tensor]) -> Tensor:
-    """X, ``[frequencies, 2, batch, groups·C]``: the last dimension's first, real and imaginary."""
+    """Return X, ``[frequencies, 2, batch, groups·C]``, the last dimension's frequencies first."""
     lines = images.reshape(-1, waves.shape[2])
     found = (waves.flatten(0, 1) @ lines.mT).unflatten(0, (-1, 2))
     for of_real, of_imaginary in others:
@@ -128,7 +127,7 @@ def _transformed(images: Tensor, waves: Tensor, others: list[Tensor]) -> Tensor:
 def _add_products(spectrum: Tensor, real: Tensor, imaginary: Tensor, *, anew: bool) -> None:
     """Add Σ X[c]* X[c'] over the images, ``[groups, frequencies, C, C]``.
 
-    Of the imaginary part, half: that the other way round is still to be taken off.
+    The imaginary part is half done: its transpose is still to be subtracted.
     """
     channels, beta = real.shape[2], 0 if anew else 1
     for group in range(len(real)):
@@ -142,8 +141,11 @@ def _add_products(spectrum: Tensor, real: Tensor, imaginary: Tensor, *, anew: bo
 def _transforms(
     size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The last dimension's, ``[frequencies, 2, n]``, of which half are enough, then those of the
-    others, from the last to the first: what real and imaginary parts come to, ``[2, 2·N, n]``."""
+    """Return the matrices of the transforms, from the last dimension to the first.
+
+    The last dimension's is ``[frequencies, 2, n]``, with the first half of the frequencies. The
+    others' are ``[2, 2·N, n]``: they take real and imaginary parts to both parts of the result.
+    """
     found = []
     padded = _padded(size, kernel, dilation)
     for axis in reversed(range(len(size))):
@@ -162,7 +164,7 @@ def _transforms(
 def _phases(
     size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """All products at frequencies add to each shift, ``[2, shifts, last dimension's, others]``."""
+    """Return the weights of all frequencies in each shift, ``[2, shifts, last one's, others']``."""
     padded, dims = _padded(size, kernel, dilation), len(size)
     taps = itertools.product(*(range(1 - k, k) for k in kernel))
     apart = torch.tensor([s for s in taps if s >= (0,) * dims], device="cpu")
@@ -177,6 +179,6 @@ def _phases(
 
 
 def _angles(places: Tensor, waves: int, whole: int) -> Tensor:
-    """Of so many waves at places in a line of ``whole``, in float64."""
+    """Return the angles of ``waves`` waves at places in a line of ``whole``, in float64."""
     turns = torch.outer(places, torch.arange(waves, device="cpu")) % whole
     return turns.double() * (2 * math.pi / whole)

@@ -13,7 +13,7 @@ from ..checks import is_real, is_whole
 from ..comm.sharding import is_sharded
 from ..core.options import check
 from ..curvature.rules.base import EigenbasisRule
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from ..linalg import precision
 from .mixin import KFACMixin
 from .scheduler import check_optimizer, claim_damping
@@ -66,8 +66,8 @@ class AdaptiveDamping:
             raise invalid("decay", decay, "it must be in (0, 1), such as 0.95")
         self.minimum, self.maximum = _bound("minimum", minimum), _bound("maximum", maximum)
         if self.minimum > self.maximum:
-            raise ValueError(
-                f"Invalid minimum: {minimum!r} is above maximum={maximum!r}; exchange them"
+            raise invalid_because(
+                "minimum", f"{minimum!r} is above maximum={maximum!r}; exchange them"
             )
         self.decay = decay
         if not is_whole(interval) or interval < 1:
@@ -204,10 +204,11 @@ class AdaptiveDamping:
             )
         groups, saved = self.optimizer.param_groups, state_dict["damping"]
         if len(saved) != len(groups):
-            raise ValueError(
-                f"Invalid state_dict: it has dampings of {len(saved)} parameter groups, the "
-                f"optimizer has {len(groups)}; build it with the same groups"
+            why = (
+                f"it has dampings of {len(saved)} parameter groups, the optimizer has "
+                f"{len(groups)}; build it with the same groups"
             )
+            raise invalid_because("state_dict", why)
         for group, damping in zip(groups, saved, strict=True):
             group["damping"] = check("damping", damping)
         self.ratio = state_dict["ratio"]
@@ -256,8 +257,8 @@ def _check_options(optimizer: KFACMixin) -> None:
         wrong, why = 'normalization="kaisa"', "its factors are not on the scale of the loss"
     elif any(group.get("maximize") for group in optimizer.param_groups):
         wrong, why = "maximize=True", "negate the loss instead"
-    elif any(is_sharded(p) for p in optimizer.preconditioner.registry.parameters):
+    elif any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         wrong = "parameters sharded by fully_shard"
         why = "no rank has a whole change: use DistributedDataParallel, or a schedule"
     if wrong:
-        raise ValueError(f"Invalid optimizer: AdaptiveDamping can't work with {wrong}; {why}")
+        raise invalid_because("optimizer", f"AdaptiveDamping can't work with {wrong}; {why}")

@@ -21,7 +21,7 @@ from ..core.options import (
     differs,
     unexpected,
 )
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from . import moments
 from .muon import Muon
 
@@ -121,20 +121,22 @@ def find_model(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
         raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
     if isinstance(params, nn.Module):
         if model is not None and model is not params:
-            raise ValueError(
-                "Invalid model: the first argument is a module already; leave out model="
+            raise invalid_because(
+                "model", "the first argument is a module already; leave out model="
             )
         model, params = params, list(params.parameters())
         if not params:
-            raise ValueError(
-                f"Invalid model: this {type(model).__name__} has no parameters; pass the "
-                "module that holds the layers to be trained"
+            why = (
+                f"this {type(model).__name__} has no parameters; pass the module that holds the "
+                "layers to be trained"
             )
+            raise invalid_because("model", why)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"Invalid model: {_given(params, model)}; K-FAC hooks the model's layers: pass the "
-            f"nn.Module first, as {title}(model, ...), or as model="
+        why = (
+            f"{_given(params, model)}; K-FAC hooks the model's layers: pass the nn.Module first, "
+            f"as {title}(model, ...), or as model="
         )
+        raise invalid_because("model", why)
     return model, params
 
 
@@ -175,7 +177,7 @@ def settle_moments(
         return ""
     asked = ours.get("moments")
     if asked == "metric":
-        raise ValueError('Invalid moments: "metric" is KFACMuon\'s own; leave it out')
+        raise invalid_because("moments", '"metric" is KFACMuon\'s own; leave it out')
     against = moments.argument_against(theirs) or _option_against(ours, groups)
     why = _why_not_in_the_eigenbasis(base, asked, against)
     if asked is None:
@@ -186,7 +188,7 @@ def settle_moments(
                     ours[name] = True
     for name in OF_MOMENTS:
         if ours.get(name) and ours["moments"] != "eigenbasis":
-            raise ValueError(f'Invalid {name}: True belongs to moments="eigenbasis", which {why}')
+            raise invalid_because(name, f'True belongs to moments="eigenbasis", which {why}')
     return against if asked is None and base in moments.BASES else ""
 
 

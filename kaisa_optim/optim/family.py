@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from . import arguments
 from .lamb import LAMB
 from .mixin import KFACMixin
@@ -44,15 +44,15 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
         raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
     if issubclass(base, KFACMixin):
-        raise ValueError(f"Invalid base: {base.__name__} has K-FAC inside already; use it as it is")
+        raise invalid_because("base", f"{base.__name__} has K-FAC inside already; use it as it is")
     for name, reason in _REFUSED.items():
         if issubclass(base, getattr(torch.optim, name)):
-            raise ValueError(f"Invalid base: {base.__name__} can't take K-FAC: {reason}")
+            raise invalid_because("base", f"{base.__name__} can't take K-FAC: {reason}")
     if issubclass(base, Muon) and base is not Muon:
-        raise ValueError(
-            f"Invalid base: a subclass of Muon, {base.__name__}, would lose the metric; subclass "
-            "KFACMuon instead"
+        why = (
+            f"a subclass of Muon, {base.__name__}, would lose the metric; subclass KFACMuon instead"
         )
+        raise invalid_because("base", why)
     if base not in _FAMILY:
         members = {"_base": base, "__reduce__": _reduce, "__doc__": f"{base.__name__} with K-FAC."}
         _sign(type(f"KFAC{base.__name__}", (KFACMixin, base), members))

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..comm.sharding import is_sharded, parts_here
+from ..errors import invalid, invalid_because
 
 __all__ = ["LAMB"]
 
@@ -106,7 +107,7 @@ class LAMB(Optimizer):
                 "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
             )
         if backend not in (None, "torch", "apex"):
-            raise ValueError(f'Invalid backend: {backend!r}; use None, "torch" or "apex"')
+            raise invalid("backend", backend, 'use None, "torch" or "apex"')
         defaults: dict[str, Any] = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -131,10 +132,11 @@ class LAMB(Optimizer):
         sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
         if len(sharded) > 1:
             self.param_groups.pop()
-            raise ValueError(
-                "Invalid params: some are sharded and some are not, and LAMB takes one norm over "
-                "all; wrap the whole model with fully_shard, or none of it"
+            why = (
+                "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
+                "whole model with fully_shard, or none of it"
             )
+            raise invalid_because("params", why)
 
     def __getstate__(self) -> dict[str, Any]:
         # The backend belongs to the machine: it is pickled, but is no part of state_dict().
@@ -383,18 +385,18 @@ def _check_options(options: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+        raise invalid_because("learning rate", f"{lr}")
     if not options["eps"] >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {options['eps']}")
+        raise invalid_because("epsilon value", f"{options['eps']}")
     if len(betas) != 2 or any(isinstance(beta, Tensor) for beta in betas):
-        raise ValueError(f"Invalid betas: {betas}; two floats are needed")
+        raise invalid_because("betas", f"{betas}; two floats are needed")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+            raise invalid_because(f"beta parameter at index {index}", f"{beta}")
     if not options["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+        raise invalid_because("weight_decay value", f"{options['weight_decay']}")
     if limit is not None and math.isnan(limit):
-        raise ValueError(f"Invalid max_grad_norm value: {limit}; None or a value <= 0 is off")
+        raise invalid_because("max_grad_norm value", f"{limit}; None or a value <= 0 is off")
 
 
 def _limit(group: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..core import checkpoint
 from ..core.preconditioner import Preconditioner
+from ..errors import invalid_because
 from . import moments
 from .arguments import GROUP_KEYS
 
@@ -132,8 +133,9 @@ def set_base_state(
         assert failed is not None
         raise failed
     lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
-    raise ValueError(
-        f"Invalid state_dict: its {lacks}, which {optimizer._base.__name__} reads; it is of "
-        "another optimizer, or of an older version: load it into one of that class, add what it "
-        "lacks, or begin without its state"
-    ) from failed
+    why = (
+        f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
+        "an older version: load it into one of that class, add what it lacks, or begin without "
+        "its state"
+    )
+    raise invalid_because("state_dict", why) from failed

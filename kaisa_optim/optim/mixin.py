@@ -19,7 +19,7 @@ from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from ..linalg import precision
 from . import arguments, loading, moments, notices
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
@@ -85,9 +85,8 @@ class KFACMixin(Optimizer, Joinable):
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
-                raise ValueError(
-                    "Invalid differentiable: True; a K-FAC step can't be differentiated, leave it "
-                    "False"
+                raise invalid_because(
+                    "differentiable", "True; a K-FAC step can't be differentiated, leave it False"
                 )
         notices.missing_process_group(self._kfac_process_group)
         # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
@@ -207,10 +206,11 @@ class KFACMixin(Optimizer, Joinable):
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
         for name in sorted(arguments.OF_ALL.difference(self.defaults) & param_group.keys()):
-            raise ValueError(
-                f"Invalid {name}: {param_group[name]!r} in a parameter group; it is one for the "
-                "whole optimizer, pass it as an argument"
+            why = (
+                f"{param_group[name]!r} in a parameter group; it is one for the whole optimizer, "
+                "pass it as an argument"
             )
+            raise invalid_because(name, why)
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..comm.sharding import parts_here
+from ..core.options import Group
+from ..errors import invalid_because
 from . import muon
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
 
-Group = dict[str, Any]
-
-BASES = Adam, AdamW, LAMB  # with the moments that can live in an eigenbasis
+BASES = Adam, AdamW, LAMB  # their moments can live in an eigenbasis
 
 
 def argument_against(arguments: Group) -> str:
@@ -32,24 +32,26 @@ def check(optimizer: Optimizer, group: Group) -> None:
     """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, BASES):
-        raise ValueError(
-            f'Invalid moments: "eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none '
-            'of them; use moments="parameters"'
+        why = (
+            f'"eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none of them; use '
+            'moments="parameters"'
         )
+        raise invalid_because("moments", why)
     group = {**optimizer.defaults, **group}
     if group.get("amsgrad"):
-        raise ValueError(
-            "Invalid amsgrad: True; a largest second moment has no meaning while its basis turns: "
-            'leave it out, or use moments="parameters"'
+        why = (
+            "True; a largest second moment has no meaning while its basis rotates: leave it out, "
+            'or use moments="parameters"'
         )
+        raise invalid_because("amsgrad", why)
     if any(isinstance(beta, Tensor) for beta in group["betas"]):
-        raise ValueError(
-            f'Invalid betas: {group["betas"]}; with moments="eigenbasis" they must be numbers'
+        raise invalid_because(
+            "betas", f'{group["betas"]}; with moments="eigenbasis" they must be numbers'
         )
 
 
 def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return gradients under LAMB's limit on the norm of all, also of those that K-FAC takes."""
+    """Return gradients under LAMB's limit on the norm of all gradients, K-FAC's included."""
     return clipped_gradients(optimizer.param_groups) if isinstance(optimizer, LAMB) else {}
 
 
@@ -68,7 +70,7 @@ def without_limit(optimizer: Optimizer) -> Iterator[None]:
 
 
 def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return gradients as the moments take them, where weight decay or maximize changes them."""
+    """Return the gradients that weight decay or maximize changes, as the moments take them."""
     result: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         decay = 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
@@ -114,7 +116,7 @@ def _move(
 
 
 def _decoupled(optimizer: Optimizer, group: Group) -> bool:
-    """Return whether weight decay passes the moments by, as in AdamW and in LAMB's own mode."""
+    """Return whether weight decay bypasses the moments, as in AdamW and in LAMB's own mode."""
     if isinstance(optimizer, muon.Muon):
         return True
     if isinstance(optimizer, LAMB):

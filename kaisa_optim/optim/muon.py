@@ -18,12 +18,12 @@ from torch.optim.optimizer import ParamsT
 from ..checks import check_flag, is_real
 from ..comm import sharding
 from ..core.muon_groups import muon_step, takes_muon
-from ..errors import invalid
+from ..core.options import Group
+from ..errors import invalid, invalid_because
 from ..linalg import orthogonal, precision, products
 from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]
-Group = dict[str, Any]
 
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
@@ -91,10 +91,11 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
             if "betas" in param_group:
-                raise ValueError(
-                    f"Invalid betas: {param_group['betas']!r} in a parameter group, which nobody "
-                    "would read; AdamW's are called adam_betas here, and its eps adam_eps"
+                why = (
+                    f"{param_group['betas']!r} in a parameter group, which nobody would read; "
+                    "AdamW's are called adam_betas here, and its eps adam_eps"
                 )
+                raise invalid_because("betas", why)
             _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -250,10 +251,11 @@ def _keep_moments(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any
 
 def _refuse_vector(p: Tensor) -> None:
     if not isinstance(p, UninitializedParameter) and p.dim() < 2:
-        raise ValueError(
-            f"Invalid use_muon: True for a parameter of shape {tuple(p.shape)}, which is no "
-            "matrix; leave use_muon out, or give it to a group with use_muon=False"
+        why = (
+            f"True for a parameter of shape {tuple(p.shape)}, which is no matrix; leave use_muon "
+            "out, or give it to a group with use_muon=False"
         )
+        raise invalid_because("use_muon", why)
 
 
 def _adopt(saved: Group, here: Group) -> None:
@@ -295,7 +297,7 @@ def _check(options: Group) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not (isinstance(lr, Tensor) or _is_number(lr)) or not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}; it must be a number, 0 or above")
+        raise invalid_because("learning rate", f"{lr}; it must be a number, 0 or above")
 
     def refuse_unless(fits: bool, name: str, must: str) -> None:
         if not fits:

@@ -126,7 +126,8 @@ def _unread_scale(kfac: Preconditioner) -> str:
 
 def _beyond_the_clip(optimizer: KFACMixin) -> str:
     """Name groups whose lr is above the one that the KL clip goes by."""
-    if optimizer.preconditioner.kl_clip is None:
+    kfac = optimizer.preconditioner
+    if kfac.kl_clip is None:
         return ""
     # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
     beyond = [
@@ -137,8 +138,7 @@ def _beyond_the_clip(optimizer: KFACMixin) -> str:
         and 0 < 1.01 * group["kl_clip_lr"] < group["lr"]
     ]
     if beyond:
-        covered = optimizer.preconditioner.registry.covered_groups
-        beyond = [number for number in beyond if number in covered]
+        beyond = [number for number in beyond if number in kfac.registry.covered_groups]
     if not beyond:
         return ""
     group = optimizer.param_groups[beyond[0]]

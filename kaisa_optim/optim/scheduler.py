@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import check_callable, is_real
 from ..core.options import OPTIONS, PER_GROUP, unexpected
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from .mixin import KFACMixin
 
 Factor = Callable[[int], float] | Mapping[int, float]
@@ -30,11 +30,12 @@ def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
         schedules = isinstance(former, KFACParamScheduler)
         if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):
             continue
-        raise ValueError(
-            f"Invalid optimizer: its damping is set by {'a' if schedules else 'an'} "
-            f"{type(former).__name__} already, and one would overwrite the other; "
-            + ("leave damping out there" if schedules else "call its remove() first")
+        why = (
+            f"its damping is set by {'a' if schedules else 'an'} {type(former).__name__} already, "
+            "and one would overwrite the other; "
         )
+        remedy = "leave damping out there" if schedules else "call its remove() first"
+        raise invalid_because("optimizer", why + remedy)
     optimizer._damping_owners.add(owner)
 
 
@@ -122,10 +123,11 @@ class KFACParamScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved epoch; the optimizer takes that epoch's values."""
         if set(state_dict["initial"]) != set(self.schedules):
-            raise ValueError(
-                f"Invalid state_dict: it schedules {sorted(state_dict['initial'])}, this scheduler "
+            why = (
+                f"it schedules {sorted(state_dict['initial'])}, this scheduler "
                 f"{sorted(self.schedules)}; build it with the same hyperparameters"
             )
+            raise invalid_because("state_dict", why)
         self.last_epoch = state_dict["last_epoch"]
         self.initial = {name: list(values) for name, values in state_dict["initial"].items()}
         self._exact = {name: list(values) for name, values in state_dict["exact"].items()}
@@ -172,9 +174,8 @@ def _factor(name: str, schedule: Factor, epoch: int) -> float:
         factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
     for factor in factors:
         if not is_real(factor):
-            raise ValueError(
-                f"Invalid {name}: its schedule gives {factor!r} for epoch {epoch}; a factor must "
-                "be a number"
+            raise invalid_because(
+                name, f"its schedule gives {factor!r} for epoch {epoch}; a factor must be a number"
             )
     return math.prod(factors)
 
@@ -187,17 +188,19 @@ def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
     if callable(schedule):
         check_callable(name, schedule, "epoch")
     if optimizer.has_schedule(name):
-        raise ValueError(
-            f"Invalid {name}: the optimizer was given a callable for it already; give it a "
-            "number, or leave it out here"
+        why = (
+            "the optimizer was given a callable for it already; give it a number, or leave it "
+            "out here"
         )
+        raise invalid_because(name, why)
     moments, unused_by = optimizer.preconditioner.options.moments, OPTIONS[name].unused_by
     if moments == "metric" and "muon" in unused_by:
-        raise ValueError(f"Invalid {name}: KFACMuon has no use for it; leave it out here")
+        raise invalid_because(name, "KFACMuon has no use for it; leave it out here")
     if moments in unused_by:
-        raise ValueError(
-            f'Invalid {name}: with moments="eigenbasis" the optimizer has no use for it; '
-            'leave it out here, or build the optimizer with moments="parameters"'
+        why = (
+            'with moments="eigenbasis" the optimizer has no use for it; leave it out here, or '
+            'build the optimizer with moments="parameters"'
         )
+        raise invalid_because(name, why)
     if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
-        raise ValueError("Invalid kl_clip: the optimizer's clip is off; leave it out here")
+        raise invalid_because("kl_clip", "the optimizer's clip is off; leave it out here")

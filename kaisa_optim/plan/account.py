@@ -1,4 +1,4 @@
-"""Prices of plans: the bytes that every rank keeps, and those that arrive there in a step.
+"""Prices of plans: the bytes that every rank keeps, and the bytes that it receives in a step.
 
 Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. Every byte
 that arrives at a rank was sent by another, so the means over the ranks of received and of sent
@@ -44,8 +44,8 @@ MOVED = ("factors", "second_order", "gradients", "status")
 class Account:
     """The bytes of K-FAC over a grid of ranks; answers are lists by rank.
 
-    ``layers`` are in the model's order, which the buckets follow. Sizes of stored and sent numbers
-    that are ``None`` are those of the arithmetic.
+    ``layers`` are in the model's order, which the buckets follow. If a size of stored or sent
+    numbers is ``None``, the arithmetic's applies.
     """
 
     layers: Sequence[LayerFacts]
@@ -60,9 +60,9 @@ class Account:
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
     factor_bytes: int | None = None  # of a number in a running average
-    state_bytes: int | None = None  # of one in eigenvectors, inverses, products
-    wire_bytes: int | None = None  # of one in factors and gradients on their way
-    scaled: bool = False  # each of these travels with its scale, as float16 needs it
+    state_bytes: int | None = None  # of a number in eigenvectors, inverses, products
+    wire_bytes: int | None = None  # of a number in factors and gradients on their way
+    scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
     bucket_bytes: int = 25 * 2**20
 
     @functools.cached_property
@@ -206,7 +206,7 @@ class Account:
         return mean
 
     def _checked(self, renewed: Collection[str]) -> list[Usage]:
-        """Return what a step has to do in addition for layers that the step before refined."""
+        """Return the bytes that a step adds for layers that the step before refined."""
         asked = [name for name in renewed if name in self.refines]
         again = asked if self.method == "eigen" else ()
         plain = self.price(self.plan())

@@ -1,7 +1,7 @@
 """Who works for which layer: gradient workers, and the ranks that keep and decompose the factors.
 
-All of it follows from shapes, in plain Python and without a random choice, so that every rank finds
-the same answer alone, and a plan for 4,096 ranks needs none of them.
+The answer follows from shapes, in plain Python and without a random choice. So every rank finds the
+same answer alone, and a plan for 4,096 ranks can be made without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..checks import check_flag, is_real
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 
 
 class Task(NamedTuple):
@@ -46,11 +46,11 @@ class Grid(NamedTuple):
         return self.world // self.workers
 
     def workers_of(self, rank: int) -> range:
-        """The column of a rank: the ranks that precondition a layer together."""
+        """Return the column of a rank: the ranks that precondition a layer together."""
         return range(rank % self.columns, self.world, self.columns)
 
     def receivers_of(self, rank: int) -> range:
-        """The row of a rank: the ranks to which one worker hands its gradients, itself included."""
+        """Return the row of a rank: the ranks to which one worker hands gradients, with itself."""
         start = rank // self.columns * self.columns
         return range(start, start + self.columns)
 
@@ -65,15 +65,15 @@ class Placement(NamedTuple):
 class WorkAssignment(ABC):
     """How the work of the layers is spread over the ranks; subclass it for another way.
 
-    ``gradient_workers`` is all that a subclass must say. ``cost`` is what the balance weighs, and
-    ``place`` is the balance itself.
+    A subclass must define ``gradient_workers`` alone. The balance weighs each factor's ``cost``,
+    and ``place`` is the balance itself.
     """
 
     colocate: bool = True  # A and G of a layer on one rank, where the user does not say
 
     @abstractmethod
     def gradient_workers(self, world: int) -> int:
-        """How many of ``world`` ranks precondition a layer: a divisor of ``world``."""
+        """Return how many of ``world`` ranks precondition a layer: a divisor of ``world``."""
 
     def cost(self, size: int, diagonal: bool) -> float:
         """Return the cost of one factor, here the time of its decomposition."""
@@ -82,7 +82,7 @@ class WorkAssignment(ABC):
     def place(
         self, tasks: Sequence[Task], grid: Grid, *, colocate: bool, load: Sequence[float]
     ) -> list[Placement]:
-        """Where the factors of each task go, in the order of ``tasks``.
+        """Return the ranks that own the factors of each task, in the order of ``tasks``.
 
         ``load`` is the cost that earlier layers have put on each rank. A and G of a layer belong in
         one column of the grid, and on one rank if ``colocate``.
@@ -94,14 +94,14 @@ class WorkAssignment(ABC):
         return _balance_split(costs, grid, load)
 
     def __repr__(self) -> str:
-        # Ranks compare it, so it must not have an address in it.
+        # Ranks compare this text, so it must not contain an address.
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
 
 
 @dataclass(frozen=True)
 class LayerWise(WorkAssignment):
-    """One gradient worker a layer: the least memory; memory is what it balances."""
+    """One gradient worker a layer: the least memory. It balances memory."""
 
     def gradient_workers(self, world: int) -> int:
         return 1
@@ -147,14 +147,14 @@ def check_fraction(value: Any) -> float:
 def choose(
     assignment: str | WorkAssignment | None, grad_worker_fraction: float | None = None
 ) -> WorkAssignment:
-    """The strategy that the user's two arguments name; whether they agree, `make_grid` checks."""
+    """Return the strategy that the user's arguments name; `make_grid` checks that they agree."""
     fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if isinstance(assignment, WorkAssignment):
         return assignment
     if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
-        raise ValueError(
-            f"Invalid assignment: {assignment.__name__} is a class; it must be an instance: "
-            f"{assignment.__name__}()"
+        raise invalid_because(
+            "assignment",
+            f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
         )
     if assignment is None:
         return Opt() if fraction is None else Hybrid(fraction)
@@ -164,13 +164,14 @@ def choose(
         return LayerWise()
     if assignment == "opt":
         return Opt()
-    raise ValueError(
-        f'Invalid assignment: {assignment!r}; choose from "layer-wise", "hybrid", "opt", or pass a '
-        "WorkAssignment"
+    raise invalid(
+        "assignment",
+        assignment,
+        'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment',
     )
 
 
-# On these it shows whether two choices of workers never agree, and whether there is only ever one.
+# World sizes that show whether two choices of workers ever agree, or there is only ever one.
 _WORLDS = (*range(2, 65), 1 << 40)
 
 
@@ -178,55 +179,59 @@ def check_everywhere(
     strategy: WorkAssignment,
     grad_worker_fraction: float | None,
     colocate: bool | None,
-    needs_all: str = "",
+    needs_all: bool = False,
 ) -> None:
-    """Refuse what contradicts itself on any number of ranks above one, also where there is one.
+    """Refuse arguments that contradict each other on any number of ranks above one.
 
-    ``needs_all`` is an argument, with its value, that wants all ranks as gradient workers.
+    One process refuses them, too. ``needs_all``: the eigenvalue correction by examples wants all
+    ranks as gradient workers.
     """
     if type(strategy) not in (LayerWise, Hybrid, Opt):
-        return  # where it has how many workers, only its author knows
+        return  # only its author knows how many workers it has on each world size
     workers = {world: strategy.gradient_workers(world) for world in _WORLDS}
     possible = [(n, world) for world, n in workers.items() if world % n == 0]
     fraction = grad_worker_fraction
     if fraction is not None and all(_workers(fraction, world) != n for n, world in possible):
-        raise ValueError(
-            f"Invalid grad_worker_fraction: {fraction!r} means {_workers(fraction, 2)} of 2 ranks "
-            f"as gradient workers, but assignment {strategy!r} means {workers[2]}, and on no "
-            "number of ranks above one do they agree; leave out one of the two"
+        why = (
+            f"{fraction!r} means {_workers(fraction, 2)} of 2 ranks as gradient workers, but "
+            f"assignment {strategy!r} means {workers[2]}, and on no number of ranks above one do "
+            "they agree; leave out one of the two"
         )
+        raise invalid_because("grad_worker_fraction", why)
     if colocate is False and all(n == 1 for n in workers.values()):
-        raise ValueError(
-            "Invalid colocate_factors: False needs two gradient workers or more, and "
-            f"{strategy!r} means one on any number of ranks; leave it out, or use a larger "
-            "grad_worker_fraction"
+        why = (
+            f"False needs two gradient workers or more, and {strategy!r} means one on any number "
+            "of ranks; leave it out, or use a larger grad_worker_fraction"
         )
+        raise invalid_because("colocate_factors", why)
     if needs_all and all(n < world for n, world in possible):
-        raise ValueError(
-            f"Invalid {needs_all} needs all bases on all ranks, but {strategy!r} makes fewer of "
-            f"them gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
+        why = (
+            f'"examples" needs all bases on all ranks, but {strategy!r} makes fewer of them '
+            f"gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
             'eigenvalue_correction="gradients", or assignment="opt"'
         )
+        raise invalid_because("eigenvalue_correction", why)
 
 
 def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:
-    """The grid that a strategy asks for, which a fraction given beside it must mean, too."""
+    """Return the grid that a strategy asks for; a fraction given beside it must mean the same."""
     fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if not _is_count(world) or world < 1:
         raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
-        return Grid(1, 1)  # what runs on many ranks runs on one
+        return Grid(1, 1)  # a script for many ranks must also run on one
     workers = strategy.gradient_workers(world)
     if not _is_count(workers) or not 1 <= workers <= world or world % workers:
         raise _no_grid(strategy, workers, world)
     if fraction is not None and _workers(fraction, world) != workers:
-        raise ValueError(
-            f"Invalid grad_worker_fraction: {grad_worker_fraction!r} means "
-            f"{_workers(fraction, world)} of {world} ranks as gradient workers, but assignment "
-            f"{strategy!r} means {workers}; leave out one of the two"
+        why = (
+            f"{grad_worker_fraction!r} means {_workers(fraction, world)} of {world} ranks as "
+            f"gradient workers, but assignment {strategy!r} means {workers}; leave out one of "
+            "the two"
         )
+        raise invalid_because("grad_worker_fraction", why)
     return Grid(world, int(workers))
 
 
@@ -238,31 +243,33 @@ def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
         near = [below, above]
     if isinstance(strategy, Hybrid) and near:
         fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
-        return ValueError(
-            f"Invalid grad_worker_fraction: {strategy.grad_worker_fraction} makes {workers} of "
-            f"{world} ranks gradient workers, and {workers} does not divide {world}; use "
-            f"{fractions}"
+        why = (
+            f"{strategy.grad_worker_fraction} makes {workers} of {world} ranks gradient workers, "
+            f"and {workers} does not divide {world}; use {fractions}"
         )
+        return invalid_because("grad_worker_fraction", why)
     such_as = f", such as {near[0]} or {near[1]}" if near else ""
-    return ValueError(
-        f"Invalid assignment: {type(strategy).__name__}.gradient_workers({world}) returned "
-        f"{workers!r}; it must be a whole number from 1 to {world} that divides {world}{such_as}"
+    why = (
+        f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must be a "
+        f"whole number from 1 to {world} that divides {world}{such_as}"
     )
+    return invalid_because("assignment", why)
 
 
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
     """Return whether A and G of a layer stay on one rank, by the user's choice or the strategy's.
 
-    On one rank alone they do, whatever the user chose.
+    In a world of one rank they always do.
     """
     check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
         return bool(strategy.colocate if colocate is None else colocate)
     if colocate is False and grid.world > 1:
-        raise ValueError(
-            f"Invalid colocate_factors: False needs two gradient workers or more, and {strategy!r} "
-            f"means one of {grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
+        why = (
+            f"False needs two gradient workers or more, and {strategy!r} means one of "
+            f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
         )
+        raise invalid_because("colocate_factors", why)
     return True
 
 
@@ -273,32 +280,35 @@ def assign(
     colocate: bool | None = None,
     load: Sequence[float] | None = None,
 ) -> dict[str, Placement]:
-    """Where the factors of each task go, by the task's name, as the strategy says; checked.
+    """Return the strategy's placement of each task, by the task's name, after checks.
 
-    ``load`` is what earlier tasks have put on each rank (see `loads`); they stay where they are.
+    ``load`` is the cost of earlier tasks on each rank (see `loads`); they stay where they are.
     """
     together = colocated(strategy, grid, colocate)
     names: set[str] = set()
     for task in tasks:
         if task.name in names:
-            raise ValueError(f"Invalid tasks: two are named {task.name!r}; names must differ")
+            raise invalid_because("tasks", f"two are named {task.name!r}; names must differ")
         names.add(task.name)
     load = [0.0] * grid.world if load is None else list(load)
     if len(load) != grid.world:
-        raise ValueError(
-            f"Invalid load: {len(load)} numbers; it must be one for each of {grid.world} ranks"
+        raise invalid_because(
+            "load", f"{len(load)} numbers; it must be one for each of {grid.world} ranks"
         )
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
-    author = f"Invalid assignment: {type(strategy).__name__}.place"
+    author = f"{type(strategy).__name__}.place"
     if not isinstance(answer, Sequence) or len(answer) != len(tasks):
         count = f"{len(answer)} placements" if isinstance(answer, Sequence) else repr(answer)
-        raise ValueError(
+        why = (
             f"{author} returned {count} for {len(tasks)} layers; return a list with one "
             "Placement(a, g) of each, in their order"
         )
+        raise invalid_because("assignment", why)
+    for task, placement in zip(tasks, answer, strict=True):
+        if fault := _fault(placement, grid, together):
+            raise invalid_because("assignment", f"{author} put {task.name!r} {fault}")
     return {
-        task.name: _checked(placement, grid, together, f"{author} put {task.name!r}")
-        for task, placement in zip(tasks, answer, strict=True)
+        task.name: Placement(int(a), int(g)) for task, (a, g) in zip(tasks, answer, strict=True)
     }
 
 
@@ -308,7 +318,7 @@ def loads(
     placements: Mapping[str, Placement],
     world: int,
 ) -> list[float]:
-    """The cost on each rank."""
+    """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
     for task in tasks:
         placement = placements[task.name]
@@ -321,9 +331,9 @@ def loads(
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """Return the rank of each cost: the largest first, each to the emptiest rank.
 
-    ``load`` is there already. From an empty load no rank gets more than 4/3 of what the best
-    balance puts on its fullest (Graham 1969). Of equal costs and of equal ranks the first comes
-    first, so that all ranks find the same answer.
+    ``load`` is there already. From an empty load, no rank gets more than 4/3 of the fullest rank's
+    load in the best balance (Graham 1969). Of equal costs and of equal ranks the first comes first,
+    so that all ranks find the same answer.
     """
     queue = [(there, rank) for rank, there in enumerate(load)]
     heapq.heapify(queue)
@@ -357,38 +367,37 @@ def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
     def cost(size: int, diagonal: bool) -> float:
         value = strategy.cost(size, diagonal)
         if not is_real(value) or not 0 <= value < math.inf:
-            raise ValueError(
-                f"Invalid assignment: {type(strategy).__name__}.cost({size}, {diagonal}) returned "
-                f"{value!r} for {task.name!r}; it must be a finite number, 0 or more"
+            why = (
+                f"{type(strategy).__name__}.cost({size}, {diagonal}) returned {value!r} for "
+                f"{task.name!r}; it must be a finite number, 0 or more"
             )
+            raise invalid_because("assignment", why)
         return task.blocks * float(value)
 
     return cost(task.a, task.diagonal_a), cost(task.g, task.diagonal_g)
 
 
-def _checked(placement: Any, grid: Grid, together: bool, what: str) -> Placement:
-    """The placement, if it is one; ``what`` opens the error."""
+def _fault(placement: Any, grid: Grid, together: bool) -> str:
+    """Return what is wrong with a placement, as the end of a sentence; nothing if it is right."""
     if not isinstance(placement, tuple) or len(placement) != 2:
-        raise ValueError(f"{what} at {placement!r}; return Placement(a, g), its two ranks")
+        return f"at {placement!r}; return Placement(a, g), its two ranks"
     a, g = placement
     for side, rank in zip("AG", placement, strict=True):
         if not _is_count(rank) or not 0 <= rank < grid.world:
-            raise ValueError(
-                f"{what}, its {side}, on rank {rank!r}; it must be a rank from 0 to "
-                f"{grid.world - 1}"
-            )
+            last = grid.world - 1
+            return f"with its {side} on rank {rank!r}; it must be a rank from 0 to {last}"
     if together and a != g:
-        raise ValueError(
-            f"{what} on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
+        return (
+            f"on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
             "colocate_factors=False"
         )
     if a % grid.columns != g % grid.columns:
         column = list(grid.workers_of(a))
-        raise ValueError(
-            f"{what} on ranks {a} and {g}, which share no layer; G must be with A among "
+        return (
+            f"on ranks {a} and {g}, which share no layer; G must be with A among "
             f"grid.workers_of({a}), the ranks {column[:4]}{' and so on' if column[4:] else ''}"
         )
-    return Placement(int(a), int(g))
+    return ""
 
 
 def _workers(fraction: float, world: int) -> int:

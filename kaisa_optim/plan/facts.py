@@ -46,7 +46,7 @@ class LayerFacts(NamedTuple):
 
     @property
     def gradient(self) -> int:
-        """How many numbers the layer's gradient has."""
+        """The number of elements of the layer's gradient."""
         return self.task.blocks * self.task.g * self.task.a
 
 

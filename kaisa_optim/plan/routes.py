@@ -1,6 +1,6 @@
-"""Which way bytes go: who adds up what, who passes on what, how much travels at once.
+"""The ways of bytes: which rank adds up or passes on which part, and how much travels at once.
 
-Plain Python that knows sizes and ranks; all ranks work out the same.
+Plain Python that knows sizes and ranks; all ranks find the same ways.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-# Elements to which every item is padded, and bytes to which every tensor is: views of any dtype
-# can begin there.
+# Items are padded to this number of elements, and tensors to this number of bytes: views of any
+# dtype can begin there.
 _ALIGN = 16
 
 
@@ -41,18 +41,19 @@ class Shard(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
-    """Who adds up which part of a bucket of ``(owner, size)`` segments.
+    """Return which rank adds up which part of a bucket of ``(owner, size)`` segments.
 
-    Owners add up their own, except where one has more than twice the mean. The terms of every rank
-    would come to it alone: others then add up so much of it that with what they pass on it receives
-    as much as anyone. So no rank receives more than about twice the bucket, whoever owns what.
+    Owners add up their own segments, unless one owns more than twice the mean: the terms of all
+    ranks would come to that owner alone. Other ranks then add up so much of its segments that it
+    receives, with their sums, as much as any other rank. So no rank receives more than about twice
+    the bucket, for any owners.
     """
     total = sum(size for _, size in segments)
     owned = [0] * world
     for owner, size in segments:
         owned[owner] += size
     mean = _padded(-(-total // world))
-    left = owned.copy()  # what each adds up of its own
+    left = owned.copy()  # how much each owner still adds up of its own
     for rank in range(world):
         if owned[rank] > 2 * mean:  # never of two ranks
             left[rank] = (total - owned[rank]) // ((world - 2) * _ALIGN) * _ALIGN
@@ -80,11 +81,11 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
 
 
 class Bucket(Generic[P]):
-    """Parcels that travel together, and the way of every piece of them."""
+    """Items that travel together, and the way of every piece of them."""
 
     def __init__(self, items: list[P], world: int) -> None:
         self.items = items
-        # By owner: what owners add up themselves then needs no reordering.
+        # By owner: segments that owners add up themselves then need no reordering.
         order = sorted(range(len(items)), key=lambda i: items[i].owner)
         self.start: dict[int, int] = {}
         segments, at = [], 0
@@ -96,9 +97,9 @@ class Bucket(Generic[P]):
         self.size = at
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Shard]] = [[] for _ in range(world)]  # by rank
-        self.sizes = [0] * world  # of that
+        self.sizes = [0] * world  # elements to add up, by rank
         self.owned = [(0, 0)] * world  # from where to where each rank's items lie
-        self.passed_on: Counter[int] = Counter()  # what comes to owners from other adders
+        self.passed_on: Counter[int] = Counter()  # elements that owners get from other adders
         for piece in self.pieces:
             size = piece.stop - piece.start
             self.to_add[piece.adder].append(piece)
@@ -121,7 +122,7 @@ class Moves(NamedTuple):
 def _moves(
     outgoing: Iterable[tuple[int, Shard]], incoming: Iterable[tuple[int, Shard]], world: int
 ) -> Moves:
-    """From pieces with the rank that each goes to, or comes from."""
+    """Return the moves of pieces, each given with the rank that it goes to or comes from."""
     parts, sizes = [], []
     for pairs in (outgoing, incoming):
         by_rank: dict[int, list[tuple[int, int]]] = {}
@@ -141,6 +142,7 @@ def _moves(
 
 @functools.lru_cache(maxsize=1024)
 def owner_to_adder(pieces: tuple[Shard, ...], me: int, world: int) -> Moves:
+    """Return the moves of pieces to the ranks that pass them on."""
     away = [p for p in pieces if p.adder != p.owner]
     outgoing = [(p.adder, p) for p in away if p.owner == me]
     return _moves(outgoing, [(p.owner, p) for p in away if p.adder == me], world)
@@ -148,6 +150,7 @@ def owner_to_adder(pieces: tuple[Shard, ...], me: int, world: int) -> Moves:
 
 @functools.lru_cache(maxsize=1024)
 def adder_to_all(pieces: tuple[Shard, ...], members: tuple[int, ...], me: int, world: int) -> Moves:
+    """Return the moves of pieces from the ranks that pass them on to all members."""
     mine = [p for p in pieces if p.adder == me]
     outgoing = [(rank, p) for rank in members if rank != me for p in mine if p.owner != rank]
     incoming = [(p.adder, p) for p in pieces if me not in (p.adder, p.owner)]
@@ -156,7 +159,7 @@ def adder_to_all(pieces: tuple[Shard, ...], members: tuple[int, ...], me: int, w
 
 @functools.lru_cache(maxsize=1024)
 def route(members: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> tuple[Shard, ...]:
-    """Which member passes on which part of what the roots have."""
+    """Return which member passes on which part of the roots' bytes."""
     place = {rank: i for i, rank in enumerate(members)}
     pieces = cut(tuple((place[root], size) for root, size in segments), len(members))
     return tuple(Shard(p.start, p.stop, members[p.adder], members[p.owner]) for p in pieces)
@@ -168,30 +171,30 @@ def cargo_bytes(sizes: Iterable[int]) -> int:
 
 
 def chunks(
-    things: Sequence[Any], size_of: Callable[[Any], int], limit: float
+    items: Sequence[Any], size_of: Callable[[Any], int], limit: float
 ) -> Iterator[list[Any]]:
-    """Neighbours together until ``limit`` is passed; every thing stays whole."""
+    """Yield neighbours together, up to ``limit``; a single one may be larger."""
     chunk: list[Any] = []
     size = 0
-    for thing in things:
-        if chunk and size + size_of(thing) > limit:
+    for item in items:
+        if chunk and size + size_of(item) > limit:
             yield chunk
             chunk, size = [], 0
-        chunk.append(thing)
-        size += size_of(thing)
+        chunk.append(item)
+        size += size_of(item)
     if chunk:
         yield chunk
 
 
 def side_by_side(total: int, senders: int, limit: int) -> int:
-    """How much each of some senders puts into a call of ``limit``: all, if that of all fits in."""
+    """Return how much each sender puts into a call of ``limit``: all, if all senders' fits in."""
     return limit if total <= limit else limit // senders
 
 
 def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
-    """The first of each, then the second of each, and so on."""
-    things = itertools.chain(*itertools.zip_longest(*lists))
-    return [thing for thing in things if thing is not None]
+    """Return the first of each list, then the second of each, and so on."""
+    items = itertools.chain(*itertools.zip_longest(*lists))
+    return [item for item in items if item is not None]
 
 
 def _padded(size: int) -> int:

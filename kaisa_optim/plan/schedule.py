@@ -25,8 +25,8 @@ def rounds(costs: Sequence[float], at_once: int) -> list[int]:
     """Return the round in which each layer is refreshed: ``at_once`` layers of like cost in each.
 
     With as many layers in a round as there are ranks, each rank has about one to decompose. If no
-    two of them fall to one rank, all rounds together take no longer than the costliest layer and a
-    fair share of all. The layers' owners play no part, since all assignments give the same updates.
+    rank has two of them, all rounds together take no longer than the costliest layer and a fair
+    share of all. The layers' owners play no part: all assignments must give the same updates.
     Rounds have the order of their first layers.
     """
     costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])

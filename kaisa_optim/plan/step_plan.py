@@ -17,10 +17,10 @@ class LayerState:
     """Facts about one layer from step to step, alike on all ranks."""
 
     has_average: bool = False
-    has_state: bool = False  # what a refresh made of the averages
+    has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # decompositions that failed in a row
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
-    missed_with_gradient: int = 0  # those of them in which it had a gradient
+    missed_with_gradient: int = 0  # steps among them in which it had a gradient
     deferred: bool = False  # refreshed last time without a look: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
@@ -42,7 +42,7 @@ class StepReport(NamedTuple):
     has_gradients: bool = False
     drawn: bool = False  # labels were drawn for some passes
     trained: bool = False  # some statistics are of the gradients that train
-    checksum: int = 0  # of what must be alike on all ranks
+    checksum: int = 0  # of values that must be alike on all ranks
     terms: float = 0.0  # K of this rank
     lacks_half_products: bool = False
     gradients: Sequence[bool] = ()  # of each layer: whether it has one
@@ -58,7 +58,7 @@ class StepReport(NamedTuple):
     def numbers(self) -> list[float]:
         """Return the report as numbers whose sums over the ranks tell all."""
         *head, gradients, stale, rows = self
-        squared = self.checksum**2  # with the sum of the checksums it tells whether all are alike
+        squared = self.checksum**2  # with the checksums' sum, it tells whether they are equal
         return [*head, squared, *gradients, *stale, *rows, *(n > 0 for n in rows)]
 
 
@@ -67,10 +67,10 @@ class AgreedStep:
     """The ranks' reports together; only layers with rows are in ``rows`` and ``givers``."""
 
     exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
-    answered: tuple[str, ...] = ()  # deferred layers, of which ``stale`` tells
+    answered: tuple[str, ...] = ()  # the deferred layers that ``stale`` is about
     own_terms: float = 0.0  # K of this rank
     terms: float = 0.0  # Σ K over the ranks
-    failed: float = 0.0  # how many ranks; so in all fields down to ``trained``
+    failed: float = 0.0  # a number of ranks, as in all fields down to ``trained``
     captured: float = 0.0
     has_gradients: float = 0.0
     drawn: float = 0.0
@@ -150,10 +150,10 @@ class StepPlan:
     exchanges: bool = False  # ranks hold the status exchange
     answered: tuple[str, ...] = ()  # deferred layers whose owners answer in it
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
-    project: tuple[str, ...] = ()  # those of them whose eigenvalues can be corrected by examples
-    refresh: tuple[str, ...] = ()  # layers of which a factor is refreshed
+    project: tuple[str, ...] = ()  # averaged layers whose eigenvalues examples can correct
+    refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors that are found anew; the host waits
-    refine: frozenset[FactorName] = frozenset()  # found from the older; checked in the next step
+    refine: frozenset[FactorName] = frozenset()  # found from older state; checked next step
     round: int = 0  # of refreshes; it grows from each slot of a layer to its next
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
@@ -162,7 +162,7 @@ class StepPlan:
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """The layers of which ranks learn in the next step whether a refinement was enough."""
+        """The refined layers: in the next step, ranks learn whether that was enough."""
         names = {name for name, _ in self.refine}
         return tuple(name for name in self.refresh if name in names)
 
@@ -187,8 +187,9 @@ def plan_step(
 ) -> StepPlan:
     """Return the plan of a step that all ranks agree on.
 
-    ``states`` are those after the exchange, of all layers in the model's order; ``slot`` the layers
-    whose slot to be refreshed it is; ``refines`` those that may do without a look from the host.
+    ``states`` are those after the exchange, of all layers in the model's order. ``slot`` has the
+    layers whose slot to be refreshed it is, ``refines`` layers whose refresh the host need not
+    check in the same step.
     """
     decompose: set[FactorName] = set()
     refine: set[FactorName] = set()

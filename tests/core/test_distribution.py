@@ -11,6 +11,7 @@ import functools
 import math
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -471,9 +472,8 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
         for i, (owner, size, dtype) in enumerate(parcels)
     ]
     found: dict[int, Tensor] = {}
-    for sums in ranks.reduce_to_owners(
-        things, lambda bucket: [mine[p.key].clone() for p in bucket], "x"
-    ):
+    loads = ((b, [mine[p.key].clone() for p in b.items]) for b in ranks.buckets(things))
+    for sums in ranks.reduce_to_owners(loads, "x"):
         found |= {key: value.clone() for key, value in sums.items()}
     buckets = [
         (len(b.items), sum(p.size * p.dtype.itemsize for p in b.items))
@@ -537,12 +537,13 @@ def alive_when_filled(owners: list[int]) -> int:
         received.append(weakref.ref(flight.received.untyped_storage()))
         return flight
 
-    def fill(bucket: list[ReduceItem]) -> list[Tensor]:
-        counts.append(alive(received, at_most=2))
-        return [torch.ones(size)]
+    def loads() -> Iterator[tuple[Any, list[Tensor]]]:
+        for bucket in ranks.buckets(parcels):
+            counts.append(alive(received, at_most=2))
+            yield bucket, [torch.ones(size)]
 
     with mock.patch.object(ranks, "_send", noted):
-        for sums in ranks.reduce_to_owners(parcels, fill, "x"):
+        for sums in ranks.reduce_to_owners(loads(), "x"):
             del sums
     return max(counts)
 
@@ -561,11 +562,12 @@ def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
         for i in range(len(magnitudes))
     ]
 
-    def fill(bucket: list[ReduceItem]) -> list[Tensor]:
-        return [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket]
-
+    loads = (
+        (bucket, [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket.items])
+        for bucket in ranks.buckets(parcels)
+    )
     errors = {}
-    for sums in ranks.reduce_to_owners(parcels, fill, "x"):
+    for sums in ranks.reduce_to_owners(loads, "x"):
         for key, value in sums.items():
             exact = ranks.world * torch.linspace(-1, 1, size)
             errors[key] = float((value / magnitudes[key] - exact).abs().max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import time
@@ -129,6 +130,7 @@ def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextM
 # ---- numbers that are not finite on one rank ----
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "layer-wise": (3, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
     "opt": (3, {}),
 }
@@ -257,6 +259,26 @@ def test_an_exception_in_one_ranks_statistics(strategy: str, at: int, wrap: bool
             assert "rank 1: ValueError: planted" in result.error
 
 
+# ---- values of groups that come apart ----
+
+
+def dampings_part(options: dict[str, Any]) -> Ended:
+    model = net()
+    last = [model[4].bias]
+    groups = [{"params": [p for p in model.parameters() if p is not last[0]]}, {"params": last}]
+    opt = KFACSGD(groups, **{"lr": 0.1, **EVERY_STEP, **options}, model=model)
+    learn(model, opt, 0)
+    opt.param_groups[1]["damping"] *= 2
+    return attempt(model, lambda: learn(model, opt, 1))
+
+
+def test_dampings_that_come_apart_are_refused_on_all_ranks():
+    """Only one rank preconditions the layer; it would raise alone, and the others would wait."""
+    for result in run(3, dampings_part, {"assignment": "layer-wise"}):
+        assert not result.moved and result.error is not None
+        assert "Invalid damping: layer '4' has its weight and bias in parameter" in result.error
+
+
 # ---- decompositions ----
 
 PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -267,8 +289,7 @@ PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "opt-parted": (4, {"colocate_factors": False}),
 }
 every_placement = pytest.mark.parametrize(
-    ("placement", "method"),
-    [(name, "eigen" if name in ("hybrid", "opt-parted") else "inverse") for name in PLACEMENTS],
+    ("placement", "method"), list(itertools.product(PLACEMENTS, ["eigen", "inverse"]))
 )
 
 

@@ -44,7 +44,9 @@ def test_a_run_goes_on_from_a_file_of_an_earlier_revision(name):
         go_on(case, model, opt, range(SAVED_AT, STEPS))
     for key, value in weights(model).items():
         # Averages in half precision are rounded up or down now, and not to the nearest.
-        rtol, atol = (0.05, 1e-3) if name == "halves" else (1e-9, 1e-12)
+        # Adam divides by roots of small moments: rounding on another kind of CPU shows more there.
+        near = {"halves": (0.05, 1e-3), "adam": (1e-7, 1e-10)}
+        rtol, atol = near.get(name, (1e-9, 1e-12))
         torch.testing.assert_close(value, saved["expected"][key], rtol=rtol, atol=atol)
 
 

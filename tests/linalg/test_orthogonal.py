@@ -9,31 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kaisa_optim.linalg import kronecker, orthogonal
+from tests.support.reference import MUON_POLYNOMIAL as POLYNOMIAL
+from tests.support.reference import dense_metric, muon_direction
 from tests.support.training import assert_near, assert_same
-
-POLYNOMIAL = (3.4445, -4.7750, 2.0315)
-
-
-def polar(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return Muon's direction of one matrix, by its equation."""
-    a, b, c = POLYNOMIAL
-    x = matrix / matrix.norm()
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
 
 
 def psd(n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     rows = torch.randn(2 * n, n, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return rows.T @ rows
-
-
-def dense_metric(g: Tensor, damping: float) -> Tensor:
-    """Return (G / ḡ + λI)^-½, by an eigendecomposition."""
-    mean = g.trace() / len(g)
-    values_, vectors = torch.linalg.eigh(g / (1 if mean == 0 else mean))
-    return vectors @ (values_ + damping).rsqrt().diag() @ vectors.T
 
 
 sizes = st.integers(1, 9)
@@ -84,10 +67,10 @@ def test_any_root_of_the_metric_gives_its_step(g, a, seed):
     def found(root: Tensor | None) -> Tensor:
         return orthogonal.polar(momentum[None], root, polynomials, 1e-7, in_half=False)[0]
 
-    expected = metric @ polar(metric @ momentum)
+    expected = metric @ muon_direction(metric @ momentum)
     assert_near(found(kronecker.damped_root(factor[None], damping)), expected, 1e-7, 1e-8)
     assert_near(found(metric[None]), expected, 1e-7, 1e-8)
-    assert_near(found(None), polar(momentum), 1e-7, 1e-8)
+    assert_near(found(None), muon_direction(momentum), 1e-7, 1e-8)
     scale = torch.rand(g).double() + 0.1
     assert_near(found(scale[None]), found(scale.diag()[None]), 1e-7, 1e-8)
 

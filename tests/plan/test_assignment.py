@@ -355,25 +355,25 @@ def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
 
 
 CONTRADICTIONS = [  # on every number of ranks above one
-    (LayerWise(), 0.75, None, ""),
-    (LayerWise(), 1.0, None, ""),
-    (Opt(), 0.74, None, ""),
-    (Opt(), 0.0, None, ""),
-    (Hybrid(0.5), 1.0, None, ""),
-    (Hybrid(0.5), 0.75, None, ""),  # 2 of 3 in both, which is no grid
-    (LayerWise(), None, False, ""),
-    (Hybrid(0), None, False, ""),
-    (LayerWise(), None, None, "needy"),
-    (Hybrid(0.5), None, None, "needy"),
+    (LayerWise(), 0.75, None, False),
+    (LayerWise(), 1.0, None, False),
+    (Opt(), 0.74, None, False),
+    (Opt(), 0.0, None, False),
+    (Hybrid(0.5), 1.0, None, False),
+    (Hybrid(0.5), 0.75, None, False),  # 2 of 3 in both, which is no grid
+    (LayerWise(), None, False, False),
+    (Hybrid(0), None, False, False),
+    (LayerWise(), None, None, True),
+    (Hybrid(0.5), None, None, True),
 ]
 SOMEWHERE = [
-    (LayerWise(), 0.0, None, ""),
-    (LayerWise(), 0.74, None, ""),  # 1 of 2
-    (Opt(), 0.75, None, ""),  # 2 of 2
-    (Hybrid(0.5), 0.5, None, ""),
-    (Hybrid(0.5), 0.48, None, ""),
-    (Hybrid(0.5), 0.25, None, ""),  # 1 of 2
-    (Linear(), 0.5, None, ""),  # who knows
+    (LayerWise(), 0.0, None, False),
+    (LayerWise(), 0.74, None, False),  # 1 of 2
+    (Opt(), 0.75, None, False),  # 2 of 2
+    (Hybrid(0.5), 0.5, None, False),
+    (Hybrid(0.5), 0.48, None, False),
+    (Hybrid(0.5), 0.25, None, False),  # 1 of 2
+    (Linear(), 0.5, None, False),  # who knows
     (Linear(), None, None, "needy"),
     (Hybrid(1e-6), None, False, ""),  # 2 of 2,000,000
     (Opt(), None, None, "needy"),
@@ -732,10 +732,14 @@ def test_an_own_place_is_followed_and_told_all():
         ({"layer0": (0, 0)}, True, ["Mine.place returned {'layer0'", "return a list"]),
         ([(0, 0), 1], True, ["Mine.place put 'layer1' at 1;", "return Placement(a, g)"]),
         ([(0, 0), (1, 1, 1)], True, ["Mine.place put 'layer1' at (1, 1, 1);"]),
-        ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1', its A, on rank 4", "from 0 to 3"]),
-        ([(0, 0), (0, -1)], False, ["Mine.place put 'layer1', its G, on rank -1", "from 0 to 3"]),
-        ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0', its G, on rank 1.0"]),
-        ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0', its A, on rank True"]),
+        ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1' with its A on rank 4", "from 0 to 3"]),
+        (
+            [(0, 0), (0, -1)],
+            False,
+            ["put 'layer1' with its G on rank -1", "from 0 to 3"],
+        ),
+        ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0' with its G on rank 1.0"]),
+        ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0' with its A on rank True"]),
         ([(0, 0), (0, 2)], True, ["'layer1' on ranks 0 and 2", "colocate_factors=False"]),
         ([(0, 0), (3, 2)], False, ["'layer1' on ranks 3 and 2", "grid.workers_of(3)", "[1, 3]"]),
     ],

@@ -359,6 +359,13 @@ def tap_rows(
     return rows
 
 
+def dense_metric(g: Tensor, damping: float) -> Tensor:
+    """Return (G / ḡ + λI)^-½, by an eigendecomposition."""
+    mean = g.trace() / len(g)
+    values, vectors = torch.linalg.eigh(g / (1 if mean == 0 else mean))
+    return vectors @ (values + damping).rsqrt().diag() @ vectors.T
+
+
 def muon_direction(matrix: Tensor, steps: int = 5) -> Tensor:
     """Return Muon's direction of one matrix, by its equation."""
     a, b, c = MUON_POLYNOMIAL

@@ -34,17 +34,10 @@ from tests.support.cluster import (
     train_share,
 )
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.reference import muon_direction, muon_ratio
+from tests.support.reference import dense_metric, muon_direction, muon_ratio
 from tests.support.training import assert_near, assert_same, values
 
 EACH: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "staggered": False}
-
-
-def dense_metric(g: Tensor, damping: float) -> Tensor:
-    """Return (G / ḡ + λI)^-½, by an eigendecomposition."""
-    mean = g.trace() / len(g)
-    values_, vectors = torch.linalg.eigh(g / (1 if mean == 0 else mean))
-    return vectors @ (values_ + damping).rsqrt().diag() @ vectors.T
 
 
 def backward(model: nn.Module, name: str, step: int) -> None:
