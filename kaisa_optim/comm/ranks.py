@@ -471,20 +471,15 @@ class Ranks:
         rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
         begun: deque[_Round[C]] = deque()
         on_the_way: deque[_Arrival[C]] = deque()
-
-        def before_waiting() -> None:
-            nonlocal cargo
-            if ahead:
-                cargo = iter(list(cargo))
-
         for parts in itertools.zip_longest(*rounds):
             begun.append(self._begin(groups, parts, cargo, device, kind))
             while begun and (begun[0].relay is None or len(begun) > 1):
-                if begun[0].relay is not None:
-                    before_waiting()
+                if ahead and begun[0].relay is not None:
+                    cargo = iter(list(cargo))
                 on_the_way.append(self._send_on(begun, kind))
             if len(begun) + len(on_the_way) == _IN_FLIGHT:
-                before_waiting()
+                if ahead:
+                    cargo = iter(list(cargo))
                 yield from on_the_way.popleft().unload()
         while begun:
             on_the_way.append(self._send_on(begun, kind))
