@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
-from ..layers import Layer, check_sizes, is_registered, kind_of
+from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
 
 
 @dataclass
@@ -64,6 +64,14 @@ def cover(
             reasons.update((p, "") for p in own)
             continue
         kind = kind_of(module)
+        if kind is None and own:
+            for layer in _watched(name, module, reasons):
+                if papers_only:
+                    reasons.update((p, _PAPERS_ONLY) for p in own)
+                elif _claims(layer, own, names, reasons):
+                    layer.wide, layer.without_input = max_factor_size, matrices_by_output
+                    _train(layer, trained, found, reasons)
+            continue
         reason = _why_not(module, kind, papers_only)
         if kind is not None and kind.intercepts():  # it calls none of its parts as a module
             inner = [child for child in module.modules() if child is not module]
@@ -86,6 +94,25 @@ def cover(
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
     return found
+
+
+def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
+    """Return layers of a module's parameters whose use is to be watched."""
+    own = [p for p in module._parameters.values() if p is not None]
+    if any(is_sharded(p) for p in own):
+        title = type(module).__name__
+        why = f"{title}: its weights are sharded, and their use can't be watched"
+        reasons.update((p, why) for p in own)
+        return []
+    kind = inherited_kind(module)
+    if kind is not None and not kind.intercepts() and kind.unsupported(module) is None:
+        layers = kind.layers_of(name, module)
+        for layer in layers:
+            layer.watched_in = (module,)
+        return layers
+    found = declared(name, module)
+    reasons.update(found.reasons)
+    return found.layers
 
 
 def _claims(

@@ -188,6 +188,7 @@ class Preconditioner(Questions):
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
+        self.sums.combine()
         layers = list(self.registry.layers.values())
         return step_report(self.capture, self.sums, layers)._replace(
             checksum=agreement.checksum(common | self.status.weights()),

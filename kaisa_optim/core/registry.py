@@ -326,5 +326,7 @@ def basis_reader(
 
 def task_of(layer: Layer) -> Task:
     """Return a layer's task, by what it trains, whether frozen at the moment or not."""
-    a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
-    return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)
+    trained = layer.trained
+    a, g = layer.a_dim_of(trained), layer.g_dim_of(trained)
+    diagonal = layer.has_diagonal_a(trained), layer.has_diagonal_g(trained)
+    return Task(layer.name, a, g, *diagonal, layer.blocks)

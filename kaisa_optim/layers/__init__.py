@@ -8,18 +8,25 @@ from .base import (
     PassSettings,
     Shared,
     check_sizes,
+    inherited_kind,
     is_registered,
     kind_of,
     register_layer,
 )
+from .parameters import Declared, declared
+from .watch import WatchMode
 
 __all__ = [
     "Basis",
+    "Declared",
     "Layer",
     "Moments",
     "PassSettings",
     "Shared",
+    "WatchMode",
     "check_sizes",
+    "declared",
+    "inherited_kind",
     "is_registered",
     "kind_of",
     "register_layer",
