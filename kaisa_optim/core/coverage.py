@@ -7,13 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
 from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+
+from .ties import tie
 
 
 @dataclass
@@ -22,6 +24,52 @@ class Coverage:
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
     excluded: dict[Tensor, str] = field(default_factory=dict)
+
+
+class Left(NamedTuple):
+    """A parameter that K-FAC leaves to the base optimizer."""
+
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """How many of the trained parameters K-FAC covers, and which ones it does not, and why."""
+
+    covered: int
+    total: int
+    left: dict[str, Left]  # the largest first
+    skipped: dict[str, str]  # by the user: parameter and pattern
+
+    @property
+    def share(self) -> float:
+        return self.covered / max(1, self.total)
+
+    def __str__(self) -> str:
+        # Not 100 % where something is left.
+        percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
+        text = f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
+        names = [*self.left, *self.skipped]
+        if not names:
+            return text
+        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        see = "print(optimizer.preconditioner)"
+        return f"{text}; the base optimizer updates the rest ({shown}): {see}"
+
+    def named(self, limit: int = 10) -> str:
+        """Return the largest parameters that are left, a line each."""
+        lines = [f"  {name}: {size}, {why}" for name, (size, why) in self.left.items()]
+        rest = len(lines) - limit
+        return "\n".join(lines[:limit] + ([f"  and {rest} more"] if rest > 0 else []))
+
+
+def _count(number: int) -> str:
+    """Return a number as people write it: 27.8 M."""
+    for unit, size in ((" G", 10**9), (" M", 10**6), (" k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -55,6 +103,7 @@ def cover(
     found = Coverage()
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
+    layers: list[tuple[Layer, list[Tensor]]] = []  # with the trained parameters of its module
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p in trained]
         if module in claimed:
@@ -64,29 +113,27 @@ def cover(
             reasons.update((p, "") for p in own)
             continue
         kind = kind_of(module)
-        if kind is None and own:
-            for layer in _watched(name, module, reasons):
-                if papers_only:
-                    reasons.update((p, _PAPERS_ONLY) for p in own)
-                elif _claims(layer, own, names, reasons):
-                    layer.wide, layer.without_input = max_factor_size, matrices_by_output
-                    _train(layer, trained, found, reasons)
-            continue
         reason = _why_not(module, kind, papers_only)
         if kind is not None and kind.intercepts():  # it calls none of its parts as a module
             inner = [child for child in module.modules() if child is not module]
             claimed.update(inner)
             own += [p for child in inner for p in child._parameters.values() if p in trained]
-        if kind is None or reason is not None:
+        if kind is None and own and not papers_only:
             reasons.update((p, reason or "") for p in own)
-            continue
-        claimed.update(child for child in module.modules() if child is not module)
-        for layer in kind.layers_of(name, module):
-            if papers_only and not layer.in_papers:
-                reasons.update((p, _PAPERS_ONLY) for p in own)
-            elif _claims(layer, own, names, reasons):
-                layer.wide, layer.without_input = max_factor_size, matrices_by_output
-                _train(layer, trained, found, reasons)
+            watched = _watched(name, module, reasons, by_shape=not matrices_by_output)
+            layers += [(layer, own) for layer in watched]
+        elif kind is None or reason is not None:
+            reasons.update((p, reason or "") for p in own)
+        else:
+            claimed.update(child for child in module.modules() if child is not module)
+            layers += [(layer, own) for layer in kind.layers_of(name, module)]
+    tied = set() if papers_only or matrices_by_output else tie(layers, names)
+    for layer, own in layers:
+        if papers_only and not layer.in_papers:
+            reasons.update((p, _PAPERS_ONLY) for p in own)
+        elif layer.weight in tied or _claims(layer, own, names, reasons):
+            layer.wide, layer.without_input = max_factor_size, matrices_by_output
+            _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
     for parameter in trained:
@@ -96,7 +143,9 @@ def cover(
     return found
 
 
-def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
+def _watched(
+    name: str, module: nn.Module, reasons: dict[Tensor | None, str], *, by_shape: bool
+) -> list[Layer]:
     """Return layers of a module's parameters whose use is to be watched."""
     own = [p for p in module._parameters.values() if p is not None]
     if any(is_sharded(p) for p in own):
@@ -105,14 +154,22 @@ def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) ->
         reasons.update((p, why) for p in own)
         return []
     kind = inherited_kind(module)
-    if kind is not None and not kind.intercepts() and kind.unsupported(module) is None:
+    if kind is None:
+        found = declared(name, module, by_shape=by_shape)
+        reasons.update(found.reasons)
+        for layer in found.layers:
+            reasons.pop(layer.weight, None)
+            reasons.pop(layer.bias, None)
+        return found.layers
+    layers = []
+    if by_shape and not kind.intercepts() and kind.unsupported(module) is None:
         layers = kind.layers_of(name, module)
-        for layer in layers:
+    for layer in layers:
+        if layer.weight is not None:
             layer.watched_in = (module,)
-        return layers
-    found = declared(name, module)
-    reasons.update(found.reasons)
-    return found.layers
+            reasons.pop(layer.weight, None)
+            reasons.pop(layer.bias, None)
+    return layers
 
 
 def _claims(

@@ -21,7 +21,7 @@ from ..plan.assignment import Placement, Task
 from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
-from .coverage import Coverage, unwrapped
+from .coverage import Coverage, CoverageReport, Left, unwrapped
 from .options import PER_GROUP, Options
 
 Group = dict[str, Any]
@@ -80,6 +80,31 @@ class Registry:
     def covered_groups(self) -> set[int]:
         """Numbers of the parameter groups that have covered parameters."""
         return {self._group_of[p] for layer in self.active for p in layer.parameters}
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Parameters of layers of which calls have told nothing, and why."""
+        layers = [x for x in self.active if self.states[x.name].unseen and x.watched_in]
+        why = {
+            p: f"{type(layer.module).__name__} uses it in a way that no kind of layer knows"
+            for layer in layers
+            if not self.states[layer.name].has_average
+            for p in layer.parameters
+        }
+        named = unwrapped(self.model).named_parameters() if why else ()
+        return {name: why[p] for name, p in named if p in why}
+
+    def coverage(self) -> CoverageReport:
+        """Return what is covered now, of all trained parameters."""
+        names = {p: name for name, p in unwrapped(self.model).named_parameters()}
+        sizes = {names[p]: p.numel() for p in self.parameters if p in names}
+        reasons = {**self.uncovered, **{names[p]: why for p, why in self.excluded.items()}}
+        reasons |= self.unseen
+        largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
+        left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
+        total = sum(sizes.values())
+        away = sum(sizes.get(name, 0) for name in {*left, *self.skipped})
+        return CoverageReport(total - away, total, left, dict(self.skipped))
 
     @property
     def with_average(self) -> list[Layer]:

@@ -13,12 +13,18 @@ from .base import (
     kind_of,
     register_layer,
 )
-from .parameters import Declared, declared
+from .embedding import EmbeddingLayer
+from .linear import LinearLayer
+from .parameters import Declared, ElementwiseLayer, MatrixLayer, declared
 from .watch import WatchMode
 
 __all__ = [
     "Basis",
     "Declared",
+    "ElementwiseLayer",
+    "EmbeddingLayer",
+    "LinearLayer",
+    "MatrixLayer",
     "Layer",
     "Moments",
     "PassSettings",

@@ -417,7 +417,7 @@ class Layer(MomentsOfRows):
 
     @property
     def crossed(self) -> bool:
-        """Whether input and output have changed places: A of a call enters the primary's G."""
+        """Return whether A of a call enters the G of the primary, and G the A."""
         return False
 
     # ---- the gradient as a matrix ----

@@ -109,8 +109,11 @@ class Declared(NamedTuple):
     reasons: dict[Tensor, str]
 
 
-def declared(name: str, module: nn.Module) -> Declared:
-    """Return a layer for each parameter of a module that no kind knows, as far as shapes tell."""
+def declared(name: str, module: nn.Module, *, by_shape: bool = True) -> Declared:
+    """Return a layer for each parameter of a module that no kind knows, as far as shapes tell.
+
+    Without ``by_shape``, return a layer only for the product that a probe has seen.
+    """
     title = type(module).__name__
     own = {n: p for n, p in module._parameters.items() if p is not None}
     for cls, why in _OPAQUE.items():
@@ -122,10 +125,10 @@ def declared(name: str, module: nn.Module) -> Declared:
         found.layers.append(_of_product(name, module, product))
     inside = () if product is None else (product.weight, product.bias)
     for own_name, p in own.items():
-        why = _unshaped(p)
+        why = _unshaped(p) if by_shape else ""
         if why:
             found.reasons[p] = f"{title}: {why}"
-        elif all(p is not other for other in inside):
+        elif by_shape and all(p is not other for other in inside):
             full = prefix + own_name
             is_matrix = p.dim() in (2, 3) and 1 not in p.shape
             kind = MatrixLayer if is_matrix else ElementwiseLayer
