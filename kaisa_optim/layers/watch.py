@@ -36,6 +36,12 @@ class Found(NamedTuple):
     whole: Tensor  # the parameter, or what stands in for it, of which ``view`` is a view
     view: Tensor
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view is the parameter as it is."""
+        same = self.view.shape == self.whole.shape and self.view.stride() == self.whole.stride()
+        return self.view is self.whole or same
+
     def place(self) -> Place | None:
         return place_of(self.view, self.whole)
 
@@ -327,7 +333,7 @@ def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     bias = mode.find(_argument(args, kwargs, 2, "bias"))
-    if found is None or found.view is not found.whole or not isinstance(found.layer, ConvLayer):
+    if found is None or not isinstance(found.layer, ConvLayer) or not found.is_whole:
         return out
     layer, module = found.layer, found.layer.module
     if layer.bias is not None and (bias is None or bias.layer is not layer):
