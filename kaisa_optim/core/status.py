@@ -173,9 +173,9 @@ class Status:
         states = self._registry.states
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
-        for name, state in states.items() if agreed.rows else ():
-            if not state.has_average and name not in agreed.rows and agreed.gradients[name]:
-                state.unseen += 1
+        for name, layer in self._registry.layers.items() if agreed.captured else ():
+            if layer.watched_in and not states[name].has_average and name not in agreed.rows:
+                states[name].unseen += agreed.gradients[name] > 0
         for layer in capture.wanted:
             name, state = layer.name, states[layer.name]
             if name in agreed.rows or not state.has_average:

@@ -151,7 +151,7 @@ def _biased_product(
     if found is not None:
         layer = found.layer
         own = found.view is found.whole and bias is (layer.bias if layer.covers[1] else bias)
-        if own and layer.input_dim == input_dim and layer.blocks == 1 and x.dim() <= 3:
+        if own and layer.input_dim == input_dim and layer.blocks == 1:
             out = mode.tap(layer, out, x, _ALL) if layer.multiplies else out
         else:
             out = mode.product(found, out, x, uses.ProductUse, input_dim)
@@ -310,10 +310,17 @@ def _norm(at: int) -> Callable[..., Any]:
                 bare = [None if i in (at, at + 1) else value for i, value in enumerate(args)]
                 others = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
                 normalized = func(*(args[:at] if len(args) <= at + 1 else bare), **others)
-            out = mode.entries(weight, out, normalized)
-        return out if bias is None else mode.entries(bias, out, None)
+            out = mode.entries(_along(weight, out, func), out, normalized)
+        return out if bias is None else mode.entries(_along(bias, out, func), out, None)
 
     return watch
+
+
+def _along(found: Found, out: Tensor, norm: Any) -> Found:
+    """Return entries as they broadcast: those of a group norm belong to channels."""
+    if norm is F.layer_norm:
+        return found
+    return found._replace(view=found.view.view(-1, *(1,) * (out.dim() - 2)))
 
 
 def _rms_norm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
