@@ -14,8 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
 from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
-
-from .ties import tie
+from .ties import Candidates, tie
 
 
 @dataclass
@@ -40,7 +39,7 @@ class CoverageReport:
     covered: int
     total: int
     left: dict[str, Left]  # the largest first
-    skipped: dict[str, str]  # by the user: parameter and pattern
+    skipped: dict[str, str]  # left by an option, or by the kind of optimizer, and why
 
     @property
     def share(self) -> float:
@@ -98,12 +97,10 @@ def cover(
 
     With ``matrices_by_output``, of matrices that multiply their input, and of their G alone.
     """
-    names = _parameter_names(model)
-    skipped_by = _skipped_modules(model, skip_layers, warn)
-    found = Coverage()
+    names, skipped_by = _parameter_names(model), _skipped_modules(model, skip_layers, warn)
+    found, candidates = Coverage(), Candidates()
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
-    layers: list[tuple[Layer, list[Tensor]]] = []  # with the trained parameters of its module
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p in trained]
         if module in claimed:
@@ -118,29 +115,37 @@ def cover(
             inner = [child for child in module.modules() if child is not module]
             claimed.update(inner)
             own += [p for child in inner for p in child._parameters.values() if p in trained]
+        if kind is None or reason is not None:
+            reasons.update((p, reason or "") for p in own)
         if kind is None and own and not papers_only:
-            reasons.update((p, reason or "") for p in own)
             watched = _watched(name, module, reasons, by_shape=not matrices_by_output)
-            layers += [(layer, own) for layer in watched]
-        elif kind is None or reason is not None:
-            reasons.update((p, reason or "") for p in own)
-        else:
+            candidates.extend((layer, own) for layer in watched)
+        elif kind is not None and reason is None:
             claimed.update(child for child in module.modules() if child is not module)
-            layers += [(layer, own) for layer in kind.layers_of(name, module)]
-    tied = set() if papers_only or matrices_by_output else tie(layers, names)
-    for layer, own in layers:
+            candidates += [(layer, own) for layer in kind.layers_of(name, module)]
+    tied = set() if papers_only or matrices_by_output else tie(candidates, names)
+    for layer, own in candidates:
         if papers_only and not layer.in_papers:
             reasons.update((p, _PAPERS_ONLY) for p in own)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
             layer.wide, layer.without_input = max_factor_size, matrices_by_output
             _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
+    _note_uncovered(found, trained, names, reasons)
+    return found
+
+
+def _note_uncovered(
+    found: Coverage,
+    trained: Iterable[Tensor],
+    names: dict[Tensor, list[str]],
+    reasons: dict[Tensor | None, str],
+) -> None:
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
     for parameter in trained:
         if parameter not in covered and reasons.get(parameter) != "":
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
-    return found
 
 
 def _watched(
@@ -156,7 +161,7 @@ def _watched(
     kind = inherited_kind(module)
     if kind is None:
         found = declared(name, module, by_shape=by_shape)
-        reasons.update(found.reasons)
+        reasons.update(found.reasons.items())
         for layer in found.layers:
             reasons.pop(layer.weight, None)
             reasons.pop(layer.bias, None)

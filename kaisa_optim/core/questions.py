@@ -66,7 +66,7 @@ class Questions(Hyperparameters):
 
         Before the first step it goes by shapes; afterwards, by the calls that were seen.
         """
-        return self.registry.coverage()
+        return reports.coverage(self.registry)
 
     @property
     def skipped(self) -> dict[str, str]:

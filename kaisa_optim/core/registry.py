@@ -21,7 +21,7 @@ from ..plan.assignment import Placement, Task
 from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
-from .coverage import Coverage, CoverageReport, Left, unwrapped
+from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Options
 
 Group = dict[str, Any]
@@ -93,18 +93,6 @@ class Registry:
         }
         named = unwrapped(self.model).named_parameters() if why else ()
         return {name: why[p] for name, p in named if p in why}
-
-    def coverage(self) -> CoverageReport:
-        """Return what is covered now, of all trained parameters."""
-        names = {p: name for name, p in unwrapped(self.model).named_parameters()}
-        sizes = {names[p]: p.numel() for p in self.parameters if p in names}
-        reasons = {**self.uncovered, **{names[p]: why for p, why in self.excluded.items()}}
-        reasons |= self.unseen
-        largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
-        left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
-        total = sum(sizes.values())
-        away = sum(sizes.get(name, 0) for name in {*left, *self.skipped})
-        return CoverageReport(total - away, total, left, dict(self.skipped))
 
     @property
     def with_average(self) -> list[Layer]:

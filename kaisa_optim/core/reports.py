@@ -22,7 +22,7 @@ from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import LayerState
-from .coverage import Coverage, CoverageReport, unwrapped
+from .coverage import Coverage, CoverageReport, Left, unwrapped
 from .options import Options
 from .registry import Registry, task_of
 
@@ -185,7 +185,7 @@ def describe(kfac: Questions) -> str:
     intervals += f", {some}" if len(slots) > 1 else ", all layers at once"
     registry = kfac.registry
     head = f"Preconditioner({how}, {kfac.steps} steps taken)"
-    covers, _, _ = str(registry.coverage()).partition(";")
+    covers, _, _ = str(coverage(registry)).partition(";")
     lines = [head, f"  {intervals}", f"  {covers}"]
     named = unwrapped(kfac.model).named_parameters()
     excluded = registry.excluded
@@ -220,7 +220,7 @@ def nothing_covered(registry: Registry) -> ValueError:
 
 def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
-    found = registry.coverage()
+    found = coverage(registry)
     if ranks.rank == 0:
         logger.info("%s", found)
     text = poor_coverage(found)
@@ -238,6 +238,21 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: 
             'init_process_group("cpu:gloo,cuda:nccl")',
             stacklevel=5,
         )
+
+
+def coverage(registry: Registry) -> CoverageReport:
+    """Return what K-FAC covers now, of all trained parameters."""
+    named = unwrapped(registry.model).named_parameters()
+    names: dict[Tensor, str] = {p: name for name, p in named}
+    sizes = {names[p]: p.numel() for p in registry.parameters if p in names}
+    reasons = registry.uncovered | registry.unseen
+    largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
+    left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
+    asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+    asked |= {names[p]: why for p, why in registry.excluded.items() if p in names}
+    total = sum(sizes.values())
+    away = sum(sizes.get(name, 0) for name in {*left, *asked})
+    return CoverageReport(total - away, total, left, asked)
 
 
 def poor_coverage(found: CoverageReport) -> str:

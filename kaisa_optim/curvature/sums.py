@@ -219,23 +219,25 @@ class FactorSums:
 
 
 def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
-    """Add A₂⊗G₂ to A₁⊗G₁, as one product of weighted sums.
+    """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums (A₂ and G₂ are those of crossed uses).
 
-    The weights are those of the two traces, and the sum's trace is theirs together.
+    The weights are those of the two traces, and the product has the trace of the sum.
     """
-    a, g = (sums.a, crossed.a), (sums.g, crossed.g)
-    assert a[0] is not None and a[1] is not None and g[0] is not None and g[1] is not None
-    a_traces = [_trace(x, layer, "a") / n for x, n in zip(a, (sums.count[0], crossed.count[0]), strict=True)]
-    g_traces = [_trace(x, layer, "g") for x in g]
-    first, second = ((x * y).sqrt() for x, y in zip(a_traces, g_traces, strict=True))
-    tiny = torch.finfo(first.dtype).tiny
-    share = first / (first + second).clamp_min(tiny)
-    # As large as the first A, which alone counts rows.
-    of_a = (1 - share) * a_traces[0] / a_traces[1].clamp_min(tiny)
-    sums.a = a[0] * share + a[1] * (of_a * sums.count[0] / crossed.count[0])
-    size = (first.square() + second.square()) / a_traces[0].clamp_min(tiny)
-    of_g = (size * w / t.clamp_min(tiny) for w, t in zip((share, 1 - share), g_traces, strict=True))
-    sums.g = sum(x * w for x, w in zip(g, of_g, strict=True))
+    a1, a2, g1, g2 = sums.a, crossed.a, sums.g, crossed.g
+    assert a1 is not None and a2 is not None and g1 is not None and g2 is not None
+    a1, a2 = a1 / sums.count[0], a2 / crossed.count[0]
+    of_a1, of_a2, of_g1, of_g2 = (
+        _trace(x, layer, side) for x, side in ((a1, "a"), (a2, "a"), (g1, "g"), (g2, "g"))
+    )
+    first, second = of_a1 * of_g1, of_a2 * of_g2
+    roots = first.sqrt() + second.sqrt()
+    a_share, g_share = first.sqrt() / roots, (first + second) / of_a1 / roots
+    # Kept as large as the first A, a mean over rows.
+    a = a1 * a_share + a2 * ((1 - a_share) * of_a1 / of_a2)
+    g = g1 * (g_share * first.sqrt() / of_g1) + g2 * (g_share * second.sqrt() / of_g2)
+    # One of the products may be nothing, as where all gradients are zero.
+    sums.a = torch.where(second > 0, torch.where(first > 0, a, a2), a1) * sums.count[0]
+    sums.g = torch.where(second > 0, torch.where(first > 0, g, g2), g1)
 
 
 def _trace(moment: Tensor, layer: Layer, side: str) -> Tensor:

@@ -16,11 +16,12 @@ from .base import Layer
 from .linear import as_sequences
 from .probe import Product, probed
 
-# Modules of torch whose calls tell too little of the use of their parameters, and why.
+# Modules of torch whose parameters stay raw, and why, where their calls tell too little.
 _OPAQUE: dict[type[nn.Module], str] = {
     nn.RNNBase: "fused kernels show none of its steps",
     nn.RNNCellBase: "fused kernels do not show what its weights give",
     nn.Bilinear: "a product of two inputs with its weight",
+    nn.PReLU: "",
     nn.EmbeddingBag: "sums of rows do not show the gradient of each",
     nn.utils.parametrize.ParametrizationList: "it is the original of a parametrized weight",
 }
@@ -118,7 +119,8 @@ def declared(name: str, module: nn.Module, *, by_shape: bool = True) -> Declared
     own = {n: p for n, p in module._parameters.items() if p is not None}
     for cls, why in _OPAQUE.items():
         if isinstance(module, cls):
-            return Declared([], {p: f"{title}: {why}" for p in own.values()})
+            reason = f"no layer kind is registered for {title}" + (f": {why}" if why else "")
+            return Declared([], dict.fromkeys(own.values(), reason))
     prefix, found = f"{name}." if name else "", Declared([], {})
     product = probed(module)
     if product is not None:

@@ -40,7 +40,7 @@ def probed(module: nn.Module) -> Product | None:
                 twin_of = {twins[name]: p for name, p in own.items()}
                 x = torch.empty(3, width, dtype=weight.dtype, device="meta")
                 type(module).forward(module, x)
-        except Exception:  # noqa: S112 (other arguments, or another width)
+        except Exception:  # other arguments, or another width
             continue
         return seen.product(twin_of)
     return None

@@ -7,6 +7,7 @@ its A belongs to the primary's G, and its G to the primary's A.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -128,7 +129,7 @@ class GroupedUse(ProductUse):
 
     def _groups(self, rows: Tensor) -> Sequence[Tensor]:
         ends = [0, *self.ends.tolist()]  # the host waits here, in passes that gather
-        counts = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        counts = [end - start for start, end in itertools.pairwise(ends)]
         return rows[: ends[-1]].split(counts)
 
     def moments(
@@ -169,7 +170,9 @@ class GroupedUse(ProductUse):
             )
             one = ProductUse(self._primary, crossed=self._crossed)
             found.append(
-                one.projected_moment(inputs, grads, moment_g[i : i + 1], of_block, covers, reduce=reduce)
+                one.projected_moment(
+                    inputs, grads, moment_g[i : i + 1], of_block, covers, reduce=reduce
+                )
             )
         return torch.cat(found)
 

@@ -22,11 +22,15 @@ class Entries(NamedTuple):
     span: slice  # of the flat parameter
 
 
+def _offset(view: Tensor, whole: Tensor) -> int:
+    return int(view.storage_offset()) - int(whole.storage_offset())
+
+
 def place_of(view: Tensor, whole: Tensor) -> Place | None:
     """Return the place of a view of ``whole``, a matrix or stack; ``None`` for other views."""
     if whole.dim() not in (2, 3) or not 2 <= view.dim() <= whole.dim():
         return None
-    offset, strides = view.storage_offset() - whole.storage_offset(), whole.stride()
+    offset, strides = _offset(view, whole), whole.stride()
     block, blocks = 0, slice(None)
     if whole.dim() == 3:
         block, offset = divmod(offset, strides[0])
@@ -72,5 +76,5 @@ def entries_of(view: Tensor, whole: Tensor, out: Tensor) -> Entries | None:
     dims = tuple(ahead + i for i, size in enumerate(shape) if size > 1)
     if any(out.shape[dim] != shape[dim - ahead] for dim in dims):
         return None
-    first = view.storage_offset() - whole.storage_offset()
+    first = _offset(view, whole)
     return Entries(dims, slice(first, first + expected))

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import uses
 from .conv import ConvLayer
+from .embedding import EmbeddingLayer
 from .norm import _Norm
 from .parameters import ElementwiseLayer
 from .views import Place, entries_of, place_of
@@ -38,7 +39,7 @@ class Found(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the view is the parameter as it is."""
+        """Return whether the view is the parameter as it is."""
         same = self.view.shape == self.whole.shape and self.view.stride() == self.whole.stride()
         return self.view is self.whole or same
 
@@ -224,9 +225,8 @@ def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     if found is None:
         return out
-    if found.view is found.whole and found.layer.module in found.layer.watched_in:
-        if found.layer.input_dim == 0 and isinstance(found.layer.module, nn.Embedding):
-            return mode.tap(found.layer, out, indices, _ALL)
+    if found.view is found.whole and type(found.layer) is EmbeddingLayer:
+        return mode.tap(found.layer, out, indices, _ALL)
     return mode.rows(found, out, indices)
 
 

@@ -129,7 +129,10 @@ def test_a_product_and_its_bias_are_one_layer(width, reentrant):
         return taken(opt, net)
 
     linear, other = seeded(lambda: nn.Linear(4, width)), seeded(lambda: Conv1D(4, width))
-    other.weight.data, other.bias.data = linear.weight.data.T.contiguous().clone(), linear.bias.data.clone()
+    other.weight.data, other.bias.data = (
+        linear.weight.data.T.contiguous().clone(),
+        linear.bias.data.clone(),
+    )
     expected, found = run(linear), run(other)
     assert_close(found["0.weight"].T, expected["0.weight"], 1e-9)
     assert_close(found["0.bias"], expected["0.bias"], 1e-9)
@@ -176,14 +179,7 @@ def all_at_once(m: nn.Module, x: Tensor) -> Tensor:
     return torch.empty_like(out).view(6, 3).index_copy(0, order, out.view(6, 3))
 
 
-def in_groups(m: nn.Module, x: Tensor) -> Tensor:
-    order = routed(x).argsort(stable=True)
-    ends = torch.tensor([3, 6], dtype=torch.int32)
-    out = torch._grouped_mm(x[order], m.w.mT, offs=ends)
-    return torch.empty_like(out).index_copy(0, order, out)
-
-
-@pytest.mark.parametrize("forward", [one_by_one, all_at_once, in_groups])
+@pytest.mark.parametrize("forward", [one_by_one, all_at_once])
 def test_each_expert_is_a_block_with_the_rows_that_it_was_given(forward):
     x, weight = normal(6, 4), normal(2, 3, 4, seed=5)
     net = headed(Body(forward, w=weight))
@@ -201,6 +197,49 @@ def test_each_expert_is_a_block_with_the_rows_that_it_was_given(forward):
         for found, wanted in zip(opt.preconditioner.factors("0.w"), (a, g), strict=True):
             assert_close(found[expert], wanted)
         assert_close(step[expert], solved(a[None], g[None], gradient[expert][None])[0], 1e-8)
+
+
+def test_an_expert_without_rows_keeps_its_averages_and_begins_with_those_of_the_others():
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([x[:2] @ m.w[used[0]].T, x[2:] @ m.w[used[1]].T])
+
+    net = headed(Body(forward, w=normal(3, 3, 4, seed=5)))
+    opt = exact(net, factor_update_steps=1, factor_decay=0.5)
+    factors = []
+    for used in ((0, 1), (0, 2), (1, 2)):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4, seed=used[1]))).backward()
+        opt.step()
+        factors.append([side.clone() for side in opt.preconditioner.factors("0.w")])
+    for first, second, third in zip(*factors, strict=True):
+        assert_close(first[2], first[:2].mean(0))
+        assert_close(second[1], first[1])
+        assert_close(third[0], second[0])
+        for before, after, expert in ((first, second, 2), (second, third, 1)):
+            assert not torch.allclose(before[expert], after[expert])
+
+
+def test_groups_of_rows_are_those_of_the_experts():
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch multiplies no groups")
+
+    def in_groups(m: nn.Module, x: Tensor) -> Tensor:
+        ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+        return torch._grouped_mm(x, m.w.mT, offs=ends)
+
+    def in_loops(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([x[:3] @ m.w[0].T, x[3:] @ m.w[2].T])
+
+    x, weight = normal(8, 4).float(), normal(3, 4, 4, seed=5).float()
+    factors = []
+    for forward in (in_groups, in_loops):
+        net = headed(Body(forward, w=weight.clone()), 4).float()
+        opt = exact(net)
+        loss_of(net(x)).backward()
+        opt.step()
+        factors.append(opt.preconditioner.factors("0.w"))
+    for found, wanted in zip(*factors, strict=True):
+        assert_close(found, wanted, 1e-4)
 
 
 # ---------------------------------------------------------------- tables
@@ -221,7 +260,9 @@ def test_a_subclass_of_a_table_is_a_table():
 
     x = torch.tensor([[1, 2], [2, 6], [0, 1]])
     expected = stepped(headed(seeded(Plain)), x)
-    assert_close(stepped(headed(seeded(lambda: Scaled(7, 3))), x)["0.weight"], expected["0.table.weight"])
+    assert_close(
+        stepped(headed(seeded(lambda: Scaled(7, 3))), x)["0.weight"], expected["0.table.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,8 +279,12 @@ def test_rows_of_a_matrix_are_those_of_a_table(pick):
 
 def test_positions_that_are_added_are_rows_of_a_table():
     x, weight = normal(5, 2, 3), normal(2, 3, seed=4)
-    expected = stepped(headed(Body(lambda m, x: x + m.w[torch.arange(2).expand(5, 2)], w=weight.clone())), x)
-    assert_close(stepped(headed(Body(lambda m, x: x + m.w, w=weight.clone())), x)["0.w"], expected["0.w"])
+    expected = stepped(
+        headed(Body(lambda m, x: x + m.w[torch.arange(2).expand(5, 2)], w=weight.clone())), x
+    )
+    assert_close(
+        stepped(headed(Body(lambda m, x: x + m.w, w=weight.clone())), x)["0.w"], expected["0.w"]
+    )
 
 
 # ---------------------------------------------------------------- entries
@@ -249,7 +294,7 @@ def rms(m: nn.Module, x: Tensor) -> Tensor:
     return m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-# A forward of an input [5, 2, 3], the shape of its parameter, and the dimensions that it lies along.
+# A forward of an input [5, 2, 3], its parameter's shape, and the dimensions that this lies along.
 ENTRIES: dict[str, tuple[Forward, tuple[int, ...], tuple[int, ...]]] = {
     "scale": (lambda m, x: x * m.w, (3,), (2,)),
     "scale in place": (lambda m, x: (x + 0.0).mul_(m.w), (3,), (2,)),
@@ -385,3 +430,100 @@ def test_moments_in_the_eigenbasis_take_parameters_by_their_use():
         losses.append(loss.item())
     assert opt.preconditioner.coverage().share == 1
     assert losses[-1] < 0.75 * losses[0]
+
+
+# ---------------------------------------------------------------- tied weights
+
+
+class Tied(nn.Module):
+    """A table that is the head's weight, too."""
+
+    def __init__(self, words: int = 7, width: int = 3, *, bias: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=bias)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.words(x)).tanh())
+
+
+def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """One-hot rows and ∂L/∂s of the table, then inputs and ∂L/∂s of the head."""
+    words = net.words(x).detach().requires_grad_()
+    hidden = net.body(words).tanh()
+    logits = net.head(hidden)
+    logits.retain_grad()
+    F.cross_entropy(logits.flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    one_hot = F.one_hot(x.flatten(), len(net.words.weight)).double()
+    pairs = one_hot, words.grad.flatten(0, -2), hidden.detach().flatten(0, -2)
+    return [*pairs, logits.grad.flatten(0, -2)]
+
+
+def tied_step(net: nn.Module, x: Tensor, **options):
+    opt = exact(net, loss_terms="positions", **options)
+    F.cross_entropy(net(x).flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    gradient = net.words.weight.grad.clone()
+    return opt, gradient, taken(opt, net)["words.weight"]
+
+
+def test_a_tied_weight_adds_two_products_up_as_one():
+    net = seeded(Tied)
+    x = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+    one_hot, words, hidden, logits = tied_rows(copy.deepcopy(net), x)
+    n = x.numel()
+    first = one_hot.T @ one_hot / n, n * words.T @ words
+    second = (n * logits.T @ logits).diagonal().diag(), hidden.T @ hidden / n
+    dense = sum(torch.kron(v, d) for v, d in (first, second))
+    opt, gradient, step = tied_step(net, x)
+    a, g = opt.preconditioner.factors("words")
+    product = torch.kron(a[0].diag(), g[0])
+    assert_close(product.trace(), dense.trace())
+    # Nearer than either product alone, with its trace made whole.
+    best = torch.linalg.norm(product - dense)
+    for v, d in (first, second):
+        alone = torch.kron(v, d)
+        scaled = alone * dense.trace() / alone.trace()
+        assert best < torch.linalg.norm(scaled - dense)
+    assert best < 0.5 * torch.linalg.norm(dense)
+    assert_close(step, solved(g, a[0].diag()[None], gradient[None])[0], 1e-8)
+
+
+def test_one_use_alone_of_a_tied_weight_is_exact():
+    """Frozen inputs: the table's own rows have no gradient, and the head is a linear layer."""
+    net, plain = seeded(Tied), seeded(Tied)
+    plain.head.weight = nn.Parameter(plain.words.weight.detach().clone())
+    x = normal(6, 3)
+    steps = []
+    for one in (net, plain):
+        opt = exact(one, max_factor_size=6)
+        with torch.no_grad():
+            hidden = one.words(torch.arange(6))
+        loss_of(one.head(hidden + x)).backward()
+        steps.append(taken(opt, one))
+    assert_close(steps[0]["words.weight"], steps[1]["head.weight"], 1e-9)
+
+
+def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
+    class Twice(nn.Module):
+        def __init__(self, layers: list[nn.Linear]) -> None:
+            super().__init__()
+            self.first, self.second = layers
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())
+
+    x, weight, steps = normal(6, 3), normal(3, 3, seed=2), []
+    one = nn.Linear(3, 3, bias=False)
+    for layers in ([one, nn.Linear(3, 3, bias=False)], [one, one]):
+        one.weight = nn.Parameter(weight.clone())
+        steps.append(stepped(headed(Twice(layers)), x)["0.first.weight"])
+    assert_close(*steps, 1e-9)
+
+
+def test_a_bias_beside_a_tied_weight_is_a_layer_of_its_own():
+    opt, _, _ = tied_step(seeded(lambda: Tied(bias=True)), torch.tensor([[0, 3, 3, 1]]))
+    assert list(opt.preconditioner.layers) == ["words", "body", "head.bias"]
+    assert opt.preconditioner.coverage().share == 1

@@ -141,8 +141,10 @@ def test_what_is_not_covered_takes_the_bases_steps():
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="raw gradients:\n  loose: a parameter of Net's own"):
-        opt = KFACMuon(groups(model), model=model, **options)
+    opt = KFACMuon(groups(model), model=model, **options)
+    assert opt.preconditioner.uncovered == {
+        "loose": "a parameter of Net's own, outside of any layer"
+    }
     base = Muon(groups(plain), **options)
     assert set(opt.preconditioner.layers) == {
         "body.attention.in_proj", "body.attention.out_proj", "body.wide", "body.narrow"
@@ -621,7 +623,7 @@ def uncovered(dtype: torch.dtype, part: str, cls: Any) -> dict[str, Tensor]:
         fully_shard(model[2].first)
     kfac = {"model": model, **EACH} if cls is KFACMuon else {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the base optimizer updates these")
+        warnings.filterwarnings("ignore", "K-FAC covers")
         opt = cls(model.parameters(), lr=0.05, adam_eps=1e-2, **kfac)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
