@@ -144,8 +144,7 @@ class Capture:
             if not layer.watched_in:
                 by_module.setdefault(layer.module, []).append(layer)
         for module, own in watched.items():
-            handles.append(module.register_forward_pre_hook(_Hook(self._watch_calls, own)))
-            handles.append(module.register_forward_hook(_Hook(self._exit), always_call=True))
+            handles += self._watch_in(module, own)
         for module, own in by_module.items():
             if own[0].interceptor(own, self._tap) is None:
                 hook = _Hook(self._output, own[0])
@@ -158,6 +157,22 @@ class Capture:
         # Last, since the model may itself be a layer.
         handles.append(model.register_forward_hook(_Hook(self._model_ends), always_call=True))
         return handles
+
+    def _watch_in(self, module: nn.Module, layers: list[Layer]) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(_Hook(self._watch_calls, layers)),
+            module.register_forward_hook(_Hook(self._exit), always_call=True),
+        ]
+
+    def widen(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        """Watch the calls in the parents of the modules in which these layers were not seen."""
+        parents = {child: module for module in model.modules() for child in module.children()}
+        for layer in layers:
+            before = layer.watched_in or (layer.module,)
+            layer.watched_in = tuple(dict.fromkeys(parents.get(m, model) for m in before))
+            for module in layer.watched_in:
+                if module not in before:
+                    self._handles += self._watch_in(module, [layer])
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
@@ -244,7 +259,7 @@ class Capture:
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
-        if module is layer.module and is_substituted(module, layer):
+        if layer.watched_in or (module is layer.module and is_substituted(module, layer)):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -260,7 +275,8 @@ class Capture:
     def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         """Run a module's forward under a mode that finds uses, in passes that gather alone."""
         mode: TorchFunctionMode | None = None
-        if torch.is_grad_enabled() and (self.due or is_checkpointed()):
+        layers = [layer for layer in layers if module in layer.watched_in]
+        if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
             mode = WatchMode(layers, self._tap)
             mode.__enter__()
         self._passes.enter(mode)

@@ -84,7 +84,7 @@ class Registry:
     @property
     def unseen(self) -> dict[str, str]:
         """Parameters of layers of which calls have told nothing, and why."""
-        layers = [x for x in self.active if self.states[x.name].unseen and x.watched_in]
+        layers = [x for x in self.active if self.states[x.name].unseen]
         why = {
             p: f"{type(layer.module).__name__} uses it in a way that no kind of layer knows"
             for layer in layers
@@ -93,6 +93,13 @@ class Registry:
         }
         named = unwrapped(self.model).named_parameters() if why else ()
         return {name: why[p] for name, p in named if p in why}
+
+    @property
+    def strays(self) -> list[Layer]:
+        """Layers that trained without being seen where they were looked for."""
+        states = self.states
+        unseen = [x for x in self.active if states[x.name].waits and states[x.name].unseen]
+        return [x for x in unseen if x.watchable and not x.intercepts()]
 
     @property
     def with_average(self) -> list[Layer]:

@@ -290,7 +290,7 @@ def name_layers_without_statistics(
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
     for layer in (layer for group in applied.groups for layer in group.layers):
-        if layer.watched_in:  # what calls show of their use is for coverage() to tell
+        if layer.watchable and states[layer.name].unseen:  # coverage() tells
             continue
         has_gradient = any(p.grad is not None for p in layer.parameters)
         if has_gradient and not states[layer.name].has_average and layer not in named:

@@ -98,6 +98,7 @@ class CoveredModule:
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps what it made of its input, and not the input
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
+    watchable = False  # calls with its weight tell all that its statistics need
     input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
 
     name: str

@@ -33,6 +33,7 @@ def _chunk(tensor: Tensor) -> int:
 class _Norm(Layer):
     positions_dim = 1  # of the flat view
     multiplies = False
+    watchable = True
     reads_dense_only = True
 
     def __init__(self, name: str, module: nn.Module) -> None:

@@ -31,6 +31,7 @@ class WatchedLayer(Layer):
     """Parameters whose use is watched in the forward of the modules that hold them."""
 
     reads_dense_only = True
+    watchable = True
 
     def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
         super().__init__(name, module)

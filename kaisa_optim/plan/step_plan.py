@@ -11,7 +11,7 @@ from .facts import FactorName, Side
 
 SIDES: tuple[Side, Side] = ("a", "g")
 
-_PATIENCE = 3  # exchanges without a pass, after which a layer without an average waits for its slot
+PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
 
 
 @dataclass
@@ -39,7 +39,7 @@ class LayerState:
     @property
     def waits(self) -> bool:
         """Return whether a first average is still expected of any pass, and not of a slot alone."""
-        return not self.has_average and self.unseen < _PATIENCE
+        return not self.has_average and self.unseen < PATIENCE
 
 
 class StepReport(NamedTuple):
