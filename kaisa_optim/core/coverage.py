@@ -45,16 +45,19 @@ class CoverageReport:
     def share(self) -> float:
         return self.covered / max(1, self.total)
 
-    def __str__(self) -> str:
+    @property
+    def amount(self) -> str:
         # Not 100 % where something is left.
         percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
-        text = f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
+        return f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
+
+    def __str__(self) -> str:
         names = [*self.left, *self.skipped]
         if not names:
-            return text
+            return self.amount
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         see = "print(optimizer.preconditioner)"
-        return f"{text}; the base optimizer updates the rest ({shown}): {see}"
+        return f"{self.amount}; the base optimizer updates the rest ({shown}): {see}"
 
     def named(self, limit: int = 10) -> str:
         """Return the largest parameters that are left, a line each."""
@@ -254,6 +257,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
 
 _NO_MATRIX = "no matrix that multiplies an input"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+BY_OPTION = {_NO_MATRIX, _PAPERS_ONLY}  # reasons that follow from what the user has chosen
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:

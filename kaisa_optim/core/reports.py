@@ -22,7 +22,7 @@ from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import LayerState
-from .coverage import Coverage, CoverageReport, Left, unwrapped
+from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import Options
 from .registry import Registry, task_of
 
@@ -185,8 +185,7 @@ def describe(kfac: Questions) -> str:
     intervals += f", {some}" if len(slots) > 1 else ", all layers at once"
     registry = kfac.registry
     head = f"Preconditioner({how}, {kfac.steps} steps taken)"
-    covers, _, _ = str(coverage(registry)).partition(";")
-    lines = [head, f"  {intervals}", f"  {covers}"]
+    lines = [head, f"  {intervals}", f"  {coverage(registry).amount}"]
     named = unwrapped(kfac.model).named_parameters()
     excluded = registry.excluded
     for title, entries in (
@@ -250,6 +249,7 @@ def coverage(registry: Registry) -> CoverageReport:
     left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
     asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
     asked |= {names[p]: why for p, why in registry.excluded.items() if p in names}
+    asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
     total = sum(sizes.values())
     away = sum(sizes.get(name, 0) for name in {*left, *asked})
     return CoverageReport(total - away, total, left, asked)
@@ -260,7 +260,8 @@ def poor_coverage(found: CoverageReport) -> str:
     left = sum(one.size for one in found.left.values())
     if left <= (1 - _ENOUGH) * found.total:
         return ""
-    return f"{found}\nThe largest that get their raw gradients:\n{found.named()}"
+    text = "the base optimizer updates these with their raw gradients"
+    return f"{text}:\n{found.named()}\n{found.amount}"
 
 
 def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:

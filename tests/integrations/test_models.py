@@ -234,7 +234,9 @@ def test_transformers(name):
     if least == 1:
         train(net, loss, least, cls)
         return
-    with pytest.warns(UserWarning, match="K-FAC covers"):  # parametrized weights stay raw
+    with pytest.warns(
+        UserWarning, match="the base optimizer updates these"
+    ):  # parametrized weights stay raw
         opt = cls(net, lr=1e-3)
     assert opt.preconditioner.coverage().share >= least
 
