@@ -6,6 +6,7 @@ Each trains for six steps without a warning; its coverage is what a user may cou
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +28,13 @@ def library(name: str) -> Any:
         pytest.skip(f"{name} is not installed: {error}")
 
 
-def train(model: nn.Module, loss: Loss, least: float, cls: Any, steps: int = 6) -> None:
+def train(
+    model: nn.Module, loss: Loss, least: float, cls: Any, steps: int = 6, **options: Any
+) -> None:
     model.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="kaisa_optim")
-        opt = cls(model, lr=1e-3)
+        opt = cls(model, lr=1e-3, **options)
         values = []
         for step in range(steps):
             torch.manual_seed(step % 2)
@@ -42,7 +45,7 @@ def train(model: nn.Module, loss: Loss, least: float, cls: Any, steps: int = 6) 
             values.append(value.item())
     report = opt.preconditioner.coverage()
     assert report.share >= least, report.named()
-    assert all(value < 2 * values[0] + 1 for value in values), values
+    assert all(map(math.isfinite, values)), values
 
 
 # ---------------------------------------------------------------- transformers
@@ -267,36 +270,36 @@ def on_classes(size: int) -> Loss:
     return loss
 
 
+# A library's name of a network, its options, the size of its images, the least coverage.
 VISION = {
-    "resnet18": (32, {}, 1),
-    "densenet121": (32, {}, 1),
-    "mobilenet_v3_small": (32, {}, 1),
-    "efficientnet_b0": (32, {}, 1),
-    "convnext_tiny": (32, {}, 0.999),
-    "swin_t": (32, {}, 0.999),
-    "vit_b_16": (32, {"image_size": 32}, 0.999),
+    "resnet18": ({}, 32, 1),
+    "densenet121": ({}, 32, 1),
+    "mobilenet_v3_small": ({}, 32, 1),
+    "convnext_tiny": ({}, 32, 1),
+    "swin_t": ({}, 32, 1),
+    "vit_b_16": ({"image_size": 32}, 32, 1),
 }
 TIMM = {
-    "vit_tiny_patch16_224": ({"img_size": 32}, 0.999),
-    "eva02_tiny_patch14_224": ({"img_size": 28}, 0.99),
-    "convnext_atto": ({}, 0.999),
-    "resnet10t": ({}, 0.99),
-    "mixer_s32_224": ({"img_size": 64}, 0.99),
+    "vit_tiny_patch16_224": ({"img_size": 32}, 32, 1),
+    "eva02_tiny_patch14_224": ({"img_size": 28}, 28, 0.999),  # biases that are joined first
+    "convnext_atto": ({}, 32, 1),
+    "resnet10t": ({}, 32, 1),
+    "efficientnet_b0": ({}, 32, 1),
 }
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "swin_t"])
+@pytest.mark.parametrize("name", VISION)
 def test_torchvision(name):
-    size, options, least = VISION[name]
-    make = getattr(library("torchvision").models, name)
-    train(make(num_classes=5, **options), on_classes(size), least, KFACSGD, steps=2)
+    options, size, least = VISION[name]
+    net = getattr(library("torchvision").models, name)(num_classes=5, **options)
+    train(net, on_classes(size), least, KFACSGD, 3, max_factor_size=64)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "resnet10t"])
+@pytest.mark.parametrize("name", TIMM)
 def test_timm(name):
-    options, least = TIMM[name]
+    options, size, least = TIMM[name]
     net = library("timm").create_model(name, num_classes=5, **options)
-    train(net, on_classes(options.get("img_size", 32)), least, KFACAdam, steps=2)
+    train(net, on_classes(size), least, KFACAdam, 3, max_factor_size=64)
 
 
 # ---------------------------------------------------------------- graphs
