@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import is_sharded, waiting_gradients
-from ..layers import Basis, Layer, Moments, PassSettings, Shared
+from ..layers import Basis, Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
 from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
@@ -138,8 +138,14 @@ class Capture:
         starts = _Hook(self._model_starts)
         handles: list[Any] = [model.register_forward_pre_hook(starts, with_kwargs=True)]
         by_module: dict[nn.Module, list[Layer]] = {}
+        watched: dict[nn.Module, list[Layer]] = {}
         for layer in layers:
-            by_module.setdefault(layer.module, []).append(layer)
+            for module in layer.watched_in:
+                watched.setdefault(module, []).append(layer)
+            if not layer.watched_in:
+                by_module.setdefault(layer.module, []).append(layer)
+        for module, own in watched.items():
+            handles += self._watch_in(module, own)
         for module, own in by_module.items():
             if own[0].interceptor(own, self._tap) is None:
                 hook = _Hook(self._output, own[0])
@@ -152,6 +158,22 @@ class Capture:
         # Last, since the model may itself be a layer.
         handles.append(model.register_forward_hook(_Hook(self._model_ends), always_call=True))
         return handles
+
+    def _watch_in(self, module: nn.Module, layers: list[Layer]) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(_Hook(self._watch_calls, layers)),
+            module.register_forward_hook(_Hook(self._exit), always_call=True),
+        ]
+
+    def widen(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        """Watch the calls in the parents of the modules in which these layers were not seen."""
+        parents = {child: module for module in model.modules() for child in module.children()}
+        for layer in layers:
+            before = layer.watched_in or (layer.module,)
+            layer.watched_in = tuple(dict.fromkeys(parents.get(m, model) for m in before))
+            for module in layer.watched_in:
+                if module not in before:
+                    self._handles += self._watch_in(module, [layer])
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
@@ -240,7 +262,7 @@ class Capture:
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
-        if module is layer.module and is_substituted(module, layer):
+        if layer.watched_in or (module is layer.module and is_substituted(module, layer)):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -253,6 +275,15 @@ class Capture:
             mode.__enter__()
         self._passes.enter(mode)
 
+    def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
+        """Run a module's forward under a mode that finds uses, in passes that gather alone."""
+        mode: TorchFunctionMode | None = None
+        layers = [layer for layer in layers if module in layer.watched_in]
+        if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
+            mode = WatchMode(layers, self._tap)
+            mode.__enter__()
+        self._passes.enter(mode)
+
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         mode = self._passes.leave()
         if mode is not None:
@@ -261,7 +292,8 @@ class Capture:
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or as it is where its pass has no part in training."""
         covers = layer.covers_now()
-        gathers = layer in self.wanted or layer in self.missing or covers != layer.covers
+        primary = layer.primary
+        gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
         counts = gathers or bool(self.wanted) or self._misses()
         checkpointed = is_checkpointed()
         if not counts and not checkpointed:
@@ -377,7 +409,7 @@ class Capture:
         """Note that a pass that trains comes to a layer."""
         self.backwards += 1
         self._passes.close_loose()
-        layer, gradient = passage.layer, (passage.own, passage.anchor)
+        layer, gradient = passage.layer.primary, (passage.own, passage.anchor)
         passage.forward_pass.reached = task = graph_task()
         if passage.outer is not None:
             task = passage.outer
@@ -407,14 +439,17 @@ class Capture:
         empty = moments.rows == 0 or moments.positions == 0
         if self.basis_of is None or covers != layer.covers or empty:
             return moments
-        basis = self.basis_of(layer)
+        basis = self.basis_of(layer.primary)
         if basis is None:
             return moments
+        if layer.crossed:
+            basis = basis[1], basis[0]
         g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
         x, grad = None if x is None else part.of(x), part.of(grad)
         moment_g = moments.g if part.weight == 1 else moments.g / part.weight
         found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self._reduce)
-        return moments._replace(projected=part.weighted(found))
+        found = part.weighted(found)
+        return moments._replace(projected=found.mT if layer.crossed else found)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Return whether this pass adds to a gradient, also to one that fully_shard holds back."""

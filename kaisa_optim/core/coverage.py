@@ -7,14 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
 from ..errors import invalid_because
-from ..layers import Layer, check_sizes, is_registered, kind_of
+from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from .ties import Candidates, tie
 
 
 @dataclass
@@ -26,6 +27,55 @@ class Coverage:
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
     excluded: dict[Tensor, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)  # patterns that match no module
+
+
+class Left(NamedTuple):
+    """A parameter that K-FAC leaves to the base optimizer."""
+
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """How many of the trained parameters K-FAC covers, and which ones it does not, and why."""
+
+    covered: int
+    total: int
+    left: dict[str, Left]  # the largest first
+    skipped: dict[str, str]  # left by an option, or by the kind of optimizer, and why
+
+    @property
+    def share(self) -> float:
+        return self.covered / max(1, self.total)
+
+    @property
+    def amount(self) -> str:
+        # Not 100 % where something is left.
+        percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
+        return f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
+
+    def __str__(self) -> str:
+        names = [*self.left, *self.skipped]
+        if not names:
+            return self.amount
+        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        see = "print(optimizer.preconditioner)"
+        return f"{self.amount}; the base optimizer updates the rest ({shown}): {see}"
+
+    def named(self, limit: int = 10) -> str:
+        """Return the largest parameters that are left, a line each."""
+        lines = [f"  {name}: {size}, {why}" for name, (size, why) in self.left.items()]
+        rest = len(lines) - limit
+        return "\n".join(lines[:limit] + ([f"  and {rest} more"] if rest > 0 else []))
+
+
+def _count(number: int) -> str:
+    """Return a number as people write it: 27.8 M."""
+    for unit, size in ((" G", 10**9), (" M", 10**6), (" k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -54,7 +104,7 @@ def cover(
     With ``matrices_by_output``, cover only matrices that multiply an input, by their G alone.
     """
     names = _parameter_names(model)
-    found = Coverage()
+    found, candidates = Coverage(), Candidates()
     skipped_by = _skipped_modules(model, skip_layers, found.unmatched)
     reasons: dict[Tensor | None, str] = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
@@ -74,21 +124,64 @@ def cover(
             own += [p for child in inner for p in child._parameters.values() if p in trained]
         if kind is None or reason is not None:
             reasons.update((p, reason or "") for p in own)
-            continue
-        claimed.update(child for child in module.modules() if child is not module)
-        for layer in kind.layers_of(name, module):
-            if papers_only and not layer.in_papers:
-                reasons.update((p, _PAPERS_ONLY) for p in own)
-            elif _claims(layer, own, names, reasons):
-                layer.wide, layer.without_input = max_factor_size, matrices_by_output
-                _train(layer, trained, found, reasons)
+        if kind is None and own and not papers_only:
+            watched = _watched(name, module, reasons, by_shape=not matrices_by_output)
+            candidates.extend((layer, own) for layer in watched)
+        elif kind is not None and reason is None:
+            claimed.update(child for child in module.modules() if child is not module)
+            candidates += [(layer, own) for layer in kind.layers_of(name, module)]
+    tied = set() if papers_only or matrices_by_output else tie(candidates, names)
+    for layer, own in candidates:
+        if papers_only and not layer.in_papers:
+            reasons.update((p, _PAPERS_ONLY) for p in own)
+        elif layer.weight in tied or _claims(layer, own, names, reasons):
+            layer.wide, layer.without_input = max_factor_size, matrices_by_output
+            _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
+    _note_uncovered(found, trained, names, reasons)
+    return found
+
+
+def _note_uncovered(
+    found: Coverage,
+    trained: Iterable[Tensor],
+    names: dict[Tensor, list[str]],
+    reasons: dict[Tensor | None, str],
+) -> None:
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
     for parameter in trained:
         if parameter not in covered and reasons.get(parameter) != "":
             reason = reasons.get(parameter, "a parameter that its layer kind does not use")
             found.uncovered[names[parameter][0]] = reason
-    return found
+
+
+def _watched(
+    name: str, module: nn.Module, reasons: dict[Tensor | None, str], *, by_shape: bool
+) -> list[Layer]:
+    """Return layers of a module's parameters whose use is to be watched."""
+    own = [p for p in module._parameters.values() if p is not None]
+    if any(is_sharded(p) for p in own):
+        title = type(module).__name__
+        why = f"{title}: its weights are sharded, and their use can't be watched"
+        reasons.update((p, why) for p in own)
+        return []
+    kind = inherited_kind(module)
+    if kind is None:
+        found = declared(name, module, by_shape=by_shape)
+        reasons.update(found.reasons.items())
+        for layer in found.layers:
+            reasons.pop(layer.weight, None)
+            reasons.pop(layer.bias, None)
+        return found.layers
+    layers = []
+    if by_shape and not kind.intercepts() and kind.unsupported(module) is None:
+        layers = kind.layers_of(name, module)
+    for layer in layers:
+        if layer.weight is not None:
+            layer.watched_in = (module,)
+            reasons.pop(layer.weight, None)
+            reasons.pop(layer.bias, None)
+    return layers
 
 
 def _claims(
@@ -169,6 +262,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
 
 _NO_MATRIX = "no matrix that multiplies an input"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+BY_OPTION = {_NO_MATRIX, _PAPERS_ONLY}  # reasons that follow from what the user has chosen
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -155,7 +155,7 @@ class Preconditioner(Questions):
         """
         capture, states = self.capture, self.registry.states.values()
         alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
-        asks = any(state.deferred or not state.has_average for state in states)
+        asks = any(state.deferred or state.waits for state in states)
         due = due_layers(self.registry.states, self._slot())
         return bool(alone or capture.wanted or asks or due)
 
@@ -184,9 +184,11 @@ class Preconditioner(Questions):
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
             states[name].has_average = True
+        capture.widen(coverage.unwrapped(self.model), self.registry.strays)
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
+        self.sums.combine()
         layers = list(self.registry.layers.values())
         return step_report(self.capture, self.sums, layers)._replace(
             checksum=agreement.checksum(common | self.status.weights()),
@@ -275,8 +277,8 @@ class Preconditioner(Questions):
             for layer in self.registry.active
             if layer.name in wanted or 0 < states[layer.name].missed < limit
         )
-        averages = {name for name, state in states.items() if state.has_average}
-        self.capture.missing = {x for x in self.registry.layers.values() if x.name not in averages}
+        layers = self.registry.layers.values()
+        self.capture.missing = {layer for layer in layers if states[layer.name].waits}
 
     def _changed(self) -> None:
         if self._is_built:

@@ -18,6 +18,7 @@ from ..plan.account import Account
 from ..plan.schedule import Schedule
 from ..plan.step_plan import LayerState
 from . import reports
+from .coverage import CoverageReport
 from .hyperparameters import Hyperparameters
 from .registry import Registry
 from .reports import Assigned
@@ -58,7 +59,14 @@ class Questions(Hyperparameters):
     @property
     def uncovered(self) -> dict[str, str]:
         """The trained parameters that the base updates with their raw gradients, and why."""
-        return self.registry.uncovered
+        return self.registry.uncovered | self.registry.unseen
+
+    def coverage(self) -> CoverageReport:
+        """Return how many of the trained parameters are covered, and why the others are not.
+
+        Before the first step it goes by shapes; afterwards, by the calls that were seen.
+        """
+        return reports.coverage(self.registry)
 
     @property
     def skipped(self) -> dict[str, str]:

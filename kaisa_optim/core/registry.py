@@ -80,6 +80,26 @@ class Registry:
         return {self._group_of[p] for layer in self.active for p in layer.parameters}
 
     @property
+    def unseen(self) -> dict[str, str]:
+        """Parameters of layers of which calls have told nothing, and why."""
+        layers = [x for x in self.active if self.states[x.name].unseen]
+        why = {
+            p: f"{type(layer.module).__name__} uses it in a way that no kind of layer knows"
+            for layer in layers
+            if not self.states[layer.name].has_average
+            for p in layer.parameters
+        }
+        named = unwrapped(self.model).named_parameters() if why else ()
+        return {name: why[p] for name, p in named if p in why}
+
+    @property
+    def strays(self) -> list[Layer]:
+        """Layers that trained without being seen where they were looked for."""
+        states = self.states
+        unseen = [x for x in self.active if states[x.name].waits and states[x.name].unseen]
+        return [x for x in unseen if x.watchable and not x.intercepts()]
+
+    @property
     def with_average(self) -> list[Layer]:
         return [layer for layer in self.layers.values() if self.states[layer.name].has_average]
 
@@ -338,5 +358,7 @@ def basis_reader(
 
 def task_of(layer: Layer) -> Task:
     """Return a layer's task by its trained parameters, also while they are frozen."""
-    a, g = layer.a_dim_of(layer.trained), layer.g_dim_of(layer.trained)
-    return Task(layer.name, a, g, layer.has_diagonal_a(layer.trained), g > layer.wide, layer.blocks)
+    trained = layer.trained
+    a, g = layer.a_dim_of(trained), layer.g_dim_of(trained)
+    diagonal = layer.has_diagonal_a(trained), layer.has_diagonal_g(trained)
+    return Task(layer.name, a, g, *diagonal, layer.blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import LayerState
-from .coverage import Coverage, unwrapped
+from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import Options
 from .registry import Registry, task_of
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from .questions import Questions
 
 _WIDE = 4096  # columns beyond which eigenvectors take a core of a CPU a quarter of a minute or more
+
+_ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
+
+logger = logging.getLogger("kaisa_optim")
 
 _KINDS = {
     "average": "factors",
@@ -179,13 +184,14 @@ def describe(kfac: Questions) -> str:
     most = max(map(len, slots), default=0)
     some = f"up to {most} layer{'s' * (most > 1)} at a time"
     intervals += f", {some}" if len(slots) > 1 else ", all layers at once"
-    lines = [f"Preconditioner({how}, {kfac.steps} steps taken)", f"  {intervals}"]
     registry = kfac.registry
+    head = f"Preconditioner({how}, {kfac.steps} steps taken)"
+    lines = [head, f"  {intervals}", f"  {coverage(registry).amount}"]
     named = unwrapped(kfac.model).named_parameters()
     excluded = registry.excluded
     for title, entries in (
         ("covered", [repr(layer) for layer in registry.layers.values()]),
-        ("raw gradients", [f"{name}: {why}" for name, why in registry.uncovered.items()]),
+        ("raw gradients", [f"{name}: {why}" for name, why in kfac.uncovered.items()]),
         ("AdamW", [f"{name}: {excluded[p]}" for name, p in named if p in excluded]),
         ("skipped", [f"{name}: matches {why!r}" for name, why in registry.skipped.items()]),
     ):
@@ -211,9 +217,11 @@ def nothing_covered(registry: Registry) -> ValueError:
 
 def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
-    if registry.uncovered:
-        lines = "\n".join(f"  {name}: {why}" for name, why in registry.uncovered.items())
-        text = f"the base optimizer updates these with their raw gradients:\n{lines}"
+    found = coverage(registry)
+    if ranks.rank == 0:
+        logger.info("%s", found)
+    text = poor_coverage(found)
+    if text:
         agreement.warn(ranks, text, stacklevel=5)
     text = _wide_factors(registry, rule, options)
     if text:
@@ -227,6 +235,31 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: 
             'init_process_group("cpu:gloo,cuda:nccl")',
             stacklevel=5,
         )
+
+
+def coverage(registry: Registry) -> CoverageReport:
+    """Return what K-FAC covers now, of all trained parameters."""
+    named = unwrapped(registry.model).named_parameters()
+    names: dict[Tensor, str] = {p: name for name, p in named}
+    sizes = {names[p]: p.numel() for p in registry.parameters if p in names}
+    reasons = registry.uncovered | registry.unseen
+    largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
+    left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
+    asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+    asked |= {names[p]: why for p, why in registry.excluded.items() if p in names}
+    asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
+    total = sum(sizes.values())
+    away = sum(sizes.get(name, 0) for name in {*left, *asked})
+    return CoverageReport(total - away, total, left, asked)
+
+
+def poor_coverage(found: CoverageReport) -> str:
+    """Return a warning of a model of which much is left, unless its user has asked for that."""
+    left = sum(one.size for one in found.left.values())
+    if left <= (1 - _ENOUGH) * found.total:
+        return ""
+    text = "the base optimizer updates these with their raw gradients"
+    return f"{text}:\n{found.named()}\n{found.amount}"
 
 
 def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
@@ -256,6 +289,8 @@ def name_layers_without_statistics(
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
     for layer in (layer for group in applied.groups for layer in group.layers):
+        if layer.watchable and states[layer.name].unseen:  # coverage() tells
+            continue
         has_gradient = any(p.grad is not None for p in layer.parameters)
         if has_gradient and not states[layer.name].has_average and layer not in named:
             named.add(layer)

@@ -173,6 +173,10 @@ class Status:
         states = self._registry.states
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
+        begun = agreed.rows or any(state.has_average for state in states.values())
+        for name, state in states.items() if agreed.captured and begun else ():
+            if not state.has_average and name not in agreed.rows:
+                state.unseen += agreed.gradients[name] > 0
         for layer in capture.wanted:
             name, state = layer.name, states[layer.name]
             if name in agreed.rows or not state.has_average:

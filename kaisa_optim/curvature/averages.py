@@ -107,6 +107,21 @@ def _update_stack(
             average.copy_(rounded(new, average.dtype, seed))
     weight[slots] = grown
     rejected[slots] += (~finite).int()
+    for factor in factors:
+        if not all(agreed.rows[factor.layer.name]):
+            _stand_in(factor)
+
+
+def _stand_in(factor: Factor) -> None:
+    """Give blocks without rows so far, such as experts', the mean of the others' averages.
+
+    Damping alone would make their first steps far longer than those of the others.
+    """
+    average, seen = factor["average"], factor["weight"] > 0
+    matrix = (slice(None), *(None,) * (average.dim() - 1))
+    shares = seen.to(average.dtype) / seen.sum().clamp(min=1)
+    mean = (average * shares[matrix]).sum(0)
+    average.copy_(torch.where(seen[matrix], average, mean))
 
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
-from ..linalg.moments import pack, packed_size
+from ..linalg.moments import pack, packed_size, unpack
 from ..plan.step_plan import AgreedStep
 from .stacks import Key, StackKey, device_of, stack_key
 
@@ -23,13 +23,14 @@ class LayerSums:
         self.a: Tensor | None = None
         self.g: Tensor | None = None
         self.projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)²
+        self.crossed: LayerSums | None = None  # of uses whose A is part of this G, and G of this A
         # Rows of each section; passes under the papers' normalization.
         self.count = [0.0] * layer.sections
         self.passes: set[ForwardPass] = set()
         self.drawn = False  # G has gradients of drawn labels
         self.trained = False  # G has gradients that train
 
-    def add(self, moments: Moments, count: float) -> None:
+    def add(self, moments: Moments, count: float | Sequence[float]) -> None:
         whole = moments.blocks == slice(None)
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
@@ -37,11 +38,14 @@ class LayerSums:
             self.projected = _add(
                 self.projected, moments.projected, self.blocks, moments.blocks, whole
             )
-        for section in range(len(self.count))[moments.blocks]:
-            self.count[section] += count
+        sections = range(len(self.count))[moments.blocks]
+        counts = [count] * len(sections) if isinstance(count, int | float) else count
+        for section, more in zip(sections, counts, strict=True):
+            self.count[section] += more
 
     def bytes(self) -> int:
-        return sum(t.nbytes for t in (self.a, self.g, self.projected) if t is not None)
+        own = sum(t.nbytes for t in (self.a, self.g, self.projected) if t is not None)
+        return own if self.crossed is None else own + self.crossed.bytes()
 
 
 def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool) -> Tensor:
@@ -77,12 +81,13 @@ class FactorSums:
         drawn: bool = False,
     ) -> None:
         """Add one pass through a layer; without moments, the pass counts for K alone."""
-        sums = self.of_layer.get(layer)
+        primary = layer.primary
+        sums = self.of_layer.get(primary)
         if sums is None or sums.covers != covers:
-            anew = LayerSums(covers, layer)
+            anew = LayerSums(covers, primary)
             if sums is not None:
                 anew.passes = sums.passes
-            sums = self.of_layer[layer] = anew
+            sums = self.of_layer[primary] = anew
         sums.passes.add(forward_pass)
         if moments is None or moments.rows == 0 or moments.positions == 0:
             return  # an empty batch has no rows
@@ -96,7 +101,7 @@ class FactorSums:
             for part in (moments.g, moments.projected):
                 if part is not None:
                     part.div_(scale).div_(scale)
-        count: float = moments.rows
+        count: float | Sequence[float] = moments.rows_of_block or moments.rows
         if self.kaisa_scaling:
             # Each pass is a covariance of rows over the positions; passes are then averaged.
             share = moments.rows * (moments.positions**2 if layer.divided_by_positions else 1)
@@ -105,6 +110,13 @@ class FactorSums:
             count = 1.0
         if self.packed:
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
+        if layer.crossed:
+            # Corrected eigenvalues lie in the primary's basis already.
+            if moments.projected is not None:
+                at, whole = moments.blocks, moments.blocks == slice(None)
+                sums.projected = _add(sums.projected, moments.projected, sums.blocks, at, whole)
+            sums.crossed = sums.crossed or LayerSums(covers, primary)
+            sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a, projected=None)
         sums.add(moments, count)
 
     def drop(self, layer: Layer) -> None:
@@ -115,6 +127,16 @@ class FactorSums:
 
     def bytes(self) -> int:
         return sum(sums.bytes() for sums in self.of_layer.values())
+
+    def combine(self) -> None:
+        """Let the sums of crossed uses enter those of their layers, before a step reads them."""
+        for layer, sums in self.of_layer.items():
+            crossed, sums.crossed = sums.crossed, None
+            if crossed is not None and sums.a is None:
+                # A and G are each other's factors, and their product is the same.
+                sums.a, sums.g, sums.count = crossed.a, crossed.g, crossed.count
+            elif crossed is not None and sums.blocks == 1:
+                _combine(sums, crossed, layer)
 
     # ---- reports ----
 
@@ -194,6 +216,39 @@ class FactorSums:
         # Drawn gradients belong to the sum of the terms, and not to their mean.
         own = 1.0 if agreed.drawn else agreed.own_terms**2
         return [own / agreed.terms if agreed.terms else 0.0] * layer.sections
+
+
+def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
+    """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums (A₂ and G₂ are those of crossed uses).
+
+    The weights are those of the two traces, and the product has the trace of the sum.
+    """
+    a1, a2, g1, g2 = sums.a, crossed.a, sums.g, crossed.g
+    assert a1 is not None and a2 is not None and g1 is not None and g2 is not None
+    a1, a2 = a1 / sums.count[0], a2 / crossed.count[0]
+    of_a1, of_a2, of_g1, of_g2 = (
+        _trace(x, layer, side) for x, side in ((a1, "a"), (a2, "a"), (g1, "g"), (g2, "g"))
+    )
+    first, second = of_a1 * of_g1, of_a2 * of_g2
+    roots = first.sqrt() + second.sqrt()
+    a_share, g_share = first.sqrt() / roots, (first + second) / of_a1 / roots
+    # Kept as large as the first A, a mean over rows.
+    a = a1 * a_share + a2 * ((1 - a_share) * of_a1 / of_a2)
+    g = g1 * (g_share * first.sqrt() / of_g1) + g2 * (g_share * second.sqrt() / of_g2)
+    # One of the products may be nothing, as where all gradients are zero.
+    sums.a = torch.where(second > 0, torch.where(first > 0, a, a2), a1) * sums.count[0]
+    sums.g = torch.where(second > 0, torch.where(first > 0, g, g2), g1)
+
+
+def _trace(moment: Tensor, layer: Layer, side: str) -> Tensor:
+    """Return the trace of a moment of one block: a diagonal, a matrix, or a packed one."""
+    diagonal, n = (
+        (layer.diagonal_a, layer.a_dim) if side == "a" else (layer.diagonal_g, layer.g_dim)
+    )
+    if not diagonal:
+        whole = moment if moment.dim() == 3 else unpack(moment, n)
+        moment = whole.diagonal(dim1=-2, dim2=-1)
+    return moment.sum()
 
 
 def width(key: StackKey) -> int:

@@ -8,18 +8,31 @@ from .base import (
     PassSettings,
     Shared,
     check_sizes,
+    inherited_kind,
     is_registered,
     kind_of,
     register_layer,
 )
+from .embedding import EmbeddingLayer
+from .linear import LinearLayer
+from .parameters import Declared, ElementwiseLayer, MatrixLayer, declared
+from .watch import WatchMode
 
 __all__ = [
     "Basis",
+    "Declared",
+    "ElementwiseLayer",
+    "EmbeddingLayer",
     "Layer",
+    "LinearLayer",
+    "MatrixLayer",
     "Moments",
     "PassSettings",
     "Shared",
+    "WatchMode",
     "check_sizes",
+    "declared",
+    "inherited_kind",
     "is_registered",
     "kind_of",
     "register_layer",

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ class Moments(NamedTuple):
     positions: int
     blocks: slice
     projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], where it is wanted
+    rows_of_block: Sequence[int] | None = None  # where blocks differ in their rows
 
 
 class PassSettings(NamedTuple):
@@ -97,6 +98,8 @@ class CoveredModule:
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps what it made of its input, and not the input
     unseen_output = False  # the forward keeps its output for nothing, not even its own backward
+    watchable = False  # calls with its weight tell all that its statistics need
+    input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
 
     name: str
     module: nn.Module
@@ -105,6 +108,9 @@ class CoveredModule:
     blocks: int = 1
     in_shape: tuple[int, ...]  # of one row of one block, as the weight stores it
     outputs: int  # rows of one block's weight matrix
+    # Modules in which calls with this layer's parameters are watched; empty: the output of its own
+    # module tells all.
+    watched_in: tuple[nn.Module, ...] = ()
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -159,7 +165,10 @@ class CoveredModule:
 
     @property
     def diagonal_g(self) -> bool:
-        return self.g_dim > self.wide
+        return self.has_diagonal_g(self.covers)
+
+    def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
+        return self.g_dim_of(covers) > self.wide
 
     def covers_now(self) -> tuple[bool, bool]:
         """Which of weight and bias a backward of this moment would give this optimizer."""
@@ -247,7 +256,7 @@ class MomentsOfRows(RowsOfModule):
         ``known_a`` is the input's moment, where an earlier pass has made it.
         """
         reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
-        wide = self.g_dim_of(covers) > self.wide
+        wide = self.has_diagonal_g(covers)
         moment_g, *counts = self._output_moment(
             None if x is None else part.of(x),
             part.of(grad),
@@ -402,6 +411,16 @@ class Layer(MomentsOfRows):
         """Return whether this kind looks into its module's forward."""
         return _overrides(cls, "interceptor")
 
+    @property
+    def primary(self) -> Layer:
+        """The layer whose statistics a call enters: itself, but for a further use of its weight."""
+        return self
+
+    @property
+    def crossed(self) -> bool:
+        """Return whether A of a call enters the G of the primary, and G the A."""
+        return False
+
     # ---- the gradient as a matrix ----
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
@@ -523,7 +542,12 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
 
 def is_registered(module: nn.Module) -> bool:
     """Return whether the module's class or one that it inherits from has a kind."""
-    return any(cls in _KINDS for cls in type(module).__mro__)
+    return inherited_kind(module) is not None
+
+
+def inherited_kind(module: nn.Module) -> type[Layer] | None:
+    """Return the kind of the class that a module inherits from, whatever its forward does."""
+    return next((_KINDS[cls] for cls in type(module).__mro__ if cls in _KINDS), None)
 
 
 def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:

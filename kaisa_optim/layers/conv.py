@@ -177,6 +177,8 @@ def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) ->
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_Spatial):
+    watchable = True
+
     def __init__(self, name: str, module: _Conv) -> None:
         super().__init__(name, module)
         # The papers' code knows 2-D convolutions of one group.

@@ -11,6 +11,8 @@ from .base import Basis, Layer, register_layer
 @register_layer(nn.Embedding)
 class EmbeddingLayer(Layer):
     diagonal_input = True
+    watchable = True
+    input_dim = 0
     multiplies = False
     reads_dense_only = True
 

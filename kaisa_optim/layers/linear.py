@@ -21,6 +21,8 @@ class LinearLayer(Layer):
     in_papers = True
     cast_by_autocast = True
     unseen_output = True
+    watchable = True
+    input_dim = 1
     reads_input = False
     reads_dense_only = True
 

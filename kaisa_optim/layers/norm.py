@@ -36,6 +36,7 @@ def _chunk(tensor: Tensor) -> int:
 class _Norm(Layer):
     positions_dim = 1  # of the flat view
     multiplies = False
+    watchable = True
     reads_dense_only = True
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -129,7 +130,7 @@ class _Norm(Layer):
         if size == 2:
             entries.insert(2, entries[1])
         g = part.weighted(torch.stack(entries, 1).view(self.blocks, size, size))
-        if self.g_dim_of(covers) > self.wide:
+        if self.has_diagonal_g(covers):
             g = g.diagonal(dim1=-2, dim2=-1)
         batch, positions = part.whole_counts(batch, positions)
         rows = batch if reduce else batch * positions

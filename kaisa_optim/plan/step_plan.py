@@ -11,6 +11,8 @@ from .facts import FactorName, Side
 
 SIDES: tuple[Side, Side] = ("a", "g")
 
+PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
+
 
 @dataclass
 class LayerState:
@@ -21,6 +23,7 @@ class LayerState:
     failures: int = 0  # decompositions that failed in a row
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # steps among them in which it had a gradient
+    unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
     deferred: bool = False  # refreshed last time without a look: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
@@ -30,8 +33,13 @@ class LayerState:
         ``deferred`` stays, since ranks must agree on how many answers they exchange.
         """
         self.has_average = self.has_state = False
-        self.missed = self.missed_with_gradient = 0
+        self.missed = self.missed_with_gradient = self.unseen = 0
         self.stale.clear()
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a first average is still expected of any pass, and not of a slot alone."""
+        return not self.has_average and self.unseen < PATIENCE
 
 
 class StepReport(NamedTuple):

@@ -292,10 +292,18 @@ class Standardized(nn.Conv2d):
 def test_a_module_that_runs_otherwise_than_its_class_is_not_covered():
     changed = nn.Linear(2, 2)
     changed.forward = lambda x: x @ changed.weight
-    net = nn.Sequential(Standardized(1, 2, 3), changed, nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match=r"raw gradients:\n  0.weight: .*Standardized"):
-        opt = KFACSGD(net, lr=0.1)
-    assert set(opt.preconditioner.layers) == {"2"}
+    net = nn.Sequential(Standardized(1, 2, 3), nn.Flatten(), changed, nn.Linear(2, 2))
+    opt = KFACSGD(net, lr=0.1)
+    for _ in range(2):
+        net(torch.randn(3, 1, 3, 3)).square().sum().backward()
+        opt.step()
+    uses = "uses it in a way that no kind of layer knows"
+    assert opt.preconditioner.uncovered == {
+        "0.weight": f"Standardized {uses}",
+        "0.bias": f"Standardized {uses}",
+        "2.weight": f"Linear {uses}",
+        "2.bias": f"Linear {uses}",
+    }
 
 
 def test_a_group_added_after_a_compiled_model_was_called_is_captured():

@@ -25,15 +25,14 @@ from tests.support.watch import (
 )
 
 
-class Other(nn.Module):
+class Other(nn.Bilinear):
     """Has a weight that no kind knows."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        super().__init__(3, 3, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return super().forward(x, x)
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ class Mixed(nn.Module):
         return self.out(self.norm(self.prelu(self.other(self.layer(x)))) * self.scale)
 
 
-UNCOVERED = ["scale", "other.weight", "prelu.weight"]
+UNCOVERED = ["other.weight", "prelu.weight"]
 
 
 def test_one_notice_lists_what_is_not_covered():
@@ -219,7 +218,7 @@ def test_one_notice_lists_what_is_not_covered():
     assert sorted(opt.preconditioner.uncovered) == sorted(UNCOVERED)
     for name in UNCOVERED:
         assert f"  {name}: " in notice
-    assert "other.weight: no layer kind is registered for Other" in notice
+    assert "other.weight: 27, no layer kind is registered for Other" in notice
     # The line that built the optimizer.
     assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
 
@@ -238,7 +237,7 @@ def test_repr_always_lists_what_is_not_covered():
         .split("|")
     )
     assert "eigen" in before and "0 steps taken" in before
-    assert "statistics every 10, refreshes every 50 steps, all layers at once\n" in before
+    assert "statistics every 10, refreshes every 50 steps, up to 1 layer at a time\n" in before
     told = "every 10 in medium precision, refreshes every 50 steps, up to 1 layer at a time\n"
     assert f"statistics {told}" in repr(rounding.preconditioner)
     assert "layer: A 4, G 3" in covered and "out" not in covered
@@ -335,6 +334,7 @@ def test_uncovered_parameters_get_their_raw_gradient():
         (lambda: nn.LSTM(3, 2), "no layer kind is registered for LSTM"),
         (lambda: nn.Bilinear(2, 2, 3), "no layer kind is registered for Bilinear"),
         (lambda: nn.Linear(3, 2, dtype=torch.complex64), "Linear is not real-valued"),
+        (lambda: nn.GRUCell(3, 2), "no layer kind is registered for GRUCell: fused kernels"),
     ],
 )
 def test_reasons(make, reason):
@@ -353,11 +353,9 @@ class Renamed(nn.Linear):
     """Keeps the forward."""
 
 
-def test_subclass_is_covered_unless_it_overrides_the_forward():
-    opt = noisy(nn.Sequential(Renamed(3, 2), Doubles(3, 2)))
-    assert list(opt.preconditioner.layers) == ["0"]
-    reason = opt.preconditioner.uncovered["1.weight"]
-    assert "Doubles" in reason and "overrides a covered forward" in reason
+def test_subclass_is_covered_by_the_calls_that_its_forward_makes():
+    opt = quiet(nn.Sequential(Renamed(3, 2), Doubles(2, 2)))
+    assert sides(opt) == {"0": (1, 4, 2), "1": (1, 3, 2)}
 
 
 def test_parameters_of_the_models_own_are_told_from_unknown_layers():
@@ -370,19 +368,49 @@ def test_parameters_of_the_models_own_are_told_from_unknown_layers():
         def forward(self, x: Tensor) -> Tensor:
             return self.odd(self.head(x + self.positions))
 
-    assert noisy(Model()).preconditioner.uncovered == {
-        "positions": "a parameter of Model's own, outside of any layer",
-        "odd.weight": "no layer kind is registered for PReLU",
-    }
+    opt = quiet(Model())  # it is less than a tenth
+    assert sides(opt) == {"positions": (1, -1, -3), "head": (1, 4, 2)}
+    assert opt.preconditioner.uncovered == {"odd.weight": "no layer kind is registered for PReLU"}
 
 
-def test_weights_shared_by_modules_are_left_to_the_base():
+def test_coverage_as_data_and_in_one_line(caplog):
+    net = seeded(Mixed)
+    with caplog.at_level("INFO", logger="kaisa_optim"), pytest.warns(UserWarning) as caught:
+        opt = exact(net, skip_layers=["^out$"])
+    report = opt.preconditioner.coverage()
+    assert (report.covered, report.total) == (13, 49) and report.share == 13 / 49
+    assert list(report.left) == ["other.weight", "prelu.weight"]  # the larger one first
+    assert report.left["other.weight"].size == 27
+    assert report.skipped.keys() == {"out.weight", "out.bias"}
+    line = (
+        "K-FAC covers 26.5 % of 49 parameters; the base optimizer updates the rest "
+        "(other.weight, prelu.weight, out.weight ...): print(optimizer.preconditioner)"
+    )
+    assert str(report) == line and caplog.messages == [line]
+    assert str(caught[0].message).endswith("\nK-FAC covers 26.5 % of 49 parameters")
+    whole = quiet(nn.Linear(3, 2)).preconditioner.coverage()
+    assert str(whole) == "K-FAC covers 100 % of 8 parameters"
+    assert "K-FAC covers 26.5 % of 49 parameters\n" in repr(opt.preconditioner)
+
+
+def test_weights_shared_by_modules_are_one_layer():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     net[2].weight = net[0].weight
+    opt = quiet(net)
+    assert sides(opt) == {
+        "0": (1, 3, 3),
+        "1": (1, 4, 3),
+        "0.bias": (1, -1, -3),
+        "2.bias": (1, -1, -3),
+    }
+    assert not opt.preconditioner.uncovered
+
+
+def test_weights_shared_with_a_module_of_another_kind_are_left_to_the_base():
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm((3, 3)), nn.Linear(3, 1))
+    net[1].weight = net[0].weight
     opt = noisy(net)
-    assert list(opt.preconditioner.layers) == ["1"]
-    assert opt.preconditioner.uncovered["0.weight"] == "shared by 0.weight and 2.weight"
-    assert set(opt.preconditioner.uncovered) == {"0.weight", "0.bias", "2.bias"}
+    assert opt.preconditioner.uncovered["0.weight"] == "shared by 0.weight and 1.weight"
 
 
 def test_shared_bias_leaves_the_weights_covered():
@@ -401,7 +429,7 @@ def test_papers_normalization_covers_what_the_papers_cover():
         nn.Linear(3, 2), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 2, 2, groups=2), nn.Conv1d(2, 2, 2),
         nn.LayerNorm(2), nn.Embedding(4, 2),
     )  # fmt: skip
-    opt = noisy(net, normalization="kaisa")
+    opt = quiet(net, normalization="kaisa")
     assert list(opt.preconditioner.layers) == ["0", "1"]
     assert {name[0] for name in opt.preconditioner.uncovered} == {"2", "3", "4", "5"}
     assert all("kaisa" in why for why in opt.preconditioner.uncovered.values())
@@ -474,7 +502,7 @@ class Gated(nn.Module):
 
 def test_users_own_layer_kind(kinds):
     net = seeded(lambda: nn.Sequential(Gated(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    assert "0.weight" in noisy(net).preconditioner.uncovered
+    assert sides(quiet(net))["0.weight"] == (1, 4, 3)  # by its shape
 
     @register_layer(Gated)
     class GatedLayer(Layer):
@@ -590,7 +618,7 @@ def test_a_bias_of_projections_of_which_one_is_not_covered():
     attention = nn.MultiheadAttention(6, 2, batch_first=True, kdim=4, vdim=4)
     attention.v_proj_weight = attention.k_proj_weight
     model = nn.ModuleList([attention, nn.Linear(6, 6)])
-    with pytest.warns(UserWarning, match="in_proj_bias: a bias that projections share"):
+    with pytest.warns(UserWarning, match="in_proj_bias: 18, a bias that projections share"):
         opt = KFACSGD(model, lr=0.1, kl_clip=None)
     assert opt.preconditioner.layers["0.q_proj"].covers == (True, False)
     x = torch.randn(8, 3, 6)

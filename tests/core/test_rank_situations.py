@@ -853,13 +853,13 @@ def test_factors_and_second_order_state_in_half(
 def warned() -> list[str]:
     """Of a parameter that no layer covers, a pattern that matches nothing, and an lr too high."""
     model = net()
-    model.register_parameter("scale", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         opt = optimizer(model, skip_layers="nothing")
         opt.param_groups[0]["lr"] = 1.0
         x, y = whole(0)
-        F.mse_loss(model(x) * model.scale, y).backward()
+        F.mse_loss(model.cell(model(x)), y).backward()
         opt.step()
     return [str(one.message) for one in found]
 
@@ -867,6 +867,6 @@ def warned() -> list[str]:
 def test_what_all_ranks_would_say_one_says():
     first, second = run(2, warned)
     assert second == []
-    said = "raw gradients:\n  scale", "'nothing'", "lr 1 is above kl_clip_lr 0.1"
+    said = "raw gradients:\n  cell", "'nothing'", "lr 1 is above kl_clip_lr 0.1"
     assert all(any(text in message for message in first) for text in said)
     assert len(first) == len(said)

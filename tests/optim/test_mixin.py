@@ -289,23 +289,24 @@ def test_covered_and_uncovered_parameters_are_told():
         def __init__(self):
             super().__init__()
             self.body = network()
-            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.scale = nn.Bilinear(3, 3, 3, bias=False, dtype=torch.float64)
 
         def forward(self, x):
-            return self.body(x) * self.scale
+            x = self.body(x)
+            return self.scale(x, x)
 
     model = Scaled()
-    with pytest.warns(UserWarning, match="raw gradients:\n  scale: ") as record:
+    with pytest.warns(UserWarning, match="raw gradients:\n  scale.weight: 27, ") as record:
         opt = KFACSGD(model, lr=1.0, skip_layers="body.0", **EVERY_STEP)
     assert len(record) == 1
     assert list(opt.preconditioner.layers) == ["body.2"]
     text = repr(opt.preconditioner)
-    assert "body.2: A 7, G 3" in text and "scale: " in text and "matches 'body.0'" in text
+    assert "body.2: A 7, G 3" in text and "scale.weight: " in text and "matches 'body.0'" in text
     before = values(model)
     train(model, opt, [0])
     gradients = {n: p.grad for n, p in model.named_parameters()}
     moved = difference(before, model)
-    for name in ("scale", "body.0.weight", "body.0.bias"):
+    for name in ("scale.weight", "body.0.weight", "body.0.bias"):
         assert_near(moved[name], gradients[name])
     assert not torch.allclose(moved["body.2.weight"], gradients["body.2.weight"])
 

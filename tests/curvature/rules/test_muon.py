@@ -134,8 +134,10 @@ def test_what_is_not_covered_takes_the_bases_steps():
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="raw gradients:\n  loose: a parameter of Net's own"):
-        opt = KFACMuon(groups(model), model=model, **options)
+    opt = KFACMuon(groups(model), model=model, **options)
+    assert opt.preconditioner.uncovered == {
+        "loose": "a parameter of Net's own, outside of any layer"
+    }
     base = Muon(groups(plain), **options)
     assert set(opt.preconditioner.layers) == {
         "body.attention.in_proj", "body.attention.out_proj", "body.wide", "body.narrow"
@@ -170,8 +172,8 @@ def test_a_table_is_muons_where_it_is_given_to_it():
     model = network("tokens")
     rest = [p for n, p in model.named_parameters() if n != "words.weight"]
     groups = [{"params": rest}, {"params": [model.words.weight], "use_muon": True}]
-    with pytest.warns(UserWarning, match="words.weight: no matrix"):
-        opt = KFACMuon(groups, model=model, lr=0.1)
+    opt = KFACMuon(groups, model=model, lr=0.1)
+    assert "no matrix" in opt.preconditioner.coverage().skipped["words.weight"]
     steps_of(model, opt, range(1))
     assert "momentum_buffer" in opt.state[model.words.weight]
 

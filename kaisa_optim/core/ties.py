@@ -1,0 +1,56 @@
+"""Parameters that several modules share: one layer takes the rows of all of their uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..layers import ElementwiseLayer, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
+
+_MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
+
+Candidates = list[tuple[Layer, list[Tensor]]]  # with the trained parameters of its module
+
+
+def tie(layers: Candidates, names: Mapping[Tensor, list[str]]) -> set[Tensor]:
+    """Make one layer of each parameter that several modules share; return these parameters.
+
+    Tables and matrices share a weight; a bias of one of their modules becomes a layer of its own.
+    """
+    tied = set()
+    for users in _shared(layers, names):
+        if not all(type(layer) in _MATRICES and layer.blocks == 1 for layer, _ in users):
+            continue
+        # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
+        primary = next((layer for layer, _ in users if layer.diagonal_input), users[0][0])
+        for layer, own in users:
+            if layer.bias is not None:
+                bias = ElementwiseLayer(names[layer.bias][0], layer.module, layer.bias)
+                layer.bias = None
+                layers.append((bias, own))
+        tied.add(_keep(primary, users, layers))
+    for users in _shared(layers, names):
+        if all(type(layer) is ElementwiseLayer for layer, _ in users):
+            tied.add(_keep(users[0][0], users, layers))
+    return tied
+
+
+def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candidates]:
+    """Return the layers of each shared weight of which every module has one."""
+    of_weight: dict[Tensor, Candidates] = {}
+    for candidate in layers:
+        weight = candidate[0].weight
+        if weight is not None and len(names[weight]) > 1:
+            of_weight.setdefault(weight, []).append(candidate)
+    return [users for weight, users in of_weight.items() if len(users) == len(names[weight])]
+
+
+def _keep(primary: Layer, users: Candidates, layers: Candidates) -> Tensor:
+    """Let one layer stand for all that share its weight, which is watched in all modules."""
+    primary.watched_in = tuple(dict.fromkeys(layer.module for layer, _ in users))
+    for candidate in users:
+        if candidate[0] is not primary:
+            layers.remove(candidate)
+    assert primary.weight is not None
+    return primary.weight

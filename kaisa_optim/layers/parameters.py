@@ -1,0 +1,156 @@
+"""Layers of single parameters, whose use in the forward pass is watched.
+
+A module that no kind knows may hold parameters of its own. The shape of a parameter tells its
+factors, so that they have their place before the first pass: a matrix has two dense ones, a stack
+of matrices two for each of them, and any other parameter one number for each of its entries. What
+a call does with the parameter tells its statistics (see ``uses`` and ``watch``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .base import Layer
+from .linear import as_sequences
+from .probe import Product, probed
+
+# Modules of torch whose parameters stay raw, and why, where their calls tell too little.
+_OPAQUE: dict[type[nn.Module], str] = {
+    nn.RNNBase: "fused kernels show none of its steps",
+    nn.RNNCellBase: "fused kernels do not show what its weights give",
+    nn.Bilinear: "a product of two inputs with its weight",
+    nn.PReLU: "",
+    nn.EmbeddingBag: "sums of rows do not show the gradient of each",
+    nn.utils.parametrize.ParametrizationList: "it is the original of a parametrized weight",
+}
+
+
+class WatchedLayer(Layer):
+    """Parameters whose use is watched in the forward of the modules that hold them."""
+
+    reads_dense_only = True
+    watchable = True
+
+    def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
+        super().__init__(name, module)
+        self.weight, self.bias = weight, None
+        self.watched_in = (module,)
+
+    @property
+    def sections(self) -> int:
+        return self.blocks
+
+
+class ElementwiseLayer(WatchedLayer):
+    """A parameter whose entries scale or shift entries of its input: G is diagonal, A is 1."""
+
+    multiplies = False
+    diagonal_input = True
+
+    def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
+        super().__init__(name, module, weight)
+        self.in_shape, self.outputs = (1,), weight.numel()
+
+    def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
+        return True
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(1, -1, 1)
+
+
+class MatrixLayer(WatchedLayer):
+    """A matrix, or a stack of them such as experts', that multiplies rows.
+
+    ``transposed`` stores ``[inputs, outputs]``. A bias belongs to it where a product adds it.
+    """
+
+    cast_by_autocast = True
+    unseen_output = True
+    reads_input = False
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__(name, module, weight)
+        self.bias = bias
+        self.transposed = transposed
+        self.input_dim = 0 if transposed else 1
+        self.blocks = weight.shape[0] if weight.dim() == 3 else 1
+        outputs, inputs = weight.shape[-2:][::-1] if transposed else weight.shape[-2:]
+        self.in_shape, self.outputs = (inputs,), outputs
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return as_sequences(x)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return as_sequences(grad)
+
+    def unbatched(self, x: Tensor) -> bool:
+        return x.dim() == 1
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (0, 1)[: output.dim() - 1]
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        matrices = tensor if tensor.dim() == 3 else tensor[None]
+        return matrices.mT if self.transposed else matrices
+
+
+class Declared(NamedTuple):
+    """The layers of the parameters that a module holds, and why there is none for some."""
+
+    layers: list[Layer]
+    reasons: dict[Tensor, str]
+
+
+def declared(name: str, module: nn.Module, *, by_shape: bool = True) -> Declared:
+    """Return a layer for each parameter of a module that no kind knows, as far as shapes tell.
+
+    Without ``by_shape``, return a layer only for the product that a probe has seen.
+    """
+    title = type(module).__name__
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    for cls, why in _OPAQUE.items():
+        if isinstance(module, cls):
+            reason = f"no layer kind is registered for {title}" + (f": {why}" if why else "")
+            return Declared([], dict.fromkeys(own.values(), reason))
+    prefix, found = f"{name}." if name else "", Declared([], {})
+    product = probed(module)
+    if product is not None:
+        found.layers.append(_of_product(name, module, product))
+    inside = () if product is None else (product.weight, product.bias)
+    for own_name, p in own.items():
+        why = _unshaped(p) if by_shape else ""
+        if why:
+            found.reasons[p] = f"{title}: {why}"
+        elif by_shape and all(p is not other for other in inside):
+            full = prefix + own_name
+            is_matrix = p.dim() in (2, 3) and 1 not in p.shape
+            kind = MatrixLayer if is_matrix else ElementwiseLayer
+            found.layers.append(kind(full, module, p))
+    return found
+
+
+def _of_product(name: str, module: nn.Module, product: Product) -> MatrixLayer:
+    return MatrixLayer(name, module, product.weight, product.bias, transposed=product.transposed)
+
+
+def _unshaped(p: Tensor) -> str:
+    """Return why no kind of layer has the shape of a parameter, if none has."""
+    if not p.is_floating_point():
+        return "not real-valued"
+    if p.numel() == 0:
+        return "no entries"
+    if not p.is_contiguous():
+        return "not contiguous in memory"
+    if sum(size > 1 for size in p.shape) > 3:
+        return "more than three dimensions, outside of any convolution"
+    return ""

@@ -1,0 +1,306 @@
+"""Uses of a layer's weight by other calls than its own kind's, with the rows of each.
+
+A use is a layer that lives for one call. Its moments enter the sums of its ``primary``. Where the
+call's input meets the side of the weight that holds outputs of the primary, the use is ``crossed``:
+its A belongs to the primary's G, and its G to the primary's A.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..linalg.moments import projected_diagonal, second_moment
+from .base import Basis, Layer, Moments, PassSettings
+from .conv import ConvLayer
+from .embedding import EmbeddingLayer
+from .linear import as_sequences
+from .sampling import Part, Sample
+
+
+class Use(Layer):
+    """One call with the weight of another layer."""
+
+    reads_dense_only = True
+
+    def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
+        Layer.__init__(self, primary.name, primary.module)
+        self.weight, self.bias = primary.weight, None
+        self.trained = (primary.trained[0], False)
+        self.covers = (primary.covers[0], False)
+        self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
+        self.shared, self.without_input = primary.shared, primary.without_input
+        self._primary, self._crossed = primary, crossed
+        inputs, outputs = primary.inputs, primary.outputs
+        self.in_shape = (outputs if crossed else inputs,)
+        self.outputs = inputs if crossed else outputs
+
+    @property
+    def primary(self) -> Layer:
+        return self._primary
+
+    @property
+    def crossed(self) -> bool:
+        return self._crossed
+
+    def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
+        of = self._primary
+        return of.has_diagonal_g(covers) if self._crossed else of.has_diagonal_a(covers)
+
+    def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
+        of = self._primary
+        return of.has_diagonal_a(covers) if self._crossed else of.has_diagonal_g(covers)
+
+
+class ProductUse(Use):
+    """Rows times the weight, or times some of its rows, which then give some of the outputs."""
+
+    cast_by_autocast = True
+    unseen_output = True
+    reads_input = False
+
+    def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
+        super().__init__(primary, crossed=crossed)
+        self.first = first  # of the outputs that the call gives; None: all
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return as_sequences(x)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        rows = as_sequences(grad)
+        if self.first is None:
+            return rows
+        behind = self.outputs - self.first - rows.shape[-1]
+        return torch.nn.functional.pad(rows, (self.first, behind))
+
+    def unbatched(self, x: Tensor) -> bool:
+        return x.dim() == 1
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (0, 1)[: output.dim() - 1]
+
+
+class ColumnsUse(ProductUse):
+    """The weight times columns ``[..., features, columns]``."""
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return super().input_rows(x.mT, grad)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return super().output_rows(x, grad.mT)
+
+    def unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (1,) if output.dim() == 2 else (0,)
+
+
+class StackedUse(ProductUse):
+    """One product for each matrix of a stack: ``[blocks, rows, features]``."""
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return x[:, :, None]
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return grad[:, :, None]
+
+    def unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (1,)
+
+
+class GroupedUse(ProductUse):
+    """Rows in groups that lie one after the other, each times a matrix of its own."""
+
+    def __init__(self, primary: Layer, ends: Tensor, *, crossed: bool) -> None:
+        super().__init__(primary, crossed=crossed)
+        self.ends = ends  # of each group
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return ()
+
+    def _groups(self, rows: Tensor) -> Sequence[Tensor]:
+        ends = [0, *self.ends.tolist()]  # the host waits here, in passes that gather
+        counts = [end - start for start, end in itertools.pairwise(ends)]
+        return rows[: ends[-1]].split(counts)
+
+    def moments(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        how: PassSettings,
+        known_a: Tensor | None = None,
+    ) -> Moments:
+        assert x is not None
+        grads = self._groups(grad)
+        diagonal = self.has_diagonal_a(covers), self.has_diagonal_g(covers)
+        g = [second_moment(rows[None], how.dtype, diagonal=diagonal[1]) for rows in grads]
+        a = [] if known_a is not None else self._groups(x)
+        moments = [second_moment(rows[None], how.dtype, diagonal=diagonal[0]) for rows in a]
+        moment_a = torch.cat(moments) if known_a is None else known_a
+        counts = [rows.shape[0] for rows in grads]
+        return Moments(moment_a, torch.cat(g), sum(counts), 1, how.blocks, rows_of_block=counts)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        assert x is not None
+        found = []
+        both = zip(self._groups(x), self._groups(grad), strict=True)
+        for i, (inputs, grads) in enumerate(both):
+            of_block: Basis = (
+                None if basis[0] is None else basis[0][i : i + 1],
+                None if basis[1] is None else basis[1][i : i + 1],
+            )
+            one = ProductUse(self._primary, crossed=self._crossed)
+            found.append(
+                one.projected_moment(
+                    inputs, grads, moment_g[i : i + 1], of_block, covers, reduce=reduce
+                )
+            )
+        return torch.cat(found)
+
+
+class TableUse(Use, EmbeddingLayer):
+    """Rows of the weight that indices pick."""
+
+    reads_input = True
+
+    def __init__(self, primary: Layer, *, crossed: bool) -> None:
+        Use.__init__(self, primary, crossed=crossed)
+
+    def _padding(self) -> int | None:
+        return None
+
+    def input_moment(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        *,
+        reduce: bool,
+        diagonal: bool,
+        append_one: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        moment = super().input_moment(
+            x, grad, reduce=reduce, diagonal=True, append_one=append_one, dtype=dtype
+        )
+        return moment if diagonal else torch.diag_embed(moment)
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(self._tokens(x).long(), self.inputs)[None]
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        kind = EmbeddingLayer if basis[1] is None else Layer
+        return kind.projected_moment(self, x, grad, moment_g, basis, covers, reduce=reduce)
+
+
+class EntriesUse(Use):
+    """Entries of the weight that scale or shift entries of an input.
+
+    ``dims`` are those of the output along which the entries lie, in order; along the others one
+    entry serves many. ``span`` are the entries that the call uses.
+    """
+
+    def __init__(self, primary: Layer, dims: tuple[int, ...], span: slice, *, scales: bool) -> None:
+        super().__init__(primary)
+        self.dims, self.span, self.scales = dims, span, scales
+        self.unseen_output = True
+
+    def needs_input(self, covers: tuple[bool, bool]) -> bool:
+        return covers[0] and self.scales
+
+    def unbatched(self, x: Tensor) -> bool:
+        return 0 in self.dims or x.dim() == 0
+
+    def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
+        whole = x.shape == output.shape
+        return super().part(x, output, sample if whole else None, reduce=reduce)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Return ``[batch, positions, entries]``."""
+        others = [i for i in range(tensor.dim()) if i not in self.dims]
+        batch = 1 if self.unbatched(tensor) else tensor.shape[0]
+        entries = math.prod(tensor.shape[i] for i in self.dims)
+        return tensor.permute(*others, *self.dims).reshape(batch, -1, entries)
+
+    def moments(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        how: PassSettings,
+        known_a: Tensor | None = None,
+    ) -> Moments:
+        part = how.part
+        grad = part.of(grad)
+        products = grad.to(how.dtype)
+        if x is not None and self.scales:
+            products = products * (part.of(x) if x.dim() == grad.dim() else x)
+        rows = self._rows(products)
+        batch, positions, _ = rows.shape
+        if how.reduce:
+            rows = rows.sum(1, keepdim=True)
+        sums = part.weighted(torch.linalg.vecdot(rows.flatten(0, 1), rows.flatten(0, 1), dim=0))
+        g = sums.new_zeros(1, self.outputs)
+        g[0, self.span] = sums
+        batch, positions = part.whole_counts(batch, positions)
+        count = batch if how.reduce else batch * positions
+        return Moments(g.new_full((1, 1), count), g, count, positions, how.blocks)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        return projected_diagonal(moment_g, None)[..., None]
+
+
+class ConvUse(ConvLayer):
+    """A convolution with another stride, padding or dilation than its module has."""
+
+    def __init__(self, primary: ConvLayer, stride: Any, padding: Any, dilation: Any) -> None:
+        own: Any = primary.module
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[primary.dims - 1]
+        geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+        sizes = own.in_channels, own.out_channels, own.kernel_size
+        twin = kind(*sizes, **geometry, groups=own.groups, bias=False, device="meta")
+        super().__init__(primary.name, twin)
+        self.weight, self.bias, self.trained = primary.weight, primary.bias, primary.trained
+        self.covers, self.number, self.wide = primary.covers, primary.number, primary.wide
+        self.shared, self.without_input = primary.shared, primary.without_input
+        self._primary = primary
+
+    @property
+    def primary(self) -> Layer:
+        return self._primary

@@ -1,0 +1,395 @@
+"""Watching the calls in a module's forward that use parameters of its own.
+
+A mode sees every torch function that runs under it. It knows some: products, tables, norms, sums
+and products of entries, convolutions. It finds a parameter among their arguments, itself or as a
+view, and taps the result as that layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import uses
+from .conv import ConvLayer
+from .embedding import EmbeddingLayer
+from .norm import _Norm
+from .parameters import ElementwiseLayer
+from .views import Place, entries_of, place_of
+
+if TYPE_CHECKING:
+    from .base import Layer, Tap
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_ALL = slice(None)
+
+
+class Found(NamedTuple):
+    """A parameter of a layer among a call's arguments."""
+
+    layer: Layer
+    whole: Tensor  # the parameter, or what stands in for it, of which ``view`` is a view
+    view: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the view is the parameter as it is."""
+        same = self.view.shape == self.whole.shape and self.view.stride() == self.whole.stride()
+        return self.view is self.whole or same
+
+    def place(self) -> Place | None:
+        return place_of(self.view, self.whole)
+
+
+class WatchMode(TorchFunctionMode):
+    """Runs a module's forward with calls that use these layers' weights tapped."""
+
+    def __init__(self, layers: list[Layer], tap: Tap) -> None:
+        super().__init__()
+        self.tap = tap
+        self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
+        for layer in layers:
+            for p in (layer.weight, layer.bias):
+                if p is not None:
+                    self._layer_of[id(p)] = p, layer
+
+    @torch.compiler.disable  # a compiled model runs as it is
+    def __torch_function__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        watch = WATCHED.get(func)
+        if watch is None:
+            return func(*args, **(kwargs or {}))
+        return watch(self, func, args, kwargs or {})
+
+    def find(self, value: Any) -> Found | None:
+        """Return the layer of a tensor that is its parameter, or a view of it."""
+        if not isinstance(value, Tensor):
+            return None
+        known = self._layer_of.get(id(value))
+        if known is None and value._is_view():
+            known = self._layer_of.get(id(value._base))
+        return None if known is None else Found(known[1], known[0], value)
+
+    def stands_in(self, value: Any, found: Found) -> None:
+        """Note a tensor whose gradient is the parameter's."""
+        if isinstance(value, Tensor) and value is not found.view and found.view is found.whole:
+            self._layer_of[id(value)] = value, found.layer
+
+    # ---- uses ----
+
+    def product(self, found: Found, out: Tensor, x: Tensor, kind: Any, input_dim: int) -> Tensor:
+        """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
+        layer, place = found.layer, found.place()
+        own = layer.input_dim
+        if place is None or own is None or any(layer.covers[1:]):
+            return out
+        used = 1 - input_dim if place.transposed else input_dim
+        crossed = used != own
+        if place.first is not None and used == 0:  # a part of the inputs
+            return out
+        if crossed and layer.without_input:
+            return out
+        use = kind(layer, crossed=crossed)
+        if place.first is not None:
+            use.first = place.first
+        return self.tap(use, out, x, place.blocks)
+
+    def entries(self, found: Found, out: Tensor, x: Tensor | None) -> Tensor:
+        """Tap a sum with entries of a weight, or a product of them with ``x``."""
+        layer = found.layer
+        if not isinstance(layer, ElementwiseLayer):
+            return out
+        where = entries_of(found.view, found.whole, out)
+        if where is None:
+            return out
+        use = uses.EntriesUse(layer, where.dims, where.span, scales=x is not None)
+        return self.tap(use, out, out if x is None else x, _ALL)
+
+    def rows(self, found: Found, out: Tensor, indices: Tensor) -> Tensor:
+        """Tap rows of a weight, picked by indices."""
+        layer, place = found.layer, found.place()
+        own = layer.input_dim
+        whole = place is not None and not place.transposed and place.first is None
+        if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
+            return out
+        if own == 1 and layer.without_input:
+            return out
+        return self.tap(uses.TableUse(layer, crossed=own == 1), out, indices, _ALL)
+
+
+def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+# ---- calls ----
+
+
+def _linear(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+    bias = _argument(args, kwargs, 2, "bias")
+    return _biased_product(mode, out, x, weight, bias, input_dim=1)
+
+
+def _addmm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    if len(args) != 3 or kwargs:
+        return out
+    return _biased_product(mode, out, args[1], args[2], args[0], input_dim=0)
+
+
+def _biased_product(
+    mode: WatchMode, out: Any, x: Any, weight: Any, bias: Any, *, input_dim: int
+) -> Any:
+    found, shift = mode.find(weight), mode.find(bias)
+    if found is not None:
+        layer = found.layer
+        own = found.view is found.whole and bias is (layer.bias if layer.covers[1] else bias)
+        if own and layer.input_dim == input_dim and layer.blocks == 1:
+            out = mode.tap(layer, out, x, _ALL) if layer.multiplies else out
+        else:
+            out = mode.product(found, out, x, uses.ProductUse, input_dim)
+    if shift is not None:
+        out = mode.entries(shift, out, None)
+    return out
+
+
+def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    if len(args) < 2:
+        return out
+    left, right = args[0], args[1]
+    found = mode.find(right)
+    if found is not None and right.dim() == 2:
+        return mode.product(found, out, left, uses.ProductUse, 0)
+    if found is not None and right.dim() == 3 and left.dim() == 3:
+        return mode.product(found, out, left, uses.StackedUse, 0)
+    found = mode.find(left)
+    if found is not None and left.dim() == 2 and right.dim() == 1:
+        return mode.product(found, out, right, uses.ProductUse, 1)
+    if found is not None and left.dim() == 2:
+        return mode.product(found, out, right, uses.ColumnsUse, 1)
+    return out
+
+
+def _grouped(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    x, weight, ends = args[0], _argument(args, kwargs, 1, "mat_b"), kwargs.get("offs")
+    found = mode.find(weight)
+    if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
+        return out
+
+    def kind(layer: Layer, *, crossed: bool) -> uses.GroupedUse:
+        return uses.GroupedUse(layer, ends, crossed=crossed)
+
+    return mode.product(found, out, x, kind, 0)
+
+
+def _einsum(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if not isinstance(args[0], str) or len(operands) != 2:
+        return out
+    for i, weight in enumerate(operands):
+        found = mode.find(weight)
+        terms = _matrix_terms(args[0], 1 - i, i) if found is not None else None
+        if found is not None and terms is not None and weight.dim() == 2:
+            return mode.product(found, out, operands[1 - i], uses.ProductUse, terms)
+    return out
+
+
+def _matrix_terms(equation: str, x: int, weight: int) -> int | None:
+    """Return which dimension of a matrix meets the input in an equation of rows times matrix."""
+    sides = equation.replace(" ", "").split("->")
+    if len(sides) != 2:
+        return None
+    terms, result = sides[0].split(","), sides[1]
+    of_x, of_weight = terms[x], terms[weight]
+    if len(of_weight) != 2 or "." in of_weight or of_x[:-1] != result[:-1]:
+        return None
+    if {of_x[-1], result[-1]} != set(of_weight) or len(set(of_weight)) != 2:
+        return None
+    return of_weight.index(of_x[-1])
+
+
+def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    indices = _argument(args, kwargs, 0, "input")
+    found = mode.find(_argument(args, kwargs, 1, "weight"))
+    if found is None:
+        return out
+    if found.view is found.whole and type(found.layer) is EmbeddingLayer:
+        return mode.tap(found.layer, out, indices, _ALL)
+    return mode.rows(found, out, indices)
+
+
+def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``table[indices]`` and index_select along rows."""
+    out = func(*args, **kwargs)
+    found, last = mode.find(args[0]), args[-1]
+    along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
+    plain = isinstance(last, Tensor) and last.dtype in (torch.int32, torch.int64) and last.dim() > 0
+    if found is None or not along_rows or not plain or kwargs:
+        return out
+    return mode.rows(found, out, last)
+
+
+def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    if len(args) != 2 or kwargs:
+        return out
+    found = [mode.find(value) for value in args]
+    for one, other in zip(found, reversed(args), strict=True):
+        if one is None:
+            continue
+        if not isinstance(other, Tensor):
+            mode.stands_in(out, one)
+        elif one.layer.multiplies:
+            out = _positions(mode, one, out)
+        else:
+            out = mode.entries(one, out, None)
+    return out
+
+
+def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
+    """Tap rows of a weight that are added to rows of as many positions."""
+    if found.view is not found.whole or out.dim() < 2 or out.shape[-2:] != found.whole.shape:
+        return out
+    indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
+    return mode.rows(found, out, indices)
+
+
+def _multiplied(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    found = [mode.find(value) for value in args[:2]]
+    if len(args) != 2 or kwargs or found == [None, None]:
+        return func(*args, **kwargs)
+    at = 0 if found[0] is not None else 1
+    one, x = found[at], args[1 - at]
+    if func is torch.Tensor.mul_ and isinstance(x, Tensor):
+        x = x.detach().clone()  # before it is written into
+    out = func(*args, **kwargs)
+    if one is None or None not in found or not isinstance(x, Tensor):
+        return out
+    return mode.entries(one, out, x)
+
+
+def _expanded(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    found = mode.find(args[0])
+    if found is None or out.numel() == args[0].numel():
+        return out
+    return mode.entries(found, out, None)
+
+
+def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    found = mode.find(args[0])
+    if found is not None and isinstance(out, Tensor) and out.is_floating_point():
+        mode.stands_in(out, found)
+    return out
+
+
+def _norm(at: int) -> Callable[..., Any]:
+    """Return how to watch a norm whose weight is the argument ``at``."""
+
+    def watch(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        out = func(*args, **kwargs)
+        weight = mode.find(_argument(args, kwargs, at, "weight"))
+        bias = mode.find(_argument(args, kwargs, at + 1, "bias"))
+        if weight is not None and isinstance(weight.layer, _Norm):
+            return mode.tap(weight.layer, out, _argument(args, kwargs, 0, "input"), _ALL)
+        if weight is not None:
+            with torch.no_grad():
+                bare = [None if i in (at, at + 1) else value for i, value in enumerate(args)]
+                others = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
+                normalized = func(*(args[:at] if len(args) <= at + 1 else bare), **others)
+            out = mode.entries(_along(weight, out, func), out, normalized)
+        return out if bias is None else mode.entries(_along(bias, out, func), out, None)
+
+    return watch
+
+
+def _along(found: Found, out: Tensor, norm: Any) -> Found:
+    """Return entries as they broadcast: those of a group norm belong to channels."""
+    if norm is F.layer_norm:
+        return found
+    return found._replace(view=found.view.view(-1, *(1,) * (out.dim() - 2)))
+
+
+def _rms_norm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    weight = mode.find(_argument(args, kwargs, 2, "weight"))
+    if weight is None:
+        return out
+    x, shape = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "normalized_shape")
+    if isinstance(weight.layer, _Norm):
+        return mode.tap(weight.layer, out, x, _ALL)
+    with torch.no_grad():
+        normalized = func(x, shape, None, _argument(args, kwargs, 3, "eps"))
+    return mode.entries(weight, out, normalized)
+
+
+def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    out = func(*args, **kwargs)
+    found = mode.find(_argument(args, kwargs, 1, "weight"))
+    bias = mode.find(_argument(args, kwargs, 2, "bias"))
+    if found is None or not isinstance(found.layer, ConvLayer) or not found.is_whole:
+        return out
+    layer, module = found.layer, found.layer.module
+    if layer.bias is not None and (bias is None or bias.layer is not layer):
+        return out
+    names = ("stride", "padding", "dilation", "groups")
+    own: Any = module
+    given = [
+        _spread(_argument(args, kwargs, 3 + i, name, 0 if name == "padding" else 1), layer.dims)
+        for i, name in enumerate(names)
+    ]
+    if given[3][0] != own.groups:
+        return out
+    as_built = own.padding_mode == "zeros" and all(
+        _spread(getattr(own, name), layer.dims) == value
+        for name, value in zip(names[:3], given[:3], strict=True)
+    )
+    x = _argument(args, kwargs, 0, "input")
+    return mode.tap(layer if as_built else uses.ConvUse(layer, *given[:3]), out, x, _ALL)
+
+
+def _spread(value: Any, dims: int) -> Any:
+    return (value,) * dims if isinstance(value, int) else value
+
+
+_CASTS = "to float half bfloat16 double type type_as clone contiguous"
+
+WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _matmul),
+    **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm), _matmul),
+    torch.einsum: _einsum,
+    F.embedding: _embedding,
+    torch.Tensor.__getitem__: _picked,
+    torch.index_select: _picked,
+    torch.Tensor.index_select: _picked,
+    **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
+    **dict.fromkeys((torch.sub, torch.Tensor.sub, torch.Tensor.sub_), _added),
+    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.mul_), _multiplied),
+    **dict.fromkeys((torch.Tensor.expand, torch.Tensor.expand_as), _expanded),
+    torch.Tensor.repeat: _expanded,
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
+    F.layer_norm: _norm(2),
+    F.group_norm: _norm(2),
+    F.batch_norm: _norm(3),
+    F.rms_norm: _rms_norm,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
+    torch._grouped_mm: _grouped,
+}
+if hasattr(F, "grouped_mm"):
+    WATCHED[F.grouped_mm] = _grouped

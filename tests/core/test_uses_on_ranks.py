@@ -1,0 +1,179 @@
+"""Parameters covered by their use: on several ranks, in checkpoints, frozen and unfrozen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from kaisa_optim import KFACSGD, KFACAdam
+from tests.support.ranks import run
+from tests.support.training import EVERY_STEP, assert_near, assert_same
+
+ROWS, STEPS = 12, 4
+
+
+class Turned(nn.Module):
+    """A linear layer with its weight stored the other way round."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 2)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Net(nn.Module):
+    """A transposed product, experts, entries, a matrix used either way, and an unknown use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned(4)
+        self.experts = nn.Parameter(torch.randn(3, 4, 4) / 2)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.odd = nn.Parameter(torch.zeros(4))
+        self.matrix = nn.Parameter(torch.randn(4, 3) / 2)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.turned(x).tanh() * self.scale * self.odd.exp()
+        # A rank may meet one of the experts alone, and the last of them comes late.
+        chosen = (x[:, 0] > 0).long() + (x[:, 1] > 1.0)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            (at,) = torch.where(chosen == expert)
+            out = out.index_add(0, at, F.linear(x[at], self.experts[expert]))
+        return self.head((x + out) @ self.matrix)
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x, y = (torch.randn(ROWS, k, generator=generator, dtype=torch.float64) for k in (4, 3))
+    return x, y
+
+
+def learn(model: nn.Module, opt: Any, i: int) -> None:
+    x, y = batch(i)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+    opt.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    opt.step()
+
+
+def optimizer(cls: Any, model: nn.Module, **options: Any) -> Any:
+    intervals = {name: EVERY_STEP[name] for name in ("factor_update_steps", "inv_update_steps")}
+    return cls(model, lr=0.01, **{**intervals, **options})
+
+
+def trained(cls: Any, options: dict[str, Any]) -> list[Tensor]:
+    net = made()
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    model = DDP(net, find_unused_parameters=True) if several else net
+    opt = optimizer(cls, model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    report = opt.preconditioner.coverage()
+    assert list(report.left) == ["odd"] and report.total - report.covered == 4
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
+def test_ranks_take_the_steps_of_one_process(cls, assignment):
+    alone = trained(cls, {"staggered": 2})
+    results = run(2, trained, cls, {"assignment": assignment})
+    assert_same(*results)
+    assert_near(results[0], alone, 1e-8, 1e-10)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x).tanh())
+
+
+def tied(same: bool) -> list[Tensor]:
+    """Ranks see the same words, and so what one process sees, or words of their own."""
+    torch.manual_seed(0)
+    net = Tied().double()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = DDP(net) if dist.is_initialized() and dist.get_world_size() > 1 else net
+    opt = optimizer(KFACSGD, model, loss_terms=20.0 if same else "positions")
+    for i in range(STEPS):
+        generator = torch.Generator().manual_seed(i if same else 2 * i + rank)
+        x = torch.randint(0, 7, (4, 5), generator=generator)
+        opt.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
+        opt.step()
+    assert opt.preconditioner.coverage().share == 1
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_tied_weight_on_two_ranks(same):
+    results = run(2, tied, same)
+    assert_same(*results)
+    if same:
+        assert_near(results[0], tied(same), 1e-8, 1e-10)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(cls, tmp_path):
+    net = made()
+    opt = optimizer(cls, net, factor_update_steps=2, inv_update_steps=2)
+    for i in range(3):
+        learn(net, opt, i)
+    torch.save({"model": net.state_dict(), "opt": opt.state_dict()}, tmp_path / "run")
+    other = made()
+    again = optimizer(cls, other, factor_update_steps=2, inv_update_steps=2)
+    loaded = torch.load(tmp_path / "run", weights_only=True)
+    other.load_state_dict(loaded["model"])
+    again.load_state_dict(loaded["opt"])
+    usage = opt.preconditioner.memory_usage()["total"], again.preconditioner.memory_usage()["total"]
+    assert usage[0] == usage[1]
+    for i in range(3, 7):
+        learn(net, opt, i)
+        learn(other, again, i)
+    assert_same(list(net.parameters()), list(other.parameters()))
+
+
+def test_a_copied_optimizer_watches_its_own_model():
+    net = made()
+    opt = optimizer(KFACSGD, net)
+    learn(net, opt, 0)
+    other, again = copy.deepcopy((net, opt))
+    for model, one in ((net, opt), (other, again)):
+        learn(model, one, 1)
+    assert_same(list(net.parameters()), list(other.parameters()))
+
+
+def test_a_parameter_that_is_frozen_and_unfrozen_starts_anew():
+    net = made()
+    opt = optimizer(KFACSGD, net)
+    learn(net, opt, 0)
+    net.turned.bias.requires_grad_(False)
+    learn(net, opt, 1)
+    assert opt.preconditioner.layers["turned"].covers == (True, False)
+    net.turned.bias.requires_grad_(True)
+    learn(net, opt, 2)
+    assert opt.preconditioner.layers["turned"].covers == (True, True)
+    assert opt.preconditioner.factors("turned")[0].shape == (1, 5, 5)

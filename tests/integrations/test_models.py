@@ -1,0 +1,317 @@
+"""Networks that people train, from the libraries that they come from, with random weights.
+
+Each trains for six steps without a warning; its coverage is what a user may count on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, KFACAdam
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+def library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:  # torchvision of another torch raises the latter
+        pytest.skip(f"{name} is not installed: {error}")
+
+
+def train(
+    model: nn.Module, loss: Loss, least: float, cls: Any, steps: int = 6, **options: Any
+) -> None:
+    model.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="kaisa_optim")
+        opt = cls(model, lr=1e-3, **options)
+        values = []
+        for step in range(steps):
+            torch.manual_seed(step % 2)
+            opt.zero_grad()
+            value = loss(model)
+            value.backward()
+            opt.step()
+            values.append(value.item())
+    report = opt.preconditioner.coverage()
+    assert report.share >= least, report.named()
+    assert all(map(math.isfinite, values)), values
+
+
+# ---------------------------------------------------------------- transformers
+
+WORDS, WIDTH = 96, 32
+DECODER = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**DECODER, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 8}
+GPT = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64}
+SEQ2SEQ = {
+    "vocab_size": WORDS,
+    "d_model": WIDTH,
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
+}
+IMAGES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 5,
+}
+SPEECH = {
+    **{k: v for k, v in DECODER.items() if k != "max_position_embeddings"},
+    "vocab_size": 32,
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
+
+
+def on_words(model: nn.Module) -> Tensor:
+    words = torch.randint(3, WORDS, (4, 12))
+    return model(input_ids=words, labels=words).loss
+
+
+def on_images(model: nn.Module) -> Tensor:
+    return model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.randint(0, 5, (4,))).loss
+
+
+def on_speech(model: nn.Module) -> Tensor:
+    return model(torch.randn(2, 800), labels=torch.randint(1, 32, (2, 5))).loss
+
+
+def on_spectra(model: nn.Module) -> Tensor:
+    words = torch.randint(3, WORDS, (2, 12))
+    return model(input_features=torch.randn(2, 8, 40), labels=words).loss
+
+
+# Model and configuration classes, the configuration, the loss, the least coverage.
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Loss, float]] = {
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT, on_words, 1),
+    "GPT": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, on_words, 1),
+    "GPT-J": ("GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}, on_words, 1),
+    "GPT-Neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            **{"vocab_size": WORDS, "hidden_size": WIDTH, "num_layers": 2, "num_heads": 4},
+            **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64},
+        },
+        on_words,
+        1,
+    ),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", DECODER, on_words, 1),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, on_words, 1),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", GROUPED, on_words, 1),
+    "Qwen 2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED, on_words, 1),
+    "Qwen 3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS, on_words, 1),
+    "Gemma": ("GemmaForCausalLM", "GemmaConfig", HEADS, on_words, 1),
+    "Gemma 2": ("Gemma2ForCausalLM", "Gemma2Config", HEADS, on_words, 1),
+    "Phi": ("PhiForCausalLM", "PhiConfig", DECODER, on_words, 1),
+    "Phi 3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}, on_words, 1),
+    "StableLM": ("StableLmForCausalLM", "StableLmConfig", GROUPED, on_words, 1),
+    "OLMo": ("OlmoForCausalLM", "OlmoConfig", DECODER, on_words, 1),
+    "Cohere": ("CohereForCausalLM", "CohereConfig", GROUPED, on_words, 1),
+    "Granite": ("GraniteForCausalLM", "GraniteConfig", GROUPED, on_words, 1),
+    "OPT": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            **{k: v for k, v in DECODER.items() if k != "intermediate_size"},
+            **{"ffn_dim": 64, "word_embed_proj_dim": WIDTH},
+        },
+        on_words,
+        1,
+    ),
+    "BLOOM": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": WORDS, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4},
+        on_words,
+        1,
+    ),
+    "Falcon": ("FalconForCausalLM", "FalconConfig", {**DECODER}, on_words, 1),
+    "Mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4},
+        on_words,
+        1,
+    ),
+    "Qwen 3 MoE": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        on_words,
+        1,
+    ),
+    "OLMoE": (
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+        on_words,
+        1,
+    ),
+    "BERT": ("BertForMaskedLM", "BertConfig", DECODER, on_words, 1),
+    "RoBERTa": ("RobertaForMaskedLM", "RobertaConfig", DECODER, on_words, 1),
+    "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", {**DECODER, "embedding_size": 16}, on_words, 1),
+    "DistilBERT": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"vocab_size": WORDS, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+        on_words,
+        1,
+    ),
+    "ELECTRA": (
+        "ElectraForMaskedLM",
+        "ElectraConfig",
+        {**DECODER, "embedding_size": 32},
+        on_words,
+        1,
+    ),
+    "DeBERTa v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", DECODER, on_words, 1),
+    "MPNet": ("MPNetForMaskedLM", "MPNetConfig", DECODER, on_words, 1),
+    "T5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **{"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 64},
+            **{"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        },
+        on_words,
+        1,
+    ),
+    "BART": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, on_words, 1),
+    "Pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ, on_words, 1),
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **SEQ2SEQ,
+            **{"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            "decoder_start_token_id": 1,
+        },
+        on_spectra,
+        1,
+    ),
+    "wav2vec 2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, on_speech, 0.8),
+    "ViT": ("ViTForImageClassification", "ViTConfig", IMAGES, on_images, 1),
+    "DeiT": ("DeiTForImageClassification", "DeiTConfig", IMAGES, on_images, 1),
+    "BEiT": ("BeitForImageClassification", "BeitConfig", IMAGES, on_images, 1),
+    "DINO v2": ("Dinov2ForImageClassification", "Dinov2Config", IMAGES, on_images, 1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name):
+    transformers = library("transformers")
+    model, config, options, loss, least = TRANSFORMERS[name]
+    if not hasattr(transformers, model):
+        pytest.skip(f"this version has no {model}")
+    torch.manual_seed(0)
+    net = getattr(transformers, model)(getattr(transformers, config)(**options))
+    cls = (KFACSGD, KFACAdam)[len(name) % 2]
+    if least == 1:
+        train(net, loss, least, cls)
+        return
+    with pytest.warns(
+        UserWarning, match="the base optimizer updates these"
+    ):  # parametrized weights stay raw
+        opt = cls(net, lr=1e-3)
+    assert opt.preconditioner.coverage().share >= least
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gpt2_under_a_checkpoint():
+    transformers = library("transformers")
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT))
+    net.gradient_checkpointing_enable()
+    train(net, on_words, 1, KFACAdam)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters():
+    transformers, peft = library("transformers"), library("peft")
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    adapted = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    train(adapted, on_words, 1, KFACAdam)
+
+
+# ---------------------------------------------------------------- images
+
+
+def on_classes(size: int) -> Loss:
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(torch.randn(4, 3, size, size)), torch.arange(4))
+
+    return loss
+
+
+# A library's name of a network, its options, the size of its images, the least coverage.
+VISION = {
+    "resnet18": ({}, 32, 1),
+    "densenet121": ({}, 32, 1),
+    "mobilenet_v3_small": ({}, 32, 1),
+    "convnext_tiny": ({}, 32, 1),
+    "swin_t": ({}, 32, 1),
+    "vit_b_16": ({"image_size": 32}, 32, 1),
+}
+TIMM = {
+    "vit_tiny_patch16_224": ({"img_size": 32}, 32, 1),
+    "eva02_tiny_patch14_224": ({"img_size": 28}, 28, 0.999),  # biases that are joined first
+    "convnext_atto": ({}, 32, 1),
+    "resnet10t": ({}, 32, 1),
+    "efficientnet_b0": ({}, 32, 1),
+}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_torchvision(name):
+    options, size, least = VISION[name]
+    net = getattr(library("torchvision").models, name)(num_classes=5, **options)
+    train(net, on_classes(size), least, KFACSGD, 3, max_factor_size=64)
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name):
+    options, size, least = TIMM[name]
+    net = library("timm").create_model(name, num_classes=5, **options)
+    train(net, on_classes(size), least, KFACAdam, 3, max_factor_size=64)
+
+
+# ---------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize("name", ["GCN", "GAT", "GraphSAGE", "GIN"])
+def test_torch_geometric(name):
+    geometric = library("torch_geometric.nn.models")
+    net = getattr(geometric, name)(5, 16, 2, 3)
+    edges = torch.randint(0, 10, (2, 30))
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(torch.randn(10, 5), edges), torch.arange(10) % 3)
+
+    train(net, loss, 0.9 if name == "GAT" else 0.99, KFACSGD)

@@ -1,0 +1,529 @@
+"""Parameters that no kind claims are covered by their use, as the layers that they stand for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kaisa_optim import KFACAdam
+from kaisa_optim.layers.probe import probed
+from tests.support.watch import DAMPING, assert_close, exact, normal, seeded, solved, taken
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Body(nn.Module):
+    """Parameters, and a forward that uses them; then a head."""
+
+    def __init__(self, forward: Forward, **parameters: Tensor) -> None:
+        super().__init__()
+        self.use = forward
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def headed(body: nn.Module, width: int = 3) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(body, nn.Tanh(), nn.Linear(width, 2)).double()
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out - 0.3).square().sum() / len(out)
+
+
+def stepped(net: nn.Module, x: Tensor, **options) -> dict[str, Tensor]:
+    opt = exact(net, **options)
+    loss_of(net(x)).backward()
+    steps = taken(opt, net)
+    assert opt.preconditioner.coverage().share == 1, opt.preconditioner.uncovered
+    return steps
+
+
+# ---------------------------------------------------------------- products
+
+W = normal(3, 4, seed=1)  # as nn.Linear stores it
+B = normal(3, seed=2)
+
+# A forward, its parameters, and how they lie in those of nn.Linear(4, 3, bias=False).
+PRODUCTS: dict[str, tuple[Forward, Tensor, bool]] = {
+    "linear": (lambda m, x: F.linear(x, m.w), W, False),
+    "matmul": (lambda m, x: x @ m.w, W.T, True),
+    "a transposed view": (lambda m, x: x @ m.w.T, W, False),
+    "linear of a transposed view": (lambda m, x: F.linear(x, m.w.t()), W.T, True),
+    "the weight first": (lambda m, x: (m.w @ x.T).T, W, False),
+    "the weight first, batched": (lambda m, x: (m.w @ x[:, None].mT).mT[:, 0], W, False),
+    "addmm": (lambda m, x: torch.addmm(x.new_zeros(3), x, m.w), W.T, True),
+    "einsum": (lambda m, x: torch.einsum("bi,oi->bo", x, m.w), W, False),
+    "einsum of inputs first": (lambda m, x: torch.einsum("bi,io->bo", x, m.w), W.T, True),
+    "a cast": (lambda m, x: F.linear(x, m.w.to(torch.float32).double()), W.float().double(), False),
+    "chunks": (lambda m, x: torch.cat([x @ part.T for part in m.w.split([1, 2])], 1), W, False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_parameter_is_a_linear_layer(name):
+    forward, weight, transposed = PRODUCTS[name]
+    x = normal(6, 4)
+    twin = headed(nn.Linear(4, 3, bias=False))
+    twin[0].weight.data = (weight.T if transposed else weight).clone()
+    expected = stepped(twin, x)
+    found = stepped(headed(Body(forward, w=weight.clone().contiguous())), x)
+    step = found["0.w"].T if transposed else found["0.w"]
+    rtol = 1e-6 if name == "a cast" else 1e-9
+    if name != "chunks":  # outputs that do not meet in G
+        assert_close(step, expected["0.weight"], rtol)
+    assert_close(found["2.weight"], expected["2.weight"], rtol)
+    assert step.norm() > 0 and not torch.equal(step, twin[0].weight.grad)
+
+
+def test_chunks_of_a_weight_are_the_blocks_of_its_g():
+    x = normal(6, 4)
+    net = headed(Body(PRODUCTS["chunks"][0], w=W.clone()))
+    opt = exact(net)
+    out = net[0](x)
+    out.retain_grad()
+    loss_of(net[1:](out)).backward()
+    opt.step()
+    a, g = opt.preconditioner.factors("0.w")
+    whole = 6 * out.grad.T @ out.grad
+    apart = torch.block_diag(whole[:1, :1], whole[1:, 1:])
+    assert_close(a[0], x.T @ x / 6)
+    assert_close(2 * g[0] / 2, apart)
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored the other way round, as GPT-2 has it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_product_and_its_bias_are_one_layer(width, reentrant):
+    def run(body: nn.Module) -> dict[str, Tensor]:
+        net = headed(body, width)
+        opt = exact(net)
+        assert list(opt.preconditioner.layers) == ["0", "2"]
+        x = normal(6, 4).requires_grad_()
+        hidden = net[0](x) if reentrant is None else checkpoint(net[0], x, use_reentrant=reentrant)
+        loss_of(net[1:](hidden)).backward()
+        return taken(opt, net)
+
+    linear, other = seeded(lambda: nn.Linear(4, width)), seeded(lambda: Conv1D(4, width))
+    other.weight.data, other.bias.data = (
+        linear.weight.data.T.contiguous().clone(),
+        linear.bias.data.clone(),
+    )
+    expected, found = run(linear), run(other)
+    assert_close(found["0.weight"].T, expected["0.weight"], 1e-9)
+    assert_close(found["0.bias"], expected["0.bias"], 1e-9)
+
+
+def test_a_probe_leaves_no_trace():
+    module = Conv1D(4, 4)
+    state = torch.get_rng_state()
+    before = dict(vars(module)), dict(module._parameters)
+    product = probed(module)
+    assert product.transposed and product.bias is module.bias and module.calls == 0
+    assert (dict(vars(module)), dict(module._parameters)) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_product_is_probed_where_a_module_does_something_else():
+    class Twice(Conv1D):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.weight), self.weight)
+
+    assert probed(Twice(4, 4)) is None
+    assert probed(Body(lambda m, x: x @ m.w, w=W.clone())) is None
+    assert probed(nn.Sequential(nn.Linear(2, 2))) is None
+
+
+# ---------------------------------------------------------------- experts
+
+
+def routed(x: Tensor) -> Tensor:
+    return torch.tensor([0, 1, 0, 1, 1, 0])[: len(x)]
+
+
+def one_by_one(m: nn.Module, x: Tensor) -> Tensor:
+    out = x.new_zeros(len(x), m.w.shape[1])
+    for expert in range(2):
+        (at,) = torch.where(routed(x) == expert)
+        out = out.index_add(0, at, F.linear(x[at], m.w[expert]))
+    return out
+
+
+def all_at_once(m: nn.Module, x: Tensor) -> Tensor:
+    order = routed(x).argsort(stable=True)
+    out = torch.bmm(x[order].view(2, 3, 4), m.w.mT)
+    return torch.empty_like(out).view(6, 3).index_copy(0, order, out.view(6, 3))
+
+
+@pytest.mark.parametrize("forward", [one_by_one, all_at_once])
+def test_each_expert_is_a_block_with_the_rows_that_it_was_given(forward):
+    x, weight = normal(6, 4), normal(2, 3, 4, seed=5)
+    net = headed(Body(forward, w=weight))
+    opt = exact(net)
+    outputs: list[Tensor] = []
+    net[0].register_forward_hook(lambda module, args, out: outputs.append(out))
+    prediction = net(x)
+    outputs[0].retain_grad()
+    loss_of(prediction).backward()
+    (out,), gradient = outputs, net[0].w.grad.clone()
+    step = taken(opt, net)["0.w"]
+    for expert in range(2):
+        at = routed(x) == expert
+        a, g = x[at].T @ x[at] / at.sum(), 6 * out.grad[at].T @ out.grad[at]
+        for found, wanted in zip(opt.preconditioner.factors("0.w"), (a, g), strict=True):
+            assert_close(found[expert], wanted)
+        assert_close(step[expert], solved(a[None], g[None], gradient[expert][None])[0], 1e-8)
+
+
+def test_an_expert_without_rows_keeps_its_averages_and_begins_with_those_of_the_others():
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([x[:2] @ m.w[used[0]].T, x[2:] @ m.w[used[1]].T])
+
+    net = headed(Body(forward, w=normal(3, 3, 4, seed=5)))
+    opt = exact(net, factor_update_steps=1, factor_decay=0.5)
+    factors = []
+    for used in ((0, 1), (0, 2), (1, 2)):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4, seed=used[1]))).backward()
+        opt.step()
+        factors.append([side.clone() for side in opt.preconditioner.factors("0.w")])
+    for first, second, third in zip(*factors, strict=True):
+        assert_close(first[2], first[:2].mean(0))
+        assert_close(second[1], first[1])
+        assert_close(third[0], second[0])
+        for before, after, expert in ((first, second, 2), (second, third, 1)):
+            assert not torch.allclose(before[expert], after[expert])
+
+
+def test_groups_of_rows_are_those_of_the_experts():
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch multiplies no groups")
+
+    def in_groups(m: nn.Module, x: Tensor) -> Tensor:
+        ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+        return torch._grouped_mm(x, m.w.mT, offs=ends)
+
+    def in_loops(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([x[:3] @ m.w[0].T, x[3:] @ m.w[2].T])
+
+    x, weight = normal(8, 4).float(), normal(3, 4, 4, seed=5).float()
+    factors = []
+    for forward in (in_groups, in_loops):
+        net = headed(Body(forward, w=weight.clone()), 4).float()
+        opt = exact(net)
+        loss_of(net(x)).backward()
+        opt.step()
+        factors.append(opt.preconditioner.factors("0.w"))
+    for found, wanted in zip(*factors, strict=True):
+        assert_close(found, wanted, 1e-4)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_a_subclass_of_a_table_is_a_table():
+    class Scaled(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 3.0
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x) * 3.0
+
+    x = torch.tensor([[1, 2], [2, 6], [0, 1]])
+    expected = stepped(headed(seeded(Plain)), x)
+    assert_close(
+        stepped(headed(seeded(lambda: Scaled(7, 3))), x)["0.weight"], expected["0.table.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda w, x: w[x], lambda w, x: F.embedding(x, w), lambda w, x: w.index_select(0, x)]
+)
+def test_rows_of_a_matrix_are_those_of_a_table(pick):
+    x, weight = torch.tensor([1, 2, 2, 6]), normal(7, 3)
+    twin = headed(nn.Embedding(7, 3))
+    twin[0].weight.data = weight.clone()
+    expected = stepped(twin, x)
+    found = stepped(headed(Body(lambda m, x: pick(m.w, x), w=weight.clone())), x)
+    assert_close(found["0.w"], expected["0.weight"], 1e-9)
+
+
+def test_positions_that_are_added_are_rows_of_a_table():
+    x, weight = normal(5, 2, 3), normal(2, 3, seed=4)
+    expected = stepped(
+        headed(Body(lambda m, x: x + m.w[torch.arange(2).expand(5, 2)], w=weight.clone())), x
+    )
+    assert_close(
+        stepped(headed(Body(lambda m, x: x + m.w, w=weight.clone())), x)["0.w"], expected["0.w"]
+    )
+
+
+# ---------------------------------------------------------------- entries
+
+
+def rms(m: nn.Module, x: Tensor) -> Tensor:
+    return m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+# A forward of an input [5, 2, 3], its parameter's shape, and the dimensions that this lies along.
+ENTRIES: dict[str, tuple[Forward, tuple[int, ...], tuple[int, ...]]] = {
+    "scale": (lambda m, x: x * m.w, (3,), (2,)),
+    "scale in place": (lambda m, x: (x + 0.0).mul_(m.w), (3,), (2,)),
+    "scale first": (lambda m, x: m.w * x, (3,), (2,)),
+    "offset scale": (lambda m, x: x * (1.0 + m.w.double()), (3,), (2,)),
+    "channels": (lambda m, x: x * m.w[:, None], (2,), (1,)),
+    "channels as stored": (lambda m, x: x * m.w, (2, 1), (1,)),
+    "one number": (lambda m, x: x * m.w, (), ()),
+    "shift": (lambda m, x: x + m.w, (3,), (2,)),
+    "difference": (lambda m, x: x - m.w, (3,), (2,)),
+    "positions": (lambda m, x: x + m.w, (1, 2, 3), (1, 2)),
+    "positions of a part": (lambda m, x: x + m.w[:, :2], (1, 4, 3), (1, 2)),
+    "expanded": (lambda m, x: torch.cat([m.w.expand(5, -1, -1), x], 1)[:, :2], (1, 1, 3), (2,)),
+    "RMS norm by hand": (rms, (3,), (2,)),
+    "RMS norm": (lambda m, x: F.rms_norm(x, (3,), m.w), (3,), (2,)),
+    "layer norm": (lambda m, x: F.layer_norm(x, (3,), m.w), (3,), (2,)),
+    "group norm": (lambda m, x: F.group_norm(x, 1, m.w), (2,), (1,)),
+    "bias": (lambda m, x: F.linear(x, torch.eye(3).double(), m.w), (3,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_entries_have_the_second_moments_of_their_gradients(name, sharing):
+    forward, shape, dims = ENTRIES[name]
+    x, weight = normal(5, 2, 3), 1 + 0.1 * normal(*shape, 1, seed=1)[..., 0]
+    net = headed(Body(forward, w=weight.clone()))
+    before = copy.deepcopy(net)
+    # Each example and position with a copy of the parameter of its own.
+    copies = weight.expand(5, *weight.shape).clone().requires_grad_()
+    positions = math.prod(size for i, size in enumerate((5, 2, 3)) if i and i not in dims)
+    if name == "expanded":
+        positions = 1
+    opt = exact(net, weight_sharing=sharing)
+    loss_of(net(x)).backward()
+    gradient = net[0].w.grad.clone()
+    step = taken(opt, net)["0.w"]
+    assert opt.preconditioner.coverage().share == 1
+    g = opt.preconditioner.factors("0.w")[1]
+    assert_close(step.flatten(), gradient.flatten() / (g[0] + DAMPING), 1e-9)
+    if sharing == "reduce" or positions == 1:
+        twin = before
+        rows = []
+        for i in range(5):
+            twin[0].w = nn.Parameter(copies[i].detach())
+            out = twin(x[i : i + 1]) if name != "expanded" else None
+            if out is None:
+                break
+            (loss_of(out) / 5).backward()
+            rows.append(twin[0].w.grad.flatten())
+        if rows:
+            assert_close(g[0], 5 * torch.stack(rows).square().sum(0), 1e-9)
+
+
+def test_a_norm_under_an_overridden_forward_is_a_norm():
+    class Channels(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(1, 2)
+            x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+            return x.transpose(1, 2)
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+    x = normal(5, 4, 3)
+    expected = stepped(headed(Plain()), x)
+    found = stepped(headed(Channels(4)), x)
+    for name in ("weight", "bias"):
+        assert_close(found[f"0.{name}"], expected[f"0.norm.{name}"])
+
+
+def test_a_convolution_with_another_padding_than_its_modules():
+    class Padded(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(F.pad(x, (1, 0, 1, 0)), self.weight, self.bias, self.stride, 0)
+
+    x = normal(5, 2, 4, 4)
+    net, twin = seeded(lambda: Padded(2, 3, 2, padding=1)), seeded(lambda: nn.Conv2d(2, 3, 2))
+    twin.load_state_dict(net.state_dict())
+    head = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(48, 2)).double()
+    found = stepped(nn.Sequential(net, copy.deepcopy(head)), x)
+    expected = stepped(nn.Sequential(twin, head), F.pad(x, (1, 0, 1, 0)))
+    for name in ("0.weight", "0.bias"):
+        assert_close(found[name], expected[name], 1e-9)
+
+
+# ---------------------------------------------------------------- what stays raw
+
+
+def test_an_unknown_use_is_told_after_the_first_step():
+    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    opt = exact(net)
+    x = normal(6, 3)
+    for _ in range(5):
+        opt.zero_grad()
+        loss_of(net(x)).backward()
+        gradient = net[0].w.grad.clone()
+        step = taken(opt, net)["0.w"]
+        assert_close(step, gradient, 1e-12)
+    report = opt.preconditioner.coverage()
+    assert report.left["0.w"].reason == "Body uses it in a way that no kind of layer knows"
+    assert report.covered == report.total - 3
+    assert not opt.preconditioner.capture.missing  # nobody waits for it
+
+
+def test_passes_that_do_not_gather_run_without_a_mode():
+    net = headed(Body(lambda m, x: x * m.w, w=normal(3)))
+    seen = []
+    net[0].use = lambda m, x: seen.append(torch._C._len_torch_function_stack()) or x * m.w
+    opt = exact(net, factor_update_steps=3)
+    for _ in range(4):
+        opt.zero_grad()
+        loss_of(net(normal(6, 3))).backward()
+        opt.step()
+    assert seen == [1, 0, 0, 1]
+
+
+def test_moments_in_the_eigenbasis_take_parameters_by_their_use():
+    torch.manual_seed(0)
+    net = nn.Sequential(Conv1D(4, 4), Body(rms, w=torch.ones(4)), nn.Linear(4, 2))
+    opt = KFACAdam(net, lr=1e-2)
+    x, losses = torch.randn(16, 4), []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = loss_of(net(x))
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert opt.preconditioner.coverage().share == 1
+    assert losses[-1] < 0.75 * losses[0]
+
+
+# ---------------------------------------------------------------- tied weights
+
+
+class Tied(nn.Module):
+    """A table that is the head's weight, too."""
+
+    def __init__(self, words: int = 7, width: int = 3, *, bias: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=bias)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.words(x)).tanh())
+
+
+def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """One-hot rows and ∂L/∂s of the table, then inputs and ∂L/∂s of the head."""
+    words = net.words(x).detach().requires_grad_()
+    hidden = net.body(words).tanh()
+    logits = net.head(hidden)
+    logits.retain_grad()
+    F.cross_entropy(logits.flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    one_hot = F.one_hot(x.flatten(), len(net.words.weight)).double()
+    pairs = one_hot, words.grad.flatten(0, -2), hidden.detach().flatten(0, -2)
+    return [*pairs, logits.grad.flatten(0, -2)]
+
+
+def tied_step(net: nn.Module, x: Tensor, **options):
+    opt = exact(net, loss_terms="positions", **options)
+    F.cross_entropy(net(x).flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    gradient = net.words.weight.grad.clone()
+    return opt, gradient, taken(opt, net)["words.weight"]
+
+
+def test_a_tied_weight_adds_two_products_up_as_one():
+    net = seeded(Tied)
+    x = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+    one_hot, words, hidden, logits = tied_rows(copy.deepcopy(net), x)
+    n = x.numel()
+    first = one_hot.T @ one_hot / n, n * words.T @ words
+    second = (n * logits.T @ logits).diagonal().diag(), hidden.T @ hidden / n
+    dense = sum(torch.kron(v, d) for v, d in (first, second))
+    opt, gradient, step = tied_step(net, x)
+    a, g = opt.preconditioner.factors("words")
+    product = torch.kron(a[0].diag(), g[0])
+    assert_close(product.trace(), dense.trace())
+    # Nearer than either product alone, with its trace made whole.
+    best = torch.linalg.norm(product - dense)
+    for v, d in (first, second):
+        alone = torch.kron(v, d)
+        scaled = alone * dense.trace() / alone.trace()
+        assert best < torch.linalg.norm(scaled - dense)
+    assert best < 0.5 * torch.linalg.norm(dense)
+    assert_close(step, solved(g, a[0].diag()[None], gradient[None])[0], 1e-8)
+
+
+def test_one_use_alone_of_a_tied_weight_is_exact():
+    """Frozen inputs: the table's own rows have no gradient, and the head is a linear layer."""
+    net, plain = seeded(Tied), seeded(Tied)
+    plain.head.weight = nn.Parameter(plain.words.weight.detach().clone())
+    x = normal(6, 3)
+    steps = []
+    for one in (net, plain):
+        opt = exact(one, max_factor_size=6)
+        with torch.no_grad():
+            hidden = one.words(torch.arange(6))
+        loss_of(one.head(hidden + x)).backward()
+        steps.append(taken(opt, one))
+    assert_close(steps[0]["words.weight"], steps[1]["head.weight"], 1e-9)
+
+
+def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
+    class Twice(nn.Module):
+        def __init__(self, layers: list[nn.Linear]) -> None:
+            super().__init__()
+            self.first, self.second = layers
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())
+
+    x, weight, steps = normal(6, 3), normal(3, 3, seed=2), []
+    one = nn.Linear(3, 3, bias=False)
+    for layers in ([one, nn.Linear(3, 3, bias=False)], [one, one]):
+        one.weight = nn.Parameter(weight.clone())
+        steps.append(stepped(headed(Twice(layers)), x)["0.first.weight"])
+    assert_close(*steps, 1e-9)
+
+
+def test_a_bias_beside_a_tied_weight_is_a_layer_of_its_own():
+    opt, _, _ = tied_step(seeded(lambda: Tied(bias=True)), torch.tensor([[0, 3, 3, 1]]))
+    assert list(opt.preconditioner.layers) == ["words", "body", "head.bias"]
+    assert opt.preconditioner.coverage().share == 1
