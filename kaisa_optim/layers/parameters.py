@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .base import Layer
+from ..linalg.moments import projected_diagonal
+from .base import Basis, Layer
 from .linear import as_sequences
 from .probe import Product, probed
 
@@ -58,6 +59,18 @@ class ElementwiseLayer(WatchedLayer):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(1, -1, 1)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        return projected_diagonal(moment_g, None)[..., None]
 
 
 class MatrixLayer(WatchedLayer):

@@ -86,6 +86,50 @@ def test_a_product_with_a_parameter_is_a_linear_layer(name):
     assert step.norm() > 0 and not torch.equal(step, twin[0].weight.grad)
 
 
+@pytest.mark.parametrize("name", ["linear", "matmul", "the weight first", "einsum of inputs first"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eigenvalue_correction": "examples"},
+        {"eigenvalue_correction": "gradients"},
+        {"compute_method": "inverse"},
+        {"max_factor_size": 3},
+        {"statistics_fraction": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_product_takes_a_linear_layers_steps_under_options(name, options):
+    forward, weight, transposed = PRODUCTS[name]
+    twin = headed(nn.Linear(4, 3, bias=False))
+    twin[0].weight.data = (weight.T if transposed else weight).clone()
+    net = headed(Body(forward, w=weight.clone().contiguous()))
+    opts = [
+        exact(one, lr=0.1, factor_update_steps=1, inv_update_steps=2, **options)
+        for one in (net, twin)
+    ]
+    for i in range(4):
+        for one, opt in zip((net, twin), opts, strict=True):
+            opt.zero_grad()
+            loss_of(one(normal(6, 4, seed=i))).backward()
+            opt.step()
+    assert_close(net[0].w.T if transposed else net[0].w, twin[0].weight, 1e-8)
+
+
+def test_corrections_by_examples_know_entries_and_tied_weights():
+    torch.manual_seed(0)
+    net = nn.Sequential(Tied(bias=True), Body(lambda m, x: x * m.w, w=torch.ones(7)))
+    opt = exact(net, eigenvalue_correction="examples", factor_update_steps=1, lr=0.1)
+    losses = []
+    for _ in range(6):
+        opt.zero_grad()
+        x = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+        loss = F.cross_entropy(net(x).flatten(0, 1), x.roll(1, -1).flatten())
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_chunks_of_a_weight_are_the_blocks_of_its_g():
     x = normal(6, 4)
     net = headed(Body(PRODUCTS["chunks"][0], w=W.clone()))
