@@ -33,6 +33,7 @@ class WatchedLayer(Layer):
 
     reads_dense_only = True
     watchable = True
+    by_use = True
 
     def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
         super().__init__(name, module)

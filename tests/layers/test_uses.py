@@ -434,7 +434,8 @@ def test_a_convolution_with_another_padding_than_its_modules():
 
 
 def test_an_unknown_use_is_told_after_the_first_step():
-    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    net = nn.Sequential(headed(Body(lambda m, x: x * m.w.exp(), w=normal(3))), nn.Linear(2, 9))
+    net = nn.Sequential(*net[0], net[1].double())
     opt = exact(net)
     x = normal(6, 3)
     for _ in range(5):
@@ -447,6 +448,48 @@ def test_an_unknown_use_is_told_after_the_first_step():
     assert report.left["0.w"].reason == "Body uses it in a way that no kind of layer knows"
     assert report.covered == report.total - 3
     assert not opt.preconditioner.capture.missing  # nobody waits for it
+
+
+def test_a_weight_used_outside_of_its_module_is_found_around_it():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.inner.weight, self.inner.bias)
+
+    net = headed(seeded(Around))
+    plain = headed(seeded(lambda: nn.Sequential(nn.Linear(4, 3))))
+    opts = [exact(one, factor_update_steps=1, inv_update_steps=1) for one in (net, plain)]
+    for one, opt in zip((net, plain), opts, strict=True):
+        for _ in range(2):
+            opt.zero_grad()
+            loss_of(one(normal(6, 4))).backward()
+            if opt.preconditioner.steps == 0:  # the first step searches alone
+                before = [p.detach().clone() for p in one.parameters()]
+            opt.step()
+            if opt.preconditioner.steps == 1:
+                for p, value in zip(one.parameters(), before, strict=True):
+                    p.data.copy_(value)
+    names = ("0.inner", "0.0")
+    for side in range(2):
+        found, wanted = (
+            opt.preconditioner.factors(name)[side] for opt, name in zip(opts, names, strict=True)
+        )
+        assert_close(found, wanted, 1e-9)
+    assert opts[0].preconditioner.coverage().share == 1
+
+
+def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
+    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    opt = exact(net)
+    with pytest.warns(UserWarning, match="0.w: 3, Body uses it in a way") as caught:
+        for _ in range(8):
+            opt.zero_grad()
+            loss_of(net(normal(6, 3))).backward()
+            opt.step()
+    assert len(caught) == 1
 
 
 def test_passes_that_do_not_gather_run_without_a_mode():
