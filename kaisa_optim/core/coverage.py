@@ -178,7 +178,7 @@ def _watched(
         layers = kind.layers_of(name, module)
     for layer in layers:
         if layer.weight is not None:
-            layer.watched_in = (module,)
+            layer.watched_in, layer.by_use = (module,), True
             reasons.pop(layer.weight, None)
             reasons.pop(layer.bias, None)
     return layers
@@ -197,7 +197,10 @@ def _claims(
     if layer.weight is None or layer.weight in reasons:
         # A weight that is computed, or used elsewhere too, is no Kronecker product here.
         reason = f"{type(layer.module).__name__} whose weight is no parameter of its own"
-        reasons.update((p, reason) for p in own if p not in reasons)
+        inner = [p for part in layer.module.modules() for p in part._parameters.values()]
+        reasons.update(
+            (p, reason) for p in (inner if layer.weight is None else own) if p not in reasons
+        )
         return False
     if layer.bias in reasons:
         layer.bias = None

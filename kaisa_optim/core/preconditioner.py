@@ -184,7 +184,9 @@ class Preconditioner(Questions):
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
             states[name].has_average = True
-        capture.widen(coverage.unwrapped(self.model), self.registry.strays)
+        strays = self.registry.strays
+        if strays:
+            capture.widen(coverage.unwrapped(self.model), strays)
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:

@@ -22,7 +22,7 @@ from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
-from ..plan.step_plan import LayerState
+from ..plan.step_plan import PATIENCE, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import Options
 from .registry import Registry, task_of
@@ -262,6 +262,13 @@ def poor_coverage(found: CoverageReport) -> str:
     return f"{text}:\n{found.named()}\n{found.amount}"
 
 
+def poor_uses(kfac: Questions) -> str:
+    """Return a warning of a model of which calls have told too little, once the search is over."""
+    over = any(x.unseen >= PATIENCE and not x.has_average for x in kfac.states.values())
+    found = coverage(kfac.registry) if over else None
+    return poor_coverage(found) if found is not None else ""
+
+
 def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
     """Return a warning of factors whose eigenvectors hold a CPU up for long, if there are any."""
     if options.compute_method != "eigen" or isinstance(rule, rules.MuonRule):
@@ -289,7 +296,9 @@ def name_layers_without_statistics(
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
     for layer in (layer for group in applied.groups for layer in group.layers):
-        if layer.watchable and states[layer.name].unseen:  # coverage() tells
+        unseen = states[layer.name].unseen
+        # Calls around its module are searched first; of layers by use, coverage() tells.
+        if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):
             continue
         has_gradient = any(p.grad is not None for p in layer.parameters)
         if has_gradient and not states[layer.name].has_average and layer not in named:

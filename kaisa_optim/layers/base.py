@@ -111,6 +111,7 @@ class CoveredModule:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
+    by_use = False  # no kind stands for the module's forward: calls alone tell the use
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .base import Layer
+from ..linalg.moments import projected_diagonal
+from .base import Basis, Layer
 from .linear import as_sequences
 from .probe import Product, probed
 
@@ -32,6 +33,7 @@ class WatchedLayer(Layer):
 
     reads_dense_only = True
     watchable = True
+    by_use = True
 
     def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
         super().__init__(name, module)
@@ -58,6 +60,18 @@ class ElementwiseLayer(WatchedLayer):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(1, -1, 1)
+
+    def projected_moment(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        moment_g: Tensor,
+        basis: Basis,
+        covers: tuple[bool, bool],
+        *,
+        reduce: bool,
+    ) -> Tensor:
+        return projected_diagonal(moment_g, None)[..., None]
 
 
 class MatrixLayer(WatchedLayer):

@@ -25,7 +25,7 @@ class Notices:
     """Warnings that come once for each optimizer, at its steps."""
 
     def __init__(self) -> None:
-        self._of_settings = self._of_order = False  # were given
+        self._of_settings = self._of_order = self._of_uses = False  # were given
 
     def look(self, optimizer: KFACMixin) -> None:
         """Warn of a setting that has no effect, or not the expected one."""
@@ -33,6 +33,10 @@ class Notices:
         found = "" if self._of_order else reports.misread(kfac)
         if found:
             self._of_order = True
+            agreement.warn(kfac.ranks, found, level_of_caller())
+        found = "" if self._of_uses or not kfac.plan.exchanges else reports.poor_uses(kfac)
+        if found:
+            self._of_uses = True
             agreement.warn(kfac.ranks, found, level_of_caller())
         if self._of_settings:
             return

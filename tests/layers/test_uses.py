@@ -86,6 +86,50 @@ def test_a_product_with_a_parameter_is_a_linear_layer(name):
     assert step.norm() > 0 and not torch.equal(step, twin[0].weight.grad)
 
 
+@pytest.mark.parametrize("name", ["linear", "matmul", "the weight first", "einsum of inputs first"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eigenvalue_correction": "examples"},
+        {"eigenvalue_correction": "gradients"},
+        {"compute_method": "inverse"},
+        {"max_factor_size": 3},
+        {"statistics_fraction": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_product_takes_a_linear_layers_steps_under_options(name, options):
+    forward, weight, transposed = PRODUCTS[name]
+    twin = headed(nn.Linear(4, 3, bias=False))
+    twin[0].weight.data = (weight.T if transposed else weight).clone()
+    net = headed(Body(forward, w=weight.clone().contiguous()))
+    opts = [
+        exact(one, lr=0.1, factor_update_steps=1, inv_update_steps=2, **options)
+        for one in (net, twin)
+    ]
+    for i in range(4):
+        for one, opt in zip((net, twin), opts, strict=True):
+            opt.zero_grad()
+            loss_of(one(normal(6, 4, seed=i))).backward()
+            opt.step()
+    assert_close(net[0].w.T if transposed else net[0].w, twin[0].weight, 1e-8)
+
+
+def test_corrections_by_examples_know_entries_and_tied_weights():
+    torch.manual_seed(0)
+    net = nn.Sequential(Tied(bias=True), Body(lambda m, x: x * m.w, w=torch.ones(7)))
+    opt = exact(net, eigenvalue_correction="examples", factor_update_steps=1, lr=0.1)
+    losses = []
+    for _ in range(6):
+        opt.zero_grad()
+        x = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+        loss = F.cross_entropy(net(x).flatten(0, 1), x.roll(1, -1).flatten())
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_chunks_of_a_weight_are_the_blocks_of_its_g():
     x = normal(6, 4)
     net = headed(Body(PRODUCTS["chunks"][0], w=W.clone()))
@@ -390,7 +434,8 @@ def test_a_convolution_with_another_padding_than_its_modules():
 
 
 def test_an_unknown_use_is_told_after_the_first_step():
-    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    net = nn.Sequential(headed(Body(lambda m, x: x * m.w.exp(), w=normal(3))), nn.Linear(2, 9))
+    net = nn.Sequential(*net[0], net[1].double())
     opt = exact(net)
     x = normal(6, 3)
     for _ in range(5):
@@ -403,6 +448,48 @@ def test_an_unknown_use_is_told_after_the_first_step():
     assert report.left["0.w"].reason == "Body uses it in a way that no kind of layer knows"
     assert report.covered == report.total - 3
     assert not opt.preconditioner.capture.missing  # nobody waits for it
+
+
+def test_a_weight_used_outside_of_its_module_is_found_around_it():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.inner.weight, self.inner.bias)
+
+    net = headed(seeded(Around))
+    plain = headed(seeded(lambda: nn.Sequential(nn.Linear(4, 3))))
+    opts = [exact(one, factor_update_steps=1, inv_update_steps=1) for one in (net, plain)]
+    for one, opt in zip((net, plain), opts, strict=True):
+        for _ in range(2):
+            opt.zero_grad()
+            loss_of(one(normal(6, 4))).backward()
+            if opt.preconditioner.steps == 0:  # the first step searches alone
+                before = [p.detach().clone() for p in one.parameters()]
+            opt.step()
+            if opt.preconditioner.steps == 1:
+                for p, value in zip(one.parameters(), before, strict=True):
+                    p.data.copy_(value)
+    names = ("0.inner", "0.0")
+    for side in range(2):
+        found, wanted = (
+            opt.preconditioner.factors(name)[side] for opt, name in zip(opts, names, strict=True)
+        )
+        assert_close(found, wanted, 1e-9)
+    assert opts[0].preconditioner.coverage().share == 1
+
+
+def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
+    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    opt = exact(net)
+    with pytest.warns(UserWarning, match="0.w: 3, Body uses it in a way") as caught:
+        for _ in range(8):
+            opt.zero_grad()
+            loss_of(net(normal(6, 3))).backward()
+            opt.step()
+    assert len(caught) == 1
 
 
 def test_passes_that_do_not_gather_run_without_a_mode():
