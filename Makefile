@@ -43,7 +43,7 @@ $(VENV)/demo-ready: $(REQUIREMENTS)
 
 # The tests' and the tools' environment adds to it.
 $(VENV)/all-ready: $(VENV)/demo-ready
-	$(INSTALL) --no-build-isolation --editable '.[bench,dev,integrations,test]'
+	$(INSTALL) --no-build-isolation --editable '.[applications,bench,dev,integrations,test]'
 	@touch $@
 
 setup: $(VENV)/all-ready
