@@ -139,6 +139,23 @@ def _parser(about: str | None, presets: Mapping[str, Defaults]) -> argparse.Argu
     return parser
 
 
+def with_ends(model: nn.Module, blocks: nn.Module, options: argparse.Namespace) -> Any:
+    """Return two groups: the matrices of ``blocks``, and the rest with a rate of its own.
+
+    Embeddings, the last layer, norms and biases want another rate than the matrices between them.
+    Muon's classes step this rest as AdamW does.
+    """
+    if options.ends_lr is None:
+        return None
+    inner = [p for p in blocks.parameters() if p.ndim == 2]
+    taken = set(map(id, inner))
+    ends: dict[str, Any] = {"params": [p for p in model.parameters() if id(p) not in taken]}
+    ends["lr"] = options.ends_lr
+    if "Muon" in options.optimizer:
+        ends["use_muon"] = False
+    return [{"params": inner}, ends]
+
+
 def build(
     options: argparse.Namespace, model: nn.Module, groups: Any = None, **more: Any
 ) -> Optimizer:

@@ -26,7 +26,7 @@ from .arguments import Defaults, has_kfac, parse
 from .common import Job, Order, Ranks, run, seeded, warm_cosine
 
 DEFAULTS: Defaults = {
-    "all": {"lr": 0.1, "batch": 128, "epochs": 3, "every": 195},
+    "all": {"lr": 0.1, "batch": 128, "epochs": 3, "every": 130},
     "SGD": {"momentum": 0.9, "weight_decay": 5e-4},
     "KFACSGD": {"momentum": 0.9, "weight_decay": 5e-4, "factor_update_steps": 10},
     "AdamW": {"lr": 0.003, "weight_decay": 0.05},

@@ -302,7 +302,7 @@ def run(job: Job, options: argparse.Namespace, ranks: Ranks) -> list[dict[str, f
     if ranks.rank == 0 and trained.step == 0 and isinstance(trained.optimizer, KFACMixin):
         print(trained.optimizer.preconditioner, file=sys.stderr)
     points = trained.fit()
-    if ranks.rank == 0 and points:
+    if ranks.rank == 0 and points and not options.quiet:
         print(json.dumps(points[-1]), flush=True)
     if ranks.joined:
         # DistributedDataParallel must end before its process group does.
