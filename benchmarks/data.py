@@ -71,7 +71,13 @@ def _cifar10(folder: Path, names: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def nuclei(folder: Path | None) -> tuple[Tensor, Tensor]:
-    """Images [n, 3, height, width], and [n, 1, height, width] with 1 in any of the nuclei.
+    """Images [n, 3, height, width], and [n, 1, height, width] with 1 in any of the nuclei."""
+    pixels, labels = nuclei_instances(folder)
+    return pixels, (labels > 0).to(torch.uint8)
+
+
+def nuclei_instances(folder: Path | None) -> tuple[Tensor, Tensor]:
+    """Images [n, 3, height, width], and [n, 1, height, width] with each nucleus's number.
 
     The folder has ``images`` and ``labels``, with files of the same names; 0 is the background.
     """
@@ -80,9 +86,9 @@ def nuclei(folder: Path | None) -> tuple[Tensor, Tensor]:
     if not paths:
         raise FileNotFoundError(f"{found / 'images'} has no PNG files")
     images = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
-    labels = [np.asarray(Image.open(found / "labels" / path.name)) > 0 for path in paths]
+    labels = [np.asarray(Image.open(found / "labels" / p.name)).astype(np.int32) for p in paths]
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    return pixels, torch.from_numpy(np.stack(labels).astype(np.uint8)).unsqueeze(1)
+    return pixels, torch.from_numpy(np.stack(labels)).unsqueeze(1)
 
 
 def membranes(folder: Path | None) -> tuple[Tensor, Tensor]:

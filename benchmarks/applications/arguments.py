@@ -67,23 +67,21 @@ def parse(
     arguments: Sequence[str] | None,
     defaults: Defaults,
     presets: Mapping[str, Defaults],
-    smoke: Mapping[str, Any],
+    smoke: Defaults,
     extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> argparse.Namespace:
     """Return the settings: the command line's, else the smoke test's, the preset's, the defaults.
 
-    ``presets`` and ``defaults`` tell settings by optimizer. ``extend`` adds arguments of the
+    All three tell settings by optimizer. ``extend`` adds arguments of the
     application.
     """
     parser = _parser(about, presets)
     extend(parser)
     chosen, _ = parser.parse_known_args(arguments)
-    for part in (defaults, presets.get(chosen.preset, {})):
+    for part in (defaults, presets.get(chosen.preset, {}), smoke if chosen.smoke else {}):
         for name in ("all", "KFAC", chosen.optimizer):
             if name != "KFAC" or has_kfac(chosen.optimizer):
                 parser.set_defaults(**part.get(name, {}))
-    if chosen.smoke:
-        parser.set_defaults(**smoke)
     options = parser.parse_args(arguments)
     taken = inspect.signature(OPTIMIZERS[options.optimizer]).parameters
     options.settings = {n: v for n, v in vars(options).items() if n in BASE or n in KFAC}

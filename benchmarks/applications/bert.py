@@ -64,9 +64,11 @@ PRESETS: dict[str, Defaults] = {
         },
     },
 }
-SMOKE = {
-    **{"width": 32, "layers": 1, "heads": 2, "length": 32, "words": 200},
-    **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
+SMOKE: Defaults = {
+    "all": {
+        **{"width": 32, "layers": 1, "heads": 2, "length": 32, "words": 200},
+        **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
+    },
 }
 IGNORED = -100  # cross_entropy's own sign for a token outside of the loss
 HELD = 8  # batches that the loss is measured on

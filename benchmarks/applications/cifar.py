@@ -12,7 +12,7 @@ al., SC '20). Without it the rate falls along a cosine.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from benchmarks.convergence.tasks import Pairs, augmented, normalized
 from benchmarks.networks import CifarResNet
 
 from .arguments import Defaults, has_kfac, parse
-from .common import Job, Order, Ranks, run, seeded, warm_cosine
+from .common import Job, Order, Ranks, papers_rate, run, seeded, warm_cosine
 
 DEFAULTS: Defaults = {
     "all": {"lr": 0.1, "batch": 128, "epochs": 3, "every": 130},
@@ -44,24 +44,14 @@ PRESETS: dict[str, Defaults] = {
         "KFACSGD": {"epochs": 100, "factor_update_steps": 1, "inv_update_steps": 10},
     },
 }
-SMOKE = {"depth": 8, "batch": 16, "steps": 6, "every": 3, "save_every": 3}
-WARMUP = 5.0  # epochs
+SMOKE: Defaults = {
+    "all": {"depth": 8, "batch": 16, "steps": 6, "every": 3, "save_every": 3},
+}
 DECAYS = {False: (100, 150), True: (35, 75, 90)}  # epochs; True: with K-FAC
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=20, help="6n + 2 layers: 20, 32, 34, 56, 110")
-
-
-def papers_rate(world: int, steps: int, decays: Sequence[int]) -> Callable[[int], float]:
-    """Return the share of lr × ranks: from one rank's rate up, then down in tenths."""
-
-    def rate(step: int) -> float:
-        epoch = step / steps
-        up = (1 + (world - 1) * min(1.0, epoch / WARMUP)) / world
-        return up * 0.1 ** sum(epoch >= decay for decay in decays)
-
-    return rate
 
 
 def generated(count: int) -> Pairs:

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,20 @@ def warm_cosine(steps: int, warm: float = 0.05, end: float = 0.0) -> Callable[[i
         part = min(1.0, (step - first) / max(1, steps - first))
         turned = torch.pi * torch.tensor(part, dtype=torch.float64)
         return end + (1 - end) * 0.5 * (1 + torch.cos(turned).item())
+
+    return rate
+
+
+def papers_rate(world: int, steps: int, decays: Sequence[int]) -> Callable[[int], float]:
+    """Return the share of lr × ranks: from one rank's rate up in 5 epochs, then down in tenths.
+
+    ``steps`` are those of an epoch; ``decays`` are epochs.
+    """
+
+    def rate(step: int) -> float:
+        epoch = step / steps
+        up = (1 + (world - 1) * min(1.0, epoch / 5)) / world
+        return up * 0.1 ** sum(epoch >= decay for decay in decays)
 
     return rate
 

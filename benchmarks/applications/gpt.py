@@ -33,7 +33,9 @@ DEFAULTS: Defaults = {
     "Muon": {"lr": 0.028, "ends_lr": 0.041, "momentum": 0.9, "weight_decay": 0.0},
     "KFACMuon": {"lr": 0.023, "ends_lr": 0.027, "weight_decay": 0.0},
 }
-SMOKE = {"batch": 4, "length": 16, "width": 16, "layers": 1, "steps": 4, "every": 2}
+SMOKE: Defaults = {
+    "all": {"batch": 4, "length": 16, "width": 16, "layers": 1, "steps": 4, "every": 2},
+}
 HELD = 8  # batches that the loss is measured on
 
 

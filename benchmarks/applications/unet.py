@@ -54,7 +54,9 @@ PRESETS: dict[str, Defaults] = {
         },
     }
 }
-SMOKE = {"widths": "4,8", "crop": 32, "batch": 2, "steps": 4, "every": 2, "save_every": 2}
+SMOKE: Defaults = {
+    "all": {"widths": "4,8", "crop": 32, "batch": 2, "steps": 4, "every": 2, "save_every": 2},
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
