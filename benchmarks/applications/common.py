@@ -264,7 +264,7 @@ class Run:
                 total, self.count = torch.zeros_like(total), 0
                 self._evaluate(mean, writer, bar)
             if self.step % options.save_every == 0 or self.step == last:
-                self.total = total.item()
+                (self.total,) = self.ranks.sum(total.item() / self.ranks.world)
                 self.save()
         bar.close()
         if writer is not None:
