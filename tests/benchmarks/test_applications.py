@@ -236,3 +236,24 @@ def test_boxes_are_suppressed_as_by_torchvision():
     left = torch.tensor([i for i in range(60) if i not in kept.tolist()])
     better = vision.box_iou(boxes[left], boxes[kept]) > 0.4
     assert (better & (scores[kept] > scores[left, None])).any(1).all()
+
+
+def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):
+    compare = pytest.importorskip("benchmarks.applications.compare")
+    curves = {"SGD": (3.0, 2.0), "KFACSGD": (1.5, 1.0), "Adam": (3.5, 2.5)}
+    for name, losses in curves.items():
+        points = [
+            {"step": 5 * i, "seconds": 7 * i, "train": 0, "loss": loss, "accuracy": 0.5}
+            for i, loss in enumerate(losses, 1)
+        ]
+        (tmp_path / name).mkdir()
+        record = {"optimizer": name, "curve": points}
+        (tmp_path / name / "curve.json").write_text(json.dumps(record))
+    compare.main([*(str(tmp_path / name) for name in curves), "--out", str(tmp_path / "all")])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| SGD | 10 | 14 | 2 | 0.5 |",
+        "| KFACSGD | 5 | 7 | 1 | 0.5 |",
+        "| Adam | - | - | 2.5 | 0.5 |",
+    ]
+    assert [r["optimizer"] for r in json.loads((tmp_path / "all.json").read_text())] == list(curves)
+    assert (tmp_path / "all.png").stat().st_size > 1000
