@@ -1,9 +1,10 @@
 """torchtitan: a ``build_optimizers`` for its training specification.
 
-Not run: torchtitan needs GPUs. Its trainer calls this function with the parts of the model on this
-rank, after ``fully_shard``, one part for each pipeline stage. K-FAC does not cover layers that tensor
-parallelism cuts: use data parallelism (``fully_shard``) and pipeline stages. Compile the blocks
-before they are sharded, as torchtitan does.
+Not run: torchtitan needs GPUs, and its entry differs between releases; compare with yours. The
+trainer calls this function with the parts of the model on this rank, after ``fully_shard``, one
+part for each pipeline stage. K-FAC does not cover layers that tensor parallelism cuts: use data
+parallelism (``fully_shard``) and pipeline stages. Compile the blocks before they are sharded, as
+torchtitan does.
 """
 
 from torchtitan.components.optimizer import OptimizersContainer

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,6 +117,46 @@ def in_two_calls(folder, more):
 def test_two_ranks_go_on_exactly(tmp_path):
     more = ("--accumulate", "2", "--assignment", "layer-wise")
     assert run(2, in_two_calls, tmp_path, more) == [True, True]
+
+
+DIES = """
+import os, signal, sys
+from benchmarks.applications import cifar, common
+
+save = common.Run.save
+
+def save_then_die(self):
+    save(self)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and self.step == 4 and self.ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+common.Run.save = save_then_die
+cifar.main(sys.argv[1:])
+"""
+
+
+def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    out = tmp_path / "out"
+    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    given = [*SETTINGS, "--every", "2", "--save-every", "2", "--out", str(out)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts", "1"]
+    # With the launcher's own store, which torch shares, restarted ranks find dead ones' addresses.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    found = subprocess.run(
+        [*torchrun, str(script), *given],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "exitcode: -9" in found.stderr
+    curve = json.loads((out / "curve.json").read_text())["curve"]
+    assert [point["step"] for point in curve] == [2, 4, 6]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
