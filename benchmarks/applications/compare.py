@@ -52,6 +52,9 @@ def plot(records: Sequence[Record], path: Path) -> None:
     for axis, text in zip(axes, ("steps", "seconds"), strict=True):
         axis.axhline(records[0]["curve"][-1]["loss"], color="0.7", lw=0.8)
         axis.set(xlabel=text)
+    losses = [point["loss"] for record in records for point in record["curve"]]
+    if max(losses) > 10 * min(losses):
+        axes[0].set_yscale("log")
     axes[0].set_ylabel("loss on held-out data")
     axes[1].legend()
     figure.tight_layout()
