@@ -17,7 +17,6 @@ PACKAGES = {
     "lightning": ("lightning", 8.0),
     "accelerate": ("accelerate", 8.0),
     "trainer": ("transformers", 0.8),
-    "deepspeed": ("deepspeed", 8.0),
 }
 
 pytestmark = [
