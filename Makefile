@@ -41,9 +41,13 @@ $(VENV)/demo-ready: $(REQUIREMENTS)
 	$(INSTALL) --no-build-isolation --editable '.[bench]'
 	@touch $@
 
-# The tests' and the tools' environment adds to it.
+# The tests' and the tools' environment adds to it. On Linux the index has torchvision for CUDA's
+# torch only; beside another one it can't be imported, and neither can what looks for it.
 $(VENV)/all-ready: $(VENV)/demo-ready
-	$(INSTALL) --no-build-isolation --editable '.[bench,dev,integrations,test]'
+	$(INSTALL) --no-build-isolation --editable '.[applications,bench,dev,integrations,test]'
+	@$(BIN)/python -c 'import torchvision' 2>$(VENV)/torchvision.log || { \
+		echo "torchvision's wheel is not for this build of torch: leaving it out"; \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision; }
 	@touch $@
 
 setup: $(VENV)/all-ready

@@ -71,7 +71,13 @@ def _cifar10(folder: Path, names: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def nuclei(folder: Path | None) -> tuple[Tensor, Tensor]:
-    """Images [n, 3, height, width], and [n, 1, height, width] with 1 in any of the nuclei.
+    """Images [n, 3, height, width], and [n, 1, height, width] with 1 in any of the nuclei."""
+    pixels, labels = nuclei_instances(folder)
+    return pixels, (labels > 0).to(torch.uint8)
+
+
+def nuclei_instances(folder: Path | None) -> tuple[Tensor, Tensor]:
+    """Images [n, 3, height, width], and [n, 1, height, width] with each nucleus's number.
 
     The folder has ``images`` and ``labels``, with files of the same names; 0 is the background.
     """
@@ -80,15 +86,28 @@ def nuclei(folder: Path | None) -> tuple[Tensor, Tensor]:
     if not paths:
         raise FileNotFoundError(f"{found / 'images'} has no PNG files")
     images = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
-    labels = [np.asarray(Image.open(found / "labels" / path.name)) > 0 for path in paths]
+    labels = [np.asarray(Image.open(found / "labels" / p.name)).astype(np.int32) for p in paths]
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    return pixels, torch.from_numpy(np.stack(labels).astype(np.uint8)).unsqueeze(1)
+    return pixels, torch.from_numpy(np.stack(labels)).unsqueeze(1)
 
 
-def characters(folder: Path | None) -> tuple[Tensor, int]:
-    """``shakespeare.txt`` as numbers of characters, and how many different ones there are."""
-    data = torch.frombuffer(
-        bytearray(find(folder, "shakespeare.txt").read_bytes()), dtype=torch.uint8
-    )
+def membranes(folder: Path | None) -> tuple[Tensor, Tensor]:
+    """Grey images [n, 1, height, width], and as many masks with 1 on membranes.
+
+    The folder has ``image_00.png``, ``label_00.png`` and so on; labels are dark on membranes.
+    """
+    found = find(folder, "em_membrane")
+    paths = sorted(found.glob("image_*.png"))
+    if not paths:
+        raise FileNotFoundError(f"{found} has no image_*.png")
+    labels = [path.with_name(path.name.replace("image", "label")) for path in paths]
+    both = ([np.asarray(Image.open(p).convert("L")) for p in group] for group in (paths, labels))
+    images, masks = (torch.from_numpy(np.stack(group)).unsqueeze(1) for group in both)
+    return images, (masks < 128).to(torch.uint8)
+
+
+def characters(folder: Path | None, name: str = "shakespeare.txt") -> tuple[Tensor, int]:
+    """A text as numbers of characters, and how many different ones there are."""
+    data = torch.frombuffer(bytearray(find(folder, name).read_bytes()), dtype=torch.uint8)
     known, codes = data.unique(return_inverse=True)
     return codes, len(known)

@@ -259,22 +259,26 @@ def _nuclei(folder: Path | None) -> tuple[Pairs, Pairs, Pairs]:
     return train, (train[0][:32], train[1][:32]), (images[held], labels[held])
 
 
+def cropped(both: Tensor, side: int, generator: torch.Generator) -> Tensor:
+    """Cut a square out of each of [n, channels, height, width], mirrored or not, at random."""
+    count, _, height, width = both.shape
+    rows = torch.randint(height - side + 1, (count, 1), generator=generator)
+    columns = torch.randint(width - side + 1, (count, 1), generator=generator)
+    rows, columns = rows + torch.arange(side), columns + torch.arange(side)
+    mirrored = torch.rand(count, 1, generator=generator) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    which = torch.arange(count)[:, None, None]
+    found = both.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]
+    return found.permute(0, 3, 1, 2)
+
+
 def _crops(size: int) -> Callable[[Pairs, torch.Generator], Iterator[Step]]:
     """Anywhere in the image, mirrored or not; image and mask alike."""
 
     def draw(data: Pairs, generator: torch.Generator) -> Iterator[Step]:
         both = torch.cat(data, 1)
-        *_, height, width = both.shape
         for picked in epochs(len(both), size, generator):
-            rows = torch.randint(height - _CROP + 1, (size, 1), generator=generator)
-            columns = torch.randint(width - _CROP + 1, (size, 1), generator=generator)
-            places = torch.arange(_CROP)
-            rows, columns = rows + places, columns + places
-            mirrored = torch.rand(size, 1, generator=generator) < 0.5
-            columns = torch.where(mirrored, columns.flip(1), columns)
-            crops = both.permute(0, 2, 3, 1)[
-                picked[:, None, None], rows[:, :, None], columns[:, None, :]
-            ].permute(0, 3, 1, 2)
+            crops = cropped(both[picked], _CROP, generator)
             yield [(_scaled(crops[:, :-1]), crops[:, -1:].float())]
 
     return draw

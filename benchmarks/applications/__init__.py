@@ -1,0 +1,1 @@
+"""The papers' experiments and today's workloads, one readable script each."""

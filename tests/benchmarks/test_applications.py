@@ -1,0 +1,302 @@
+"""Each application runs its smoke test, and goes on exactly from its checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run
+
+pytest.importorskip("tqdm", reason="tqdm is not installed ([applications])")
+from benchmarks.applications import arguments, cifar, common
+
+NEEDS = {
+    "bert": ("transformers", "tokenizers"),
+    "squad": ("transformers", "tokenizers"),
+    "imagenet": ("torchvision",),
+    "maskrcnn": ("torchvision", "pycocotools"),
+}
+SMOKES = [
+    ("cifar", "SGD"),
+    ("cifar", "KFACSGD"),
+    ("unet", "KFACAdam"),
+    ("gpt", "AdamW"),
+    ("gpt", "KFACMuon"),
+    ("bert", "LAMB"),
+    ("bert", "KFACLAMB"),
+    ("squad", "KFACAdam"),
+    ("imagenet", "KFACSGD"),
+    ("maskrcnn", "KFACSGD"),
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+def application(name):
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed ([applications])")
+    return importlib.import_module(f"benchmarks.applications.{name}")
+
+
+@pytest.fixture(autouse=True)
+def numbers_as_they_were():
+    """The loop seeds torch's generator in each step."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.mark.parametrize(("name", "optimizer"), SMOKES)
+def test_smoke(name, optimizer, tmp_path):
+    found = application(name).main(
+        ["--smoke", "--quiet", "--optimizer", optimizer, "--out", str(tmp_path), "--device", "cpu"]
+    )
+    assert found and all(torch.isfinite(torch.tensor(list(found[-1].values()))))
+    assert (tmp_path / "last.pt").exists() and not (tmp_path / "last.part").exists()
+    record = json.loads((tmp_path / "curve.json").read_text())
+    assert record["curve"] == found and record["optimizer"] == optimizer
+    assert str(tmp_path) not in record["command"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_each_option_is_told(capsys):
+    with pytest.raises(SystemExit):
+        cifar.main(["--help"])
+    told = capsys.readouterr().out
+    for name in arguments.KFAC:
+        assert f"--{name} " in told
+
+
+# ---- exact resume ----
+
+SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD")
+INTERVALS = ("--factor_update_steps", "2", "--inv_update_steps", "4")
+
+
+def in_two_calls(folder, more):
+    """The curve and the weights of one call, and of two with a stop between evaluations."""
+    ends = []
+    for name, stops in (("whole", (6,)), ("parts", (4, 6))):
+        out = folder / name
+        for stop in stops:
+            ranks = common.Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
+            options = cifar.parse(
+                None,
+                [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)],
+                cifar.DEFAULTS,
+                cifar.PRESETS,
+                cifar.SMOKE,
+                cifar.arguments,
+            )
+            trained = common.Run(cifar.job(options, ranks), options, ranks)
+            trained.fit()
+        points = [{n: v for n, v in p.items() if n != "seconds"} for p in trained.points]
+        weights = [p.detach().clone() for p in trained.job.model.parameters()]
+        ends.append((points, weights))
+    (points, weights), (others, same) = ends
+    assert len(points) == 2 and len(others) == 2
+    for one, other in zip(points, others, strict=True):
+        # The ranks' sums of training losses are joined when a checkpoint is written.
+        assert one.pop("train") == pytest.approx(other.pop("train"), rel=1e-6)
+        assert one == other
+    return all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
+def test_two_ranks_go_on_exactly(tmp_path):
+    more = ("--accumulate", "2", "--assignment", "layer-wise")
+    assert run(2, in_two_calls, tmp_path, more) == [True, True]
+
+
+DIES = """
+import os, signal, sys
+from benchmarks.applications import cifar, common
+
+save = common.Run.save
+
+def save_then_die(self):
+    save(self)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and self.step == 4 and self.ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+common.Run.save = save_then_die
+cifar.main(sys.argv[1:])
+"""
+
+
+def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    out = tmp_path / "out"
+    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    given = [*SETTINGS, "--every", "2", "--save-every", "2", "--out", str(out)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts", "1"]
+    # With the launcher's own store, which torch shares, restarted ranks find dead ones' addresses.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    found = subprocess.run(
+        [*torchrun, str(script), *given],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "exitcode: -9" in found.stderr
+    curve = json.loads((out / "curve.json").read_text())["curve"]
+    assert [point["step"] for point in curve] == [2, 4, 6]
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    given = [*SETTINGS, "--out", str(tmp_path)]
+    cifar.main([*given, "--stop", "3"])
+    with pytest.raises(SystemExit, match=r"another run \(batch: 16 there, 8 here\)"):
+        cifar.main([*given, "--batch", "8"])
+
+
+# ---- arguments ----
+
+
+def parsed(*given, presets=None):
+    defaults = {"all": {"lr": 1.0}, "KFAC": {"damping": 0.5}, "KFACSGD": {"momentum": 0.3}}
+    presets = presets or {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
+    return arguments.parse(None, given, defaults, presets, {"all": {"steps": 2}})
+
+
+def test_the_command_line_comes_before_the_preset_and_that_before_defaults():
+    assert parsed().settings == {"lr": 1.0}
+    assert parsed("--optimizer", "KFACSGD").settings == {"lr": 1.0, "damping": 0.5, "momentum": 0.3}
+    options = parsed("--optimizer", "KFACSGD", "--preset", "paper", "--momentum", "0.7")
+    assert options.settings == {"lr": 1.0, "damping": 0.1, "momentum": 0.7}
+    assert options.epochs == 7 and options.steps is None
+    assert parsed("--smoke", "--steps", "5").steps == 5 and parsed("--smoke").steps == 2
+
+
+def test_options_keep_their_names_and_types():
+    given = ("--inv_dtype", "bfloat16", "--kl_clip", "None", "--skip_layers", "['^a', 'Norm']")
+    more = ("--assignment", "layer-wise", "--staggered", "2", "--betas", "(0.8, 0.9)")
+    settings = parsed("--optimizer", "KFACAdam", *given, *more).settings
+    assert settings["inv_dtype"] is torch.bfloat16 and settings["kl_clip"] is None
+    assert settings["skip_layers"] == ["^a", "Norm"] and settings["assignment"] == "layer-wise"
+    assert settings["staggered"] == 2 and settings["betas"] == (0.8, 0.9)
+
+
+def test_an_option_that_the_optimizer_lacks_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--damping", "0.1")
+    assert "--damping does not go with --optimizer SGD" in capsys.readouterr().err
+
+
+# ---- parts ----
+
+
+def test_an_order_is_the_same_from_any_step_on():
+    options = parsed("--batch", "3", "--accumulate", "2", "--seed", "5")
+    order = common.Order(20, common.Ranks(1, 2, "cpu"), options)
+
+    def taken(step, count):
+        found = order(step)
+        return [(n, p.tolist()) for n, p in (next(found) for _ in range(count))]
+
+    whole = taken(0, 10)
+    assert taken(2, 6) == whole[4:] and [n for n, _ in whole] == list(range(10))
+    other = common.Order(20, common.Ranks(0, 2, "cpu"), options)(0)
+    assert not set(next(other)[1].tolist()) & set(whole[0][1])
+
+
+def test_learning_rates():
+    rate = common.warm_cosine(100, warm=0.1)
+    assert [rate(0), rate(9), rate(10)] == pytest.approx([0.1, 1.0, 1.0])
+    assert rate(55) == pytest.approx(0.5) and rate(100) == pytest.approx(0)
+    papers = common.papers_rate(4, 10, (35, 75))
+    assert [papers(s) for s in (0, 25, 50, 349, 350, 750)] == pytest.approx(
+        [0.25, 0.625, 1, 1, 0.1, 0.01]
+    )
+
+
+def test_exact_match_and_f1():
+    squad = application("squad")
+    assert squad.scores("The Cat!", ["cat", "a dog"]) == (1.0, 1.0)
+    assert squad.scores("black cat sat", ["a cat", "black cat"]) == (0.0, pytest.approx(0.8))
+    assert squad.scores("dog", ["cat"]) == (0.0, 0.0)
+
+
+def test_masked_passages():
+    bert, words = application("bert"), application("words")
+    assert words.PIECES[0] == "[PAD]"
+
+    class Tokens:
+        def token_to_id(self, piece):
+            return words.PIECES.index(piece)
+
+        def get_vocab_size(self):
+            return 1000
+
+    data = torch.arange(5, 1000)
+    shown, kinds, labels, apart = bert.Passages(data, Tokens(), 33)(400, common.seeded(0))
+    whole = torch.where(labels != -100, labels, shown)
+    assert (whole[:, 0] == 2).all() and (whole[:, [16, 32]] == 3).all()
+    assert (kinds[:, :17] == 0).all() and (kinds[:, 17:] == 1).all()
+    assert (whole[:, 2:16] - whole[:, 1:15] == 1).all()
+    assert torch.equal(whole[:, 17] == whole[:, 15] + 1, apart == 0)
+    assert 0.4 < apart.float().mean() < 0.6
+    chosen = labels != -100
+    assert 0.14 < chosen.float().mean() < 0.19 and not chosen[:, [0, 16, 32]].any()
+    assert 0.75 < (shown == 4)[chosen].float().mean() < 0.85
+
+
+def test_dice_and_iou():
+    from benchmarks.applications.unet import overlap
+
+    target = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).view(3, 1, 2, 2)
+    found = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).view(3, 1, 2, 2)
+    dice, iou = overlap(2 * found - 1, target)
+    assert dice.item() == pytest.approx(2 / 5 + 1) and iou.item() == pytest.approx(1 / 4 + 1)
+
+
+def test_boxes_are_suppressed_as_by_torchvision():
+    vision = application("imagenet").torchvision.ops
+    from benchmarks.applications.vision import nms
+
+    corners = torch.rand(60, 2, generator=common.seeded(1))
+    sides = 0.1 + 0.3 * torch.rand(60, 2, generator=common.seeded(2))
+    boxes, scores = torch.cat([corners, corners + sides], 1), torch.rand(60)
+    kept = nms(boxes, scores, 0.4)
+    overlaps = vision.box_iou(boxes[kept], boxes[kept]).triu(1)
+    assert (overlaps <= 0.4).all() and (scores[kept].diff() <= 0).all()
+    left = torch.tensor([i for i in range(60) if i not in kept.tolist()])
+    better = vision.box_iou(boxes[left], boxes[kept]) > 0.4
+    assert (better & (scores[kept] > scores[left, None])).any(1).all()
+
+
+def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):
+    compare = pytest.importorskip("benchmarks.applications.compare")
+    curves = {"SGD": (3.0, 2.0), "KFACSGD": (1.5, 1.0), "Adam": (3.5, 2.5)}
+    for name, losses in curves.items():
+        points = [
+            {"step": 5 * i, "seconds": 7 * i, "train": 0, "loss": loss, "accuracy": 0.5}
+            for i, loss in enumerate(losses, 1)
+        ]
+        (tmp_path / name).mkdir()
+        record = {"optimizer": name, "curve": points}
+        (tmp_path / name / "curve.json").write_text(json.dumps(record))
+    compare.main([*(str(tmp_path / name) for name in curves), "--out", str(tmp_path / "all")])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| SGD | 10 | 14 | 2 | 0.5 |",
+        "| KFACSGD | 5 | 7 | 1 | 0.5 |",
+        "| Adam | - | - | 2.5 | 0.5 |",
+    ]
+    assert [r["optimizer"] for r in json.loads((tmp_path / "all.json").read_text())] == list(curves)
+    assert (tmp_path / "all.png").stat().st_size > 1000
