@@ -38,6 +38,48 @@ _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in
 _SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's own directions
 _STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
 
+import os  # noqa
+STATS = None
+WARM = 1.0
+CAP = None
+LAMBK = 1.0
+
+
+def _rule(text):
+    """p q k: k rms^p cos^-q, where p may be today"""
+    if text == "today":
+        return lambda rms, cosine: (rms / _STILL).clamp(max=1.0) * _SIZE
+    global CAP, LAMBK
+    CAP, LAMBK = None, 1.0
+    if text.startswith("lamb"):
+        k = float(text[4:])
+        found = _rule("1,0,1")
+        LAMBK = k
+        return found
+    if "|" in text:
+        cap, text = text.split("|")
+        found = _rule(text)
+        CAP = float(cap)
+        return found
+    if text.startswith("w*"):
+        late = _rule(text[2:])
+        return lambda rms, cosine: late(rms, cosine) * WARM
+    if text.startswith("v*"):
+        late2 = _rule(text[2:])
+        return lambda rms, cosine: late2(rms, cosine) * (WARM / (2 - WARM)) ** .5
+    if ":" in text:
+        how, of, floor = text.split(":")
+        inner, floor = _rule(of), float(floor)
+        if how == "max":
+            return lambda rms, cosine: inner(rms, cosine).clamp(min=floor) * (rms / _STILL).clamp(max=1)
+        return lambda rms, cosine: (inner(rms, cosine) + floor) * (rms / _STILL).clamp(max=1)
+    p, q, k, *cap = map(float, text.split(","))
+    top = cap[0] if cap else math.inf
+    return lambda rms, cosine: (k * rms**p * cosine.clamp(min=0.05) ** -q).clamp(max=top)
+
+
+_RULE = _rule(os.environ.get("KAISA_LENGTH", "today"))
+
 
 def narrow(matrices: Tensor) -> bool:
     """Return whether :func:`orthogonalized` is faster in float32 even where halves are fast."""
@@ -70,8 +112,12 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     found = _towards_one(wide, polynomials, in_half)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
-    moves = (largest * (norm / (root * _STILL))).clamp_(max=1.0)
-    found.mul_(moves * (_SIZE * root) / _or_one(now))
+    rms = largest * norm / root
+    cosine = (found * wide).sum((1, 2), keepdim=True) / (_or_one(now) * _BELOW_ONE)
+    if STATS is not None:
+        STATS.append((tuple(wide.shape[1:]), rms.mean().item(), cosine.mean().item()))
+    size = _RULE(rms, cosine)
+    found.mul_(size * root / _or_one(now))
     return found.mT if tall else found
 
 
