@@ -71,7 +71,6 @@ class Order(NamedTuple):
     optimizer: str
     lr: float
     seed: int
-    rule: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rules", nargs="+", default=[""], help=argparse.SUPPRESS)
-    parser.add_argument("--skip-base", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.data = Path(options.data) if options.data else None
     kept = {name: Kept(options.out / f"rates_{name}.json", TASKS[name]) for name in options.tasks}
@@ -112,12 +109,9 @@ def ordered(options: argparse.Namespace) -> Iterator[Order]:
                 rates = options.rates or pair.rates
                 if place >= len(rates):
                     continue
-                each = [(pair.base, "")]
-                for rule in options.rules if name in ("AdamW", "LAMB") else [""]:
-                    each.append((pair.ours, rule))
-                for optimizer, rule in each[options.skip_base:]:
+                for optimizer in (pair.base, pair.ours):
                     for task in options.tasks:
-                        yield Order(task, optimizer, rates[place], seed, rule)
+                        yield Order(task, optimizer, rates[place], seed)
 
 
 # ---- runs ----
@@ -142,7 +136,7 @@ def made(
         worker.start()
     left = len(orders)
     try:
-        while left and any(worker.is_alive() for worker in workers) or not ended.empty():
+        while (left and any(worker.is_alive() for worker in workers)) or not ended.empty():
             if time.monotonic() >= end:
                 print(f"the time is over: {left} runs are missing", flush=True)
                 return
@@ -168,10 +162,6 @@ def _run(one: Order, load: Callable[[str], Any], device: str) -> tuple[float, fl
     task = TASKS[one.task]
     pair = next(p for p in PAIRS.values() if one.optimizer in (p.base, p.ours))
     settings = pair.settings if one.optimizer == pair.base else pair.own
-    if one.rule:
-        from kaisa_optim.linalg import orthogonal
-
-        orthogonal._RULE = orthogonal._rule(one.rule)
     contestant, steps = CONTESTANTS[one.optimizer], round(PART * task.steps)
     config = {"lr": one.lr, **settings}
     run = train(task, load(one.task), contestant, config, one.seed, steps, device)
@@ -194,9 +184,8 @@ class Kept:
         return any(_order(row, one.task) == one for row in self.rows)
 
     def add(self, one: Order, loss: float, seconds: float, device: str) -> None:
-        row = {**one._asdict(), "loss": loss if loss < math.inf else None, "seconds": seconds}
-        self.rows.append({k: v for k, v in row.items() if k not in ("task", "rule") or v != ""})
-        self.rows[-1].pop("task")
+        row = {"optimizer": one.optimizer, "lr": one.lr, "seed": one.seed}
+        self.rows.append({**row, "loss": loss if loss < math.inf else None, "seconds": seconds})
         result = {
             "task": self.task.about,
             "machine": describe(device, 1),
@@ -212,14 +201,13 @@ class Kept:
         """Return each optimizer's losses over the rate, one a seed."""
         found: dict[str, dict[float, list[float]]] = {}
         for row in self.rows:
-            name = row["optimizer"] + (f" [{row['rule']}]" if "rule" in row else "")
-            losses = found.setdefault(name, {}).setdefault(row["lr"], [])
+            losses = found.setdefault(row["optimizer"], {}).setdefault(row["lr"], [])
             losses.append(math.inf if row["loss"] is None else row["loss"])
         return {name: dict(sorted(curve.items())) for name, curve in sorted(found.items())}
 
 
 def _order(row: dict[str, Any], task: str) -> Order:
-    return Order(task, row["optimizer"], row["lr"], row["seed"], row.get("rule", ""))
+    return Order(task, row["optimizer"], row["lr"], row["seed"])
 
 
 def means(curve: dict[float, list[float]]) -> dict[float, float]:
@@ -235,7 +223,7 @@ def pairs_of(results: Kept) -> Iterator[tuple[Pair, dict[str, dict[float, float]
     """Yield each pair that has runs, with the mean losses of its optimizers over the rate."""
     curves = {name: means(curve) for name, curve in results.curves().items()}
     for pair in PAIRS.values():
-        of = {n: c for n, c in curves.items() if n.split(" [")[0] in (pair.base, pair.ours)}
+        of = {name: curves[name] for name in (pair.base, pair.ours) if name in curves}
         if of:
             yield pair, of
 
@@ -250,7 +238,8 @@ def report(results: Kept) -> None:
             for lr, loss in curve.items():
                 worth = base.get(lr, math.inf) <= WORTH * min(base.values(), default=math.inf)
                 worse = loss > 1.02 * base.get(lr, math.inf)
-                cells.append(f"{lr:g}: {loss:.4g}{'!' if worse and worth else '?' if worse else ''}")
+                mark = "!" if worse and worth else "?" if worse else ""
+                cells.append(f"{lr:g}: {loss:.4g}{mark}")
             limit = NEAR * curve[best(curve)]
             near = [lr for lr, loss in curve.items() if loss <= limit]
             span = f"{min(near):g}-{max(near):g}" if near else "none"

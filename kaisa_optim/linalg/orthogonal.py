@@ -35,50 +35,6 @@ _IN_A_ROW = 4  # polynomials of one X Xᵀ: where X has no part, rounding's then
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in float32
-_SIZE = 0.2  # root mean square of what is made orthogonal: about that of Adam's own directions
-_STILL = 1e-3  # below which a direction's own is next to nothing, as where gradients have vanished
-
-import os  # noqa
-STATS = None
-WARM = 1.0
-CAP = None
-LAMBK = 1.0
-
-
-def _rule(text):
-    """p q k: k rms^p cos^-q, where p may be today"""
-    if text == "today":
-        return lambda rms, cosine: (rms / _STILL).clamp(max=1.0) * _SIZE
-    global CAP, LAMBK
-    CAP, LAMBK = None, 1.0
-    if text.startswith("lamb"):
-        k = float(text[4:])
-        found = _rule("1,0,1")
-        LAMBK = k
-        return found
-    if "|" in text:
-        cap, text = text.split("|")
-        found = _rule(text)
-        CAP = float(cap)
-        return found
-    if text.startswith("w*"):
-        late = _rule(text[2:])
-        return lambda rms, cosine: late(rms, cosine) * WARM
-    if text.startswith("v*"):
-        late2 = _rule(text[2:])
-        return lambda rms, cosine: late2(rms, cosine) * (WARM / (2 - WARM)) ** .5
-    if ":" in text:
-        how, of, floor = text.split(":")
-        inner, floor = _rule(of), float(floor)
-        if how == "max":
-            return lambda rms, cosine: inner(rms, cosine).clamp(min=floor) * (rms / _STILL).clamp(max=1)
-        return lambda rms, cosine: (inner(rms, cosine) + floor) * (rms / _STILL).clamp(max=1)
-    p, q, k, *cap = map(float, text.split(","))
-    top = cap[0] if cap else math.inf
-    return lambda rms, cosine: (k * rms**p * cosine.clamp(min=0.05) ** -q).clamp(max=top)
-
-
-_RULE = _rule(os.environ.get("KAISA_LENGTH", "today"))
 
 
 def narrow(matrices: Tensor) -> bool:
@@ -87,12 +43,12 @@ def narrow(matrices: Tensor) -> bool:
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
-    """Of M = U S Vᵀ about U Vᵀ, ``[k, g, a]``, of one size; ``in_half``: by bfloat16 products.
+    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``, scaled; ``in_half``: by bfloat16 products.
 
     Singular values are made nearly equal, but for those below 0.02 of M's norm (0.005 where the
-    smaller side is above 256), by products alone (:func:`_towards_one`). The root mean square is
-    then 0.2, as in Moonlight (Liu et al., 2025), so that learning rates are of Adam's order for any
-    shape; less, in proportion, where that of M is below 0.001.
+    smaller side is above 256), by products alone (:func:`_towards_one`). The root mean square of
+    the result is the square root of that of M: at most 1, as that of Adam's directions, so that
+    Adam's learning rates suit any shape.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # what is multiplied takes memory
     if len(matrices) <= at_once:
@@ -112,11 +68,8 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     found = _towards_one(wide, polynomials, in_half)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
-    rms = largest * norm / root
-    cosine = (found * wide).sum((1, 2), keepdim=True) / (_or_one(now) * _BELOW_ONE)
-    if STATS is not None:
-        STATS.append((tuple(wide.shape[1:]), rms.mean().item(), cosine.mean().item()))
-    size = _RULE(rms, cosine)
+    # Between Adam's own size, which noise makes small, and that of steps of ±1 everywhere.
+    size = (largest * (norm / root)).sqrt_()
     found.mul_(size * root / _or_one(now))
     return found.mT if tall else found
 

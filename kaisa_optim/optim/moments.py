@@ -106,21 +106,10 @@ def _move(
     if isinstance(optimizer, LAMB):
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
         directions = [x.to(wide[0].dtype) for x in directions]
-        from ..linalg import orthogonal
-        if wide[0].dim() > 1 and len({p.dim() > 1 for p in wide}) == 1:
-            lr = lr * orthogonal.LAMBK
         descend(wide, directions, lr, decay, decoupled, group["use_nvlamb"])
         if wide[0] is not params[0]:
             torch._foreach_copy_(parts_here(params), parts_here(wide))
         return
-    from ..linalg import orthogonal
-    if orthogonal.CAP is not None and lr > 0:
-        wide = [i for i, p in enumerate(params) if p.dim() > 1]
-        if wide:
-            some = [directions[i] for i in wide]
-            ps, us = (torch.stack(torch._foreach_norm(t)) for t in ([params[i] for i in wide], some))
-            shrink = torch.where(ps > 0, orthogonal.CAP * ps / (lr * us).clamp(min=1e-20), 1.0).clamp(max=1.0)
-            torch._foreach_mul_(some, shrink.unbind())
     muon.descend(params, directions, lr, decay if decoupled else 0.0)
 
 

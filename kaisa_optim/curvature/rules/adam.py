@@ -94,8 +94,6 @@ class AdamRule(RotatingRule):
             # Before the direction is turned back, which comes to the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
-                n = group.tensors["adam_steps"][slots].clamp(min=1)[:, None, None]
-                orthogonal.WARM = -torch.expm1(n * adam.log1) if adam.log1 != -math.inf else 1.0
                 found = orthogonal.orthogonalized(found, in_half=in_half)
             if in_half:  # the direction is rounded already
                 g, a = g.bfloat16(), a.bfloat16()
