@@ -211,7 +211,7 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
         ({"skip_layers": "head"}, {"skip_layers": ("head",)}),
         ({"staggered": 2.0}, {"staggered": 2}),
     ],
-    ids=str,
+    ids=lambda values: ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in values.items()),
 )
 def test_what_is_left_out_follows_from_the_rest(given, settled):
     options = Options(**given)
