@@ -36,7 +36,7 @@ def probed(module: nn.Module) -> Product | None:
     for width in dict.fromkeys(weight.shape):
         seen = _Seen()
         try:
-            with _on_meta(module) as twins, torch.no_grad(), seen:
+            with _on_meta(module) as twins, torch.random.fork_rng([]), torch.no_grad(), seen:
                 twin_of = {twins[name]: p for name, p in own.items()}
                 x = torch.empty(3, width, dtype=weight.dtype, device="meta")
                 type(module).forward(module, x)
