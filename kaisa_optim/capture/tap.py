@@ -120,13 +120,15 @@ class Inputs:
             return x
         if layer.keeps_another or dtype == x.dtype:
             return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
-        asked = x._version, dtype, part
-        if self._last is not None:
+        # Tensors of inference mode count no versions.
+        asked = None if x.is_inference() else (x._version, dtype, part)
+        if asked is not None and self._last is not None:
             of, known, copy = self._last
             if of() is x and known == asked:
                 return copy
         copy = part.of(x.detach()).to(dtype)
-        self._last = weakref.ref(x), asked, copy
+        if asked is not None:
+            self._last = weakref.ref(x), asked, copy
         return copy
 
     def clear(self) -> None:
