@@ -25,6 +25,7 @@ class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if it trains."""
 
     __slots__ = (
+        "closed",
         "end",
         "examples",
         "first",
@@ -41,6 +42,7 @@ class ForwardPass:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
         self.started = False  # one of its layers is tapped or watched
+        self.closed = False  # only layers need gradients in it: no input, no other parameter
         self.reached: int | None = None  # by which backward pass that trains, the last of them
         # Autograd numbers the nodes that a thread makes: those of this pass lie between.
         self.thread = threading.get_ident()
@@ -91,6 +93,19 @@ def first_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
+
+
+def needs_gradient(value: Any) -> bool:
+    """Return whether some tensor of an input needs a gradient."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return False
+    return any(map(needs_gradient, value))
 
 
 def _positions(tensor: Tensor) -> int:
@@ -152,7 +167,7 @@ class ForwardPasses:
         modes = self._local.modes
         return modes.pop().what if modes else None
 
-    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
+    def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
         """The model is called; it is a pass of its own if no other runs and it ``counts``."""
         self.break_off()
         calls = self._local.calls
@@ -162,6 +177,7 @@ class ForwardPasses:
             value = next(filter(_has_examples, given), given)
             self.close_loose()
             forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
+            forward_pass.closed = closed
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:
