@@ -43,7 +43,7 @@ class ForwardPass:
         self.first = first  # the layer that began it, where the model itself was not called
         self.started = False  # one of its layers is tapped or watched
         self.closed = False  # only layers need gradients in it: no input, no other parameter
-        self.reached: int | None = None  # by which backward pass that trains, the last of them
+        self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers the nodes that a thread makes: those of this pass lie between.
         self.thread = threading.get_ident()
         self.start = _sequence_nr()
@@ -51,7 +51,7 @@ class ForwardPass:
         self.measure(value)
 
     def measure(self, value: Any) -> None:
-        """Count the examples and positions of an input; an unknown one has ``None``."""
+        """Count the examples and positions of an input; unknown inputs have ``None`` examples."""
         self.shape: torch.Size | None = None
         if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
             # Images of different sizes, as detection models take them.
@@ -159,7 +159,7 @@ class ForwardPasses:
         self._recomputed: tuple[int, ForwardPass] | None = None
 
     def enter(self, mode: Any) -> None:
-        """A module runs under this function mode, or under none."""
+        """Note that a module runs under this function mode, or under none."""
         self._local.modes.append(_Entered(mode, _frame_of_call()))
 
     def leave(self) -> Any:
@@ -168,7 +168,7 @@ class ForwardPasses:
         return modes.pop().what if modes else None
 
     def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
-        """The model is called; it is a pass of its own if no other runs and it ``counts``."""
+        """Note a call of the model: a pass of its own if no other runs and if it ``counts``."""
         self.break_off()
         calls = self._local.calls
         forward_pass = calls[-1].what if calls else None
@@ -181,7 +181,7 @@ class ForwardPasses:
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:
-        """A call of the model is over."""
+        """Note that a call of the model is over."""
         calls = self._local.calls
         forward_pass = calls.pop().what if calls else None
         if forward_pass is not None and all(call.what is not forward_pass for call in calls):

@@ -44,7 +44,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Sums(Protocol):
-    """Where moments go."""
+    """The sums that moments are added to."""
 
     def add(
         self,
@@ -210,7 +210,7 @@ class Capture:
         self._inputs.clear()
 
     def reset(self) -> None:
-        """Begin anew after a step, which has consumed the statistics."""
+        """Start anew after a step, which has consumed the statistics."""
         self._passes.break_off()
         self._passes.close_loose()
         self.shared.clear()
@@ -263,8 +263,8 @@ class Capture:
     ) -> None:
         """Send ``columns``, gradients of the outputs, back to the layers that gather.
 
-        Their G, times ``scale_of`` the forward passes that they went through, stands in for that of
-        the training pass to come. No parameter receives anything.
+        Their G, times ``scale_of`` the forward passes that they went through, replaces the G of the
+        training pass to come. No parameter receives a gradient.
         """
         self.draws += 1
         self.misread = None  # drawn gradients have a scale of their own
@@ -302,7 +302,7 @@ class Capture:
         self._passes.enter(mode)
 
     def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
-        """Run a module's forward under a mode that finds uses, in passes that gather alone."""
+        """Run a module's forward under a mode that finds uses, if the pass gathers."""
         mode: TorchFunctionMode | None = None
         layers = [layer for layer in layers if module in self._watched[layer]]
         if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
@@ -316,7 +316,7 @@ class Capture:
             mode.__exit__(None, None, None)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        """Return the output behind a tap, or as it is where its pass has no part in training."""
+        """Return the output behind a tap, or as it is if its pass has no part in training."""
         covers = layer.covers_now()
         primary = layer.primary
         gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
@@ -364,18 +364,18 @@ class Capture:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
 
     def _note_order(self, layer: Layer, forward_pass: ForwardPass, x: Tensor) -> None:
-        """Note a layer whose positions K counts for examples.
+        """Note a layer whose positions K counts as examples.
 
-        A model may take examples first and turn them itself: then K is right.
+        A model may take examples first and transpose them itself: then K is right.
         """
         order = layer.sequence_first(x)
         if order is not None and forward_pass.examples == order[0] != order[1]:
             self.misread = self.misread or (layer.name, *order)
 
     def _watch(self, passage: Passage, output: Tensor) -> None:
-        """Notice a backward pass without a tap, for a quarter of its time.
+        """Notice a backward pass without a tap, in a quarter of a tap's time.
 
-        A view's own node is no longer on the way once the view is changed in place.
+        The hook sits on a view's base: a view that is changed in place leaves its own node.
         """
         base = output._base if output._is_view() else output
         node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn

@@ -232,7 +232,7 @@ def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``table[indices]`` and index_select along rows."""
+    """Watch ``table[indices]`` and index_select along rows."""
     out = func(*args, **kwargs)
     found, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
