@@ -50,14 +50,28 @@ def test_examples_run_on_two_ranks(i, code):
     run(2, execute_on_rank, i, code)
 
 
-def test_readme_has_the_table_of_options():
-    text = (ROOT / "README.md").read_text()
+def test_the_table_of_options_is_current():
+    text = (ROOT / "docs/reference/options.md").read_text()
     begin, end = "<!-- options: begin -->\n", "\n<!-- options: end -->"
     shown = text[text.index(begin) + len(begin) : text.index(end)]
-    assert shown == arguments.table(), (
-        "put the output of this between the markers in README.md: "
+    assert shown == arguments.table().replace("](docs/", "](../"), (
+        "put the output of this between the markers in docs/reference/options.md, with ../ in "
+        "place of docs/: "
         'python -c "from kaisa_optim.optim.arguments import table; print(table())"'
     )
+
+
+def test_the_readme_is_short():
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.S)
+    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
+    assert len(prose.split()) <= 1000
+
+
+def test_pictures_of_the_readme_are_small():
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (ROOT / picture).stat().st_size < 150_000
 
 
 def test_links_between_pages_lead_somewhere():
