@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import traffic
+from benchmarks.messages import Source
 from benchmarks.papers_account import Papers
+from benchmarks.remedies import REMEDIES
+from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.optim import arguments
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +63,27 @@ STEPS = {
     "inverses": "KFACSGD, inverse",
     "kfac-pytorch": "kfac-pytorch",
 }
+
+
+# What a user does when a message comes, and the modules that it comes from.
+SECTIONS = {
+    "Building an optimizer": (
+        "optim/arguments", "optim/family", "optim/mixin", "optim/moments", "optim/lamb",
+        "optim/muon", "core/coverage", "core/muon_groups",
+    ),
+    "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
+    "Steps": (
+        "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/gradients",
+        "optim/notices", "capture/tap", "capture/hooks", "capture/forward", "curvature", "linalg",
+    ),
+    "The true Fisher": ("capture/fisher",),
+    "Ranks": ("comm", "optim/join"),
+    "Assignment": ("plan",),
+    "Checkpoints": ("core/checkpoint", "optim/loading"),
+    "Schedules and adaptive damping": ("optim/scheduler", "optim/adaptive_damping"),
+    "Your own layer kind": ("layers",),
+}  # fmt: skip
+HIDDEN = ("linalg/products",)  # caught where it is raised
 
 
 def kept(name: str) -> Any:
@@ -228,10 +253,56 @@ def pages() -> Iterator[tuple[Path, str]]:
         for name, make in tables.items():
             page = rewritten(page, name, make())
         yield PAGES / file, page
-    path = REFERENCE / "traffic.md"
-    yield path, traffic.rewritten(path.read_text(), "\n\n".join(traffic.report()))
+    path = REFERENCE / "errors.md"
+    page = rewritten(path.read_text(), "messages", messages())
+    yield path, rewritten(page, "conflicts", conflicts())
     path = REFERENCE / "options.md"
     yield path, rewritten(path.read_text(), "options", arguments.table())
+
+
+# ---- errors and warnings ----
+
+
+def remedy(text: str) -> tuple[str, str]:
+    """Return what a message says is wrong, and what to do."""
+    for part, what in REMEDIES.items():
+        if part in text:
+            return text, what
+    wrong, _, what = text.rpartition("; ")
+    if not wrong:
+        raise LookupError(f"benchmarks/remedies.py has nothing on: {text}")
+    return wrong, what[0].upper() + what[1:] + "."
+
+
+def messages() -> str:
+    """Return the tables of all messages, by what a user does when they come."""
+    found = Source().messages
+    text = []
+    for title, modules in SECTIONS.items():
+        rows = []
+        for message in found:
+            if message.module.startswith(modules) and message.module not in HIDDEN:
+                wrong, what = remedy(message.text)
+                kind = message.kind if message.kind != "warning" else "**warning**"
+                rows.append([f"{kind}: {_plain(wrong)}", _plain(what)])
+        text.append(f"## {title}\n\n{traffic.table(['message', 'what to do'], rows)}")
+    return "\n\n".join(text).replace("| --: |", "| :-- |")
+
+
+def _plain(text: str) -> str:
+    """Return a text with the signs that Markdown and HTML would take for theirs escaped."""
+    return re.sub(r"([\\`*|<>\[\]]|\b_(?!\w)|(?<!\w)_)", r"\\\1", text)
+
+
+def conflicts() -> str:
+    rows = []
+    for name, option in OPTIONS.items():
+        for conflict in option.conflicts:
+            values = " or ".join(repr(value) for value in conflict.values)
+            other = f"`{conflict.other}` {values}"
+            rows.append([f"`{name}`", other, _plain(conflict.reason), _plain(conflict.remedy)])
+    table = traffic.table(["option", "with", "cause", "what to do"], rows)
+    return table.replace("--:", ":--")
 
 
 # ---- plots ----
@@ -338,6 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for path, page in pages():
         path.write_text(page)
+    traffic.main(["--write", str(REFERENCE / "traffic.md")])
     for draw in (plot_convergence, plot_step_time, plot_bytes, draw_strategies):
         draw(plt)
 

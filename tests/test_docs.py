@@ -1,5 +1,6 @@
 """What the documentation shows must run, and the options that it lists must be the real ones."""
 
+import ast
 import re
 from pathlib import Path
 from unittest import mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import site
+from benchmarks import messages, site
 from kaisa_optim.optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
@@ -86,6 +87,35 @@ def test_the_documentation_is_short():
     pages = [page for page in PAGES if not page.startswith("docs/reference/")]
     # Tables count, too; code and the signs of Markdown do not.
     assert sum(len(re.findall(r"\S*\w\S*", prose(page))) for page in pages) <= WORDS
+
+
+# ---- errors and warnings ----
+
+
+def told():
+    """Yield each literal of some words in the calls that make an error or a warning."""
+    for path in sorted(messages.PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not messages.is_source(messages.called(node)):
+                continue
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from re.split(r"; ?", part.value)
+
+
+def test_the_reference_has_each_message():
+    shown = (DOCS / "reference/errors.md").read_text().replace("\\", "").lower()
+    lacking = {x.strip() for x in told() if len(x.split()) > 3 and x.strip().lower() not in shown}
+    assert not lacking, "run: python -m benchmarks.site"
+
+
+def test_each_message_is_found_in_the_source():
+    source = messages.Source()
+    known = [m for m in source.messages if m.module not in site.HIDDEN]
+    assert len(known) > 200
+    assert {place.split(":")[0] for place in source.unknown} <= set(site.HIDDEN)
+    shown = [x for modules in site.SECTIONS.values() for x in modules]
+    assert not {m.module for m in known if not m.module.startswith(tuple(shown))}
 
 
 # ---- links ----
