@@ -61,6 +61,7 @@ setup: $(VENV)/all-ready
 # A broken link or an unknown name is an error.
 docs: $(VENV)/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python docs/readability.py
 	@echo "open build/site/index.html"
 
 # OMP_NUM_THREADS: otherwise torchrun warns; the demo sets its threads itself.

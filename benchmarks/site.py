@@ -366,7 +366,7 @@ def draw_strategies(plt: Any) -> None:
     """Draw which of four ranks does what for each of four layers."""
     kinds = {"owner and worker": OURS, "worker": "#9fa8da", "receiver": "#eeeeee"}
     # The workers of each layer; the first one owns its factors.
-    chosen = {
+    chosen: dict[str, list[tuple[int, ...]]] = {
         "layer_wise": [(0,), (1,), (2,), (3,)],
         "hybrid": [(0, 1), (1, 0), (2, 3), (3, 2)],
         "opt": [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (3, 0, 1, 2)],
