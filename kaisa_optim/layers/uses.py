@@ -30,9 +30,9 @@ class Use(Layer):
 
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
         Layer.__init__(self, primary.name, primary.module)
-        self.weight, self.bias = primary.weight, None
-        self.trained = (primary.trained[0], False)
-        self.covers = (primary.covers[0], False)
+        # A bias beside the weight is added to the product by another call.
+        self.weight, self.bias = primary.weight, None if crossed else primary.bias
+        self.trained, self.covers = primary.trained, primary.covers
         self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
         self.shared, self.without_input = primary.shared, primary.without_input
         self._primary, self._crossed = primary, crossed

@@ -88,13 +88,14 @@ class WatchMode(TorchFunctionMode):
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
         layer, place = found.layer, found.place()
         own = layer.input_dim
-        if place is None or own is None or any(layer.covers[1:]):
+        if place is None or own is None:
             return out
         used = 1 - input_dim if place.transposed else input_dim
         crossed = used != own
         if place.first is not None and used == 0:  # a part of the inputs
             return out
-        if crossed and layer.without_input:
+        # Input and output of a product with a bias of its own are known, and the bias is in it.
+        if (crossed and layer.without_input) or (layer.covers[1] and (crossed or layer.by_use)):
             return out
         use = kind(layer, crossed=crossed)
         if place.first is not None:

@@ -35,8 +35,9 @@ _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then s
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in float32
-_SIZE = 0.2  # root mean square of orthogonal directions: about that of Adam's directions
-_STILL = 1e-3  # root mean square below which M has about vanished: the result shrinks with M
+# Of an orthogonal direction's root mean square, over the square root of that of Adam's own. With
+# half of it steps are too short at AdamW's learning rates, with 1 too long at high ones.
+_SIZE = 0.8
 
 
 def narrow(matrices: Tensor) -> bool:
@@ -45,12 +46,11 @@ def narrow(matrices: Tensor) -> bool:
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
-    """Return about U Vᵀ for M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
+    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``, scaled; ``in_half`` by bfloat16 products.
 
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
-    below 0.02 of M's norm (0.005 where the smaller side is above 256). The result's root mean
-    square is 0.2, as in Moonlight (Liu et al., 2025), so that learning rates are of Adam's order
-    for any shape. It is less, in proportion, where M's own is below 0.001.
+    below 0.02 of M's norm (0.005 where the smaller side is above 256). The root mean square of the
+    result is 0.8 times the square root of that of M, so that Adam's learning rates carry over.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
     if len(matrices) <= at_once:
@@ -70,8 +70,8 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     found = _towards_one(wide, polynomials, in_half)
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
-    moves = (largest * (norm / (root * _STILL))).clamp_(max=1.0)
-    found.mul_(moves * (_SIZE * root) / _or_one(now))
+    size = (largest * (norm / root)).sqrt_()
+    found.mul_(size * (_SIZE * root) / _or_one(now))
     return found.mT if tall else found
 
 

@@ -254,7 +254,8 @@ def test_statistics_do_not_wait_for_the_warm_up():
         # However far they have turned, so that none is decomposed a step later.
         ({"basis_tolerance": 0.9}, (5, 10, 25, 50)),
         ({"early_refreshes": ()}, ()),
-        ({"moments": "parameters"}, ()),
+        ({"moments": "parameters"}, (5, 10, 25, 50)),
+        ({"moments": "parameters", "inv_update_steps": 40}, ()),
     ],
 )
 def test_bases_that_adam_works_in_are_found_anew_early(options, early):

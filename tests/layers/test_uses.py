@@ -450,14 +450,21 @@ def test_an_unknown_use_is_told_after_the_first_step():
     assert not opt.preconditioner.capture.missing  # nobody waits for it
 
 
-def test_a_weight_used_outside_of_its_module_is_found_around_it():
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda inner, x: F.linear(x, inner.weight, inner.bias),
+        lambda inner, x: (inner.weight @ x.T + inner.bias[:, None]).T,
+    ],
+)
+def test_a_weight_used_outside_of_its_module_is_found_around_it(use):
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.inner.weight, self.inner.bias)
+            return use(self.inner, x)
 
     net = headed(seeded(Around))
     plain = headed(seeded(lambda: nn.Sequential(nn.Linear(4, 3))))

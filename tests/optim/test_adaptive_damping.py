@@ -376,7 +376,7 @@ def go_on(model: nn.Module, opt: Any, adaptive: AdaptiveDamping, steps: range) -
 
 def made() -> tuple[nn.Module, Any, AdaptiveDamping]:
     model = network()
-    opt = KFACSGD(model, lr=0.5, momentum=0.5, damping=0.1, kl_clip=None)
+    opt = KFACSGD(model, lr=0.5, momentum=0.5, damping=0.1, kl_clip=None, early_refreshes=())
     return model, opt, AdaptiveDamping(opt, interval=3)
 
 

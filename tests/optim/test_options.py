@@ -175,7 +175,7 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
                 "inv_update_steps": 50,
                 "basis_tolerance": 0.0,
                 "staggered": True,
-                "early_refreshes": (),
+                "early_refreshes": (5, 10, 25, 50),
                 "damping_split": None,
                 "kl_clip_lr": "initial",
                 "moments": "parameters",
@@ -196,7 +196,14 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
             {"inv_update_steps": 50, "basis_tolerance": 0.0},
         ),
         ({"moments": "metric"}, {"inv_update_steps": 10, "basis_tolerance": 0.0}),
-        ({"normalization": "kaisa"}, {"staggered": False, "kl_clip_lr": "current"}),
+        (
+            {"normalization": "kaisa"},
+            {"staggered": False, "kl_clip_lr": "current", "early_refreshes": ()},
+        ),
+        ({"inv_update_steps": 100}, {"early_refreshes": (5, 10, 25, 50)}),
+        ({"inv_update_steps": 49}, {"early_refreshes": ()}),
+        ({"inv_update_steps": lambda step: 100}, {"early_refreshes": ()}),
+        ({"inv_update_steps": 49, "moments": "eigenbasis"}, {"early_refreshes": (5, 10, 25, 50)}),
         ({"compute_method": "inverse"}, {"damping_split": "pi"}),
         ({"compute_method": "inverse", "normalization": "kaisa"}, {"damping_split": "full"}),
         ({"eigenvalue_correction": True}, {"eigenvalue_correction": "examples"}),
@@ -204,7 +211,7 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
         ({"skip_layers": "head"}, {"skip_layers": ("head",)}),
         ({"staggered": 2.0}, {"staggered": 2}),
     ],
-    ids=str,
+    ids=lambda values: ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in values.items()),
 )
 def test_what_is_left_out_follows_from_the_rest(given, settled):
     options = Options(**given)

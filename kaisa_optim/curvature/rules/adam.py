@@ -87,16 +87,22 @@ class AdamRule(RotatingRule):
         g, a = self._bases(group, slots, gradient)
         present = present_blocks(members, group)
         adam = _settings_of(members, group, values)
+        # Not tables, nor factors that are too wide for a basis; a vector is as it should be.
+        narrow = g is not None and a is not None
+        orthogonalizes = self.orthogonal and narrow and 1 not in gradient.shape[1:]
+        if orthogonalizes:
+            # The average of a few gradients is long by chance: without the bias correction of the
+            # first moment the first steps are shorter.
+            adam = adam._replace(log1=-math.inf)
         projected = kronecker.into_basis(gradient, g, a)
         found = direction(group.tensors, slots, projected, present, adam, self.nesterov)
-        # Not tables, nor factors that are too wide for a basis; a vector is as it should be.
-        if self.orthogonal and g is not None and a is not None and 1 not in found.shape[1:]:
+        if orthogonalizes:
             # Before the direction is turned back, which comes to the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
                 found = orthogonal.orthogonalized(found, in_half=in_half)
             if in_half:  # the direction is rounded already
-                g, a = g.bfloat16(), a.bfloat16()
+                g, a = (None if basis is None else basis.bfloat16() for basis in (g, a))
         return kronecker.out_of_basis(found, g, a)
 
 

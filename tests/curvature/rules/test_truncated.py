@@ -386,7 +386,7 @@ def test_those_are_multiplied_that_have_gradients():
 def test_it_is_not_counted_anew_for_nothing(monkeypatch):
     torch.manual_seed(0)
     model = Net().double()
-    opt = made(0.1, model, damping=lambda step: 0.5 * 0.98**step)
+    opt = made(0.1, model, damping=lambda step: 0.5 * 0.98**step, early_refreshes=())
     counted, fresh = truncation.counted, []
 
     def noted(g: Tensor, *rest: Any) -> Tensor:
