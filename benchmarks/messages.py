@@ -81,6 +81,7 @@ class Source:
                 continue  # its callers are sources
             texts = [" ".join(x.split()) for x in self._told(name, call, around, module)]
             texts = [x for x in texts if any(word.isalpha() for word in x.split())]
+            texts = [x for x in texts if " ;" not in x]  # of a part that is empty
             texts = [x for x in texts if not any(y != x and y.startswith(x) for y in texts)]
             found += [Message(kind_of(name), text, module) for text in texts]
             if not texts and call.args:

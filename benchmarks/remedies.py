@@ -65,7 +65,12 @@ REMEDIES = {
     "needs module classes": "Write @register_layer(ModuleClass).",
     "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",
     "which must return rows": "Write the method that is named.",
-    "can't work with …;": "Leave out one of the two.",
+    "its factors are not on the scale of the loss": 'Leave it out, or use normalization="fisher".',
+    "AdaptiveDamping.step() comes after": "Call optimizer.step() before it, once for each.",
+    "K-FAC lost other ranks": (
+        "Read the log of the rank that failed first. If a rank only takes long, lengthen the "
+        "process group's time-out."
+    ),
     "needs the model first": "Pass the model as the first argument.",
     "True belongs to moments": "Leave the option out, or take another base or other moments.",
     "can't take K-FAC": "Take a dense base, such as SGD, Adam, AdamW or RAdam.",

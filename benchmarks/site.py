@@ -271,7 +271,8 @@ def remedy(text: str) -> tuple[str, str]:
     wrong, _, what = text.rpartition("; ")
     if not wrong:
         raise LookupError(f"benchmarks/remedies.py has nothing on: {text}")
-    return wrong, what[0].upper() + what[1:] + "."
+    end = "" if what[-1] in ".?…" else "."
+    return wrong, what[0].upper() + what[1:] + end
 
 
 def messages() -> str:
@@ -285,7 +286,7 @@ def messages() -> str:
                 wrong, what = remedy(message.text)
                 kind = message.kind if message.kind != "warning" else "**warning**"
                 rows.append([f"{kind}: {_plain(wrong)}", _plain(what)])
-        text.append(f"## {title}\n\n{traffic.table(['message', 'what to do'], rows)}")
+        text.append(f"## {title}\n\n{traffic.table(['message and cause', 'what to do'], rows)}")
     return "\n\n".join(text).replace("| --: |", "| :-- |")
 
 
@@ -322,7 +323,7 @@ def plot_convergence(plt: Any) -> None:
     labels = [f"{contest.title}\n{contest.baseline}" for contest in CONTESTS]
     axes[0].set_yticks(range(len(CONTESTS)), labels, fontsize=8)
     axes[0].invert_yaxis()
-    axes[1].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     _save(plt, figure, PAGES / "convergence.png")
 
 
@@ -330,15 +331,16 @@ def plot_step_time(plt: Any) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     colours = [OURS, "#5c6bc0", "#7986cb", PALE, OTHERS]
     for axis, network in zip(axes, ("resnet32", "transformer"), strict=True):
-        for k, (name, colour) in enumerate(zip(STEPS.values(), colours, strict=True)):
+        for k, (label, colour) in enumerate(zip(STEPS, colours, strict=True)):
+            name = STEPS[label]
             found = [ratio(network, machine, "10/100", name) or 0 for machine in MACHINES]
             places = [i + 0.17 * (k - 2) for i in range(len(found))]
-            axis.bar(places, found, 0.15, color=colour, label=name)
+            axis.bar(places, found, 0.15, color=colour, label=label)
         axis.axhline(1, color="black", linewidth=1)
         axis.set_xticks(range(len(MACHINES)), MACHINES)
         axis.set_ylabel("time of a step; SGD's is 1")
         axis.set_title({"resnet32": "ResNet-32"}.get(network, network))
-    axes[0].legend(fontsize=8, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     _save(plt, figure, PAGES / "step_time.png")
 
 
