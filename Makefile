@@ -17,7 +17,7 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage bench cuda lint types format clean
+.PHONY: help setup demo docs test coverage bench cuda lint types format clean
 
 help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
 	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
 	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
+	@echo "make docs    build the documentation's site into build/site"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
 	@echo "make lint    ruff: rules, formatting, limits; which floor imports which (make format repairs)"
 	@echo "make types   mypy"
@@ -50,7 +51,18 @@ $(VENV)/all-ready: $(VENV)/demo-ready
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision; }
 	@touch $@
 
+# The site's environment; signatures are read from the package itself.
+$(VENV)/docs-ready: $(VENV)/demo-ready
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
 setup: $(VENV)/all-ready
+
+# A broken link or an unknown name is an error.
+docs: $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python docs/readability.py
+	@echo "open build/site/index.html"
 
 # OMP_NUM_THREADS: otherwise torchrun warns; the demo sets its threads itself.
 demo: $(VENV)/demo-ready

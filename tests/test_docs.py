@@ -1,5 +1,6 @@
 """What the documentation shows must run, and the options that it lists must be the real ones."""
 
+import ast
 import re
 from pathlib import Path
 from unittest import mock
@@ -8,19 +9,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import messages, site
 from kaisa_optim.optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md"]
-OF_RANKS = "docs/launch.md"  # its examples run on two ranks
+DOCS = ROOT / "docs"
+PAGES = sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md"))
+OUTSIDE = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md"]
+NOT_OURS = ["docs/guides/from_kfac_pytorch.md"]  # shows another package's calls
+# Pages whose examples run on two ranks.
+OF_RANKS = [f"docs/guides/{name}.md" for name in ("checkpoints", "fsdp", "launch", "ranks")]
+WORDS = 15_000  # of all pages but the reference
 
 
 def blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.S)
 
 
-EXAMPLES = [(page, i, code) for page in PAGES for i, code in enumerate(blocks(page))]
+def examples(pages):
+    return [(page, i, code) for page in pages for i, code in enumerate(blocks(page))]
+
+
+EXAMPLES = examples(p for p in ["README.md", *PAGES] if p not in [*OF_RANKS, *NOT_OURS])
+EXAMPLES_OF_RANKS = examples(OF_RANKS)
+
+
+def names(found):
+    return [f"{page}-{i}" for page, i, _ in found]
 
 
 def execute(page, i, code):
@@ -28,43 +44,54 @@ def execute(page, i, code):
     exec(compile(code, f"{page}, example {i}", "exec"), {"__name__": "example"})
 
 
-def execute_on_rank(i, code):
+def execute_on_rank(page, i, code):
     """In the process group that is there."""
     stand_in = mock.create_autospec(dist.init_process_group)
     with (
         mock.patch.object(dist, "init_process_group", stand_in),
         mock.patch.object(dist, "destroy_process_group"),
     ):
-        execute(OF_RANKS, i, code)
+        execute(page, i, code)
 
 
-@pytest.mark.parametrize("page, i, code", EXAMPLES, ids=[f"{p}-{i}" for p, i, _ in EXAMPLES])
+@pytest.mark.parametrize("page, i, code", EXAMPLES, ids=names(EXAMPLES))
 def test_examples_run(page, i, code):
     execute(page, i, code)
 
 
-@pytest.mark.parametrize("i, code", list(enumerate(blocks(OF_RANKS))))
-def test_examples_run_on_two_ranks(i, code):
+@pytest.mark.parametrize("page, i, code", EXAMPLES_OF_RANKS, ids=names(EXAMPLES_OF_RANKS))
+def test_examples_run_on_two_ranks(page, i, code):
     if "fully_shard" in code and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    run(2, execute_on_rank, i, code)
+    run(2, execute_on_rank, page, i, code)
 
 
-def test_the_table_of_options_is_current():
-    text = (ROOT / "docs/reference/options.md").read_text()
-    begin, end = "<!-- options: begin -->\n", "\n<!-- options: end -->"
-    shown = text[text.index(begin) + len(begin) : text.index(end)]
-    assert shown == arguments.table().replace("](docs/", "](../"), (
-        "put the output of this between the markers in docs/reference/options.md, with ../ in "
-        "place of docs/: "
-        'python -c "from kaisa_optim.optim.arguments import table; print(table())"'
-    )
+def test_the_reference_has_the_table_of_options():
+    text = (DOCS / "reference/options.md").read_text()
+    begin, end = "<!-- options: begin -->", "<!-- options: end -->"
+    shown = text[text.index(begin) + len(begin) : text.index(end)].strip()
+    assert shown == arguments.table(), "run: python -m benchmarks.site"
+
+
+def test_tables_of_results_are_the_kept_numbers():
+    for path, page in site.pages():
+        assert path.read_text() == page, f"{path.name}: run python -m benchmarks.site"
+
+
+def test_the_menu_has_every_page():
+    menu = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(menu) == [page.removeprefix("docs/") for page in PAGES]
+
+
+def test_the_documentation_is_short():
+    pages = [page for page in PAGES if not page.startswith("docs/reference/")]
+    # Tables count, too; code and the signs of Markdown do not.
+    assert sum(len(re.findall(r"\S*\w\S*", prose(page))) for page in pages) <= WORDS
 
 
 def test_the_readme_is_short():
-    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.S)
-    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
-    assert len(prose.split()) <= 1000
+    lines = [line for line in prose("README.md").splitlines() if not line.startswith("|")]
+    assert len(" ".join(lines).split()) <= 1000
 
 
 def test_pictures_of_the_readme_are_small():
@@ -74,8 +101,60 @@ def test_pictures_of_the_readme_are_small():
         assert (ROOT / picture).stat().st_size < 150_000
 
 
-def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, OF_RANKS, "docs/from_kfac_pytorch.md"]:
-        here = (ROOT / page).parent
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
-            assert (here / target).exists(), f"{page}: {target}"
+# ---- errors and warnings ----
+
+
+def told():
+    """Yield each literal of some words in the calls that make an error or a warning."""
+    for path in sorted(messages.PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not messages.is_source(messages.called(node)):
+                continue
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from re.split(r"; ?", part.value)
+
+
+def test_the_reference_has_each_message():
+    shown = (DOCS / "reference/errors.md").read_text().replace("\\", "").lower()
+    lacking = {x.strip() for x in told() if len(x.split()) > 3 and x.strip().lower() not in shown}
+    assert not lacking, "run: python -m benchmarks.site"
+
+
+def test_each_message_is_found_in_the_source():
+    source = messages.Source()
+    known = [m for m in source.messages if m.module not in site.HIDDEN]
+    assert len(known) > 200
+    assert {place.split(":")[0] for place in source.unknown} <= set(site.HIDDEN)
+    shown = [x for modules in site.SECTIONS.values() for x in modules]
+    assert not {m.module for m in known if not m.module.startswith(tuple(shown))}
+
+
+# ---- links ----
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+
+
+def anchor(heading):
+    """As Python-Markdown's table of contents makes it, but for what is not ASCII."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def anchors(page):
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", prose(page), flags=re.M)}
+
+
+@pytest.mark.parametrize("page", [*OUTSIDE, *PAGES])
+def test_links_lead_somewhere(page):
+    here = (ROOT / page).parent
+    for target, place in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
+        if ":" in target:
+            continue  # another site's
+        found = (here / target).resolve() if target else ROOT / page
+        assert found.exists(), f"{page}: {target}"
+        if page in PAGES:  # the site has no other files
+            assert found.is_relative_to(DOCS), f"{page}: {target}"
+        if place and found.suffix == ".md":
+            assert place in anchors(found.relative_to(ROOT)), f"{page}: {target}#{place}"

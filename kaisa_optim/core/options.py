@@ -206,7 +206,7 @@ class Option:
     conflicts: tuple[Conflict, ...] = ()
     unused_by: tuple[str, ...] = ()  # "eigenbasis" (of the moments), "muon"
     own_of_rank: bool = False  # ranks may set different values
-    guide: str = ""  # heading of the guide's section
+    guide: str = ""  # page and anchor in docs/guides
 
     def in_use(self, value: Any) -> bool:
         """Return whether a value asks for something that may contradict another option."""
@@ -251,7 +251,9 @@ def _split(options: Options) -> str | None:
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _BOTH = ("eigenbasis", "muon")
-_FIRST_STEPS = "The base's learning rate, and the first steps"
+# Pages of docs/guides, with the heading's anchor.
+_FIRST_STEPS = "tuning.md#the-first-steps"
+_KEEPING_MOMENTS = "optimizer.md#options-of-kfacadam-and-kfaclamb"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' scaling leaves K out")
 _INVERSE = ("inverse",)
 
@@ -274,11 +276,11 @@ _CURVATURE = (
            'What the loss averages: "examples" (the first dimension of the model\'s input), '
            '"positions", or their number.',
            "optimizer", schedulable=True, own_of_rank=True, conflicts=(_WITHOUT_K,),
-           guide="What K is"),
+           guide="losses.md#what-k-is"),
     Option("loss_reduction", "mean", "str", _one_of("mean", "sum"),
            '"sum" for a loss that does not average. W ranks, which average gradients, then equal '
            "one process on the joined sum at W times their damping.",
-           conflicts=(_WITHOUT_K,), guide="What K is"),
+           conflicts=(_WITHOUT_K,), guide="losses.md#what-k-is"),
     Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
            '"expand": one row for each position; "reduce": one row for each example.',
            conflicts=(_WITHOUT_K,), unused_by=("muon",)),
@@ -286,11 +288,11 @@ _CURVATURE = (
            _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
                  "examples"),
            "The part of the examples from which statistics are taken.",
-           "optimizer", schedulable=True, guide="Statistics of a part of the batch"),
+           "optimizer", schedulable=True, guide="tuning.md#statistics-of-a-part-of-the-batch"),
     Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
            "The precision of the statistics' float32 products, as in "
            'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
-           guide="Mixed precision"),
+           guide="precision.md"),
     Option("eigenvalue_correction", False, "bool | str", _correction,
            'EKFAC: True or "examples" corrects eigenvalues by the gradients of examples, '
            '"gradients" by those of batches.',
@@ -300,13 +302,13 @@ _CURVATURE = (
                         "corrected eigenvalues are no product"),
                Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs"),
                _in_eigenbasis("Adam's second moment is in their place")),
-           unused_by=_BOTH, guide="Corrected eigenvalues"),
+           unused_by=_BOTH, guide="methods.md#corrected-eigenvalues"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',
            unused_by=_BOTH),
     Option("grad_scaler", None, "Any", _grad_scaler,
            "The GradScaler, number or callable that gives the scale of the losses.",
-           "optimizer", own_of_rank=True, guide="Mixed precision"),
+           "optimizer", own_of_rank=True, guide="precision.md"),
     Option("skip_layers", (), "str | Sequence[str]", _patterns,
            "Patterns of layers to leave alone, searched in qualified names and class names."),
     Option("max_factor_size", 16384, "float", _real(lambda x: x >= 1, "1 or more"),
@@ -321,7 +323,7 @@ _REFRESHES = (
            "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon "
            "and for moments in an eigenbasis that is refined.",
            "optimizer", schedulable=True, follows=_refresh_interval,
-           guide="What a refresh costs"),
+           guide="tuning.md#cheaper-refreshes"),
     Option("staggered", None, "bool | int | None", _staggered,
            "True spreads the layers over both intervals, and refreshes as many at once as there "
            "are ranks; a number: that many at once; False: all at once. None: True, unless "
@@ -352,7 +354,7 @@ _REFRESHES = (
            "The share outside of the diagonal up to which eigenvectors are refined, not found "
            "anew. None: 0.1 with moments in the eigenbasis, unless inv_dtype is a half precision "
            'or normalization "kaisa", else 0.',
-           follows=_refined, off=0.0, unused_by=("muon",), guide="What a refresh costs",
+           follows=_refined, off=0.0, unused_by=("muon",), guide="tuning.md#cheaper-refreshes",
            conflicts=(
                Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
                Conflict("normalization", ("kaisa",), "the papers find them anew"),
@@ -371,16 +373,17 @@ _REFRESHES = (
                Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
                Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors"),
                _in_eigenbasis("moments live in all eigenvectors")),
-           unused_by=_BOTH, guide="Leading eigenvectors alone"),
+           unused_by=_BOTH, guide="tuning.md#leading-eigenvectors-alone"),
     Option("factor_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which factors are stored. None: float32, or float64 for float64 "
            "parameters."),
     Option("inv_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
-           guide="Mixed precision"),
+           guide="precision.md"),
     Option("max_failures", 3, "int", _whole(0, "a count, 0 or more"),
-           "Decompositions of one layer that may fail in a row.", guide="Failures"),
+           "Decompositions of one layer that may fail in a row.",
+           guide="launch.md#when-something-fails"),
 )
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
@@ -408,15 +411,15 @@ _STEP = (
            '"parameters", the base sees preconditioned gradients. None: the former, with nesterov '
            "and orthogonal, unless an option is set that has no use there.",
            follows=lambda options: "parameters", unused_by=("muon",),
-           guide="Adam in the eigenbasis"),
+           guide=_KEEPING_MOMENTS),
     Option("nesterov", None, "bool | None", check_flag,
            "With moments in the eigenbasis: the direction takes the gradient in once more. None: "
            "True where moments=None leads there. Of SGD and Muon it is their own.",
-           follows=lambda options: False, guide="Adam in the eigenbasis"),
+           follows=lambda options: False, guide=_KEEPING_MOMENTS),
     Option("orthogonal", None, "bool | None", check_flag,
            "With moments in the eigenbasis: directions have nearly equal singular values, as "
            "Muon's. None: as for nesterov.",
-           follows=lambda options: False, unused_by=("muon",), guide="Adam in the eigenbasis"),
+           follows=lambda options: False, unused_by=("muon",), guide=_KEEPING_MOMENTS),
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | None", _fraction,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -82,14 +81,13 @@ def documentation(base: type[Optimizer]) -> str:
 
 
 def table() -> str:
-    """Return the README's table of all options."""
+    """Return the table of all options in docs/reference/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, option in OPTIONS.items():
         default = f'"{option.default}"' if isinstance(option.default, str) else option.default
         meaning = option.help.replace("|", "\\|")
         if option.guide:
-            anchor = re.sub(r"[^\w -]", "", option.guide.lower()).replace(" ", "-")
-            meaning += f" [More](docs/guide.md#{anchor})"
+            meaning += f" [More](../guides/{option.guide})"
         rows.append(f"| `{name}`{' (s)' if option.schedulable else ''} | {default} | {meaning} |")
     return "\n".join(rows)
 

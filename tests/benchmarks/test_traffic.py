@@ -1,4 +1,4 @@
-"""What docs/traffic.md says of bytes is what the account says today."""
+"""What docs/reference/traffic.md says of bytes is what the account says today."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks import traffic
 
-PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "traffic.md"
 
 
 def test_the_page_is_current():
     page = PAGE.read_text()
     assert traffic.rewritten(page, "\n\n".join(traffic.report())) == page, (
-        "run: python -m benchmarks.traffic --write docs/traffic.md"
+        "run: python -m benchmarks.traffic --write docs/reference/traffic.md"
     )
 
 

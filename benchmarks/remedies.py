@@ -1,0 +1,87 @@
+"""What to do about messages that do not end with it, by a part of their text."""
+
+REMEDIES = {
+    # warnings
+    "the base optimizer updates these": (
+        "K-FAC knows no layer kind for these parameters, or skip_layers names them. Read "
+        "print(optimizer.preconditioner) for the reasons; register a layer kind, or accept it."
+    ),
+    "the base optimizer's step failed": (
+        "The weights of the ranks have drifted apart since. Mend the error that is named, and go "
+        "back to a checkpoint."
+    ),
+    "has had a gradient in": (
+        "The weight is used outside of its module's forward, or its gradient is always zero. Call "
+        "the module itself, freeze the weight, or name the layer in skip_layers."
+    ),
+    "has a gradient but no statistics": (
+        "Call the layer's module itself, and leave paused() only around evaluations."
+    ),
+    "statistics that were not finite": (
+        "A loss or an activation overflowed. One such warning after a loss spike does no harm. If "
+        "it comes again, lower kl_clip or the learning rate, or use bfloat16 in place of float16."
+    ),
+    "stays in use. See whether the loss": (
+        "See whether the loss is finite. Raise damping, or store factors in float32. More than "
+        "max_failures in a row are an error."
+    ),
+    "the checkpoint has use_muon": (
+        "The group keeps what it was built with. Build the optimizer with the groups of the run "
+        "that was saved, if that is not meant."
+    ),
+    "holds no K-FAC factors": (
+        "The file is of a plain optimizer, of other options, or of one rank's share. Factors are "
+        "estimated anew, so nothing has to be done; for a run to go on bit for bit, call "
+        "consolidate_state_dict() on all ranks before a save."
+    ),
+    "'s share of K-FAC's state": (
+        "Call consolidate_state_dict(to=rank) on all ranks before state_dict(). Ignore this "
+        "warning where torch.distributed.checkpoint saves all ranks' shares."
+    ),
+    "a key that nobody reads": "Mend the key's name as the message says, or remove the key.",
+    # errors
+    "sample_fisher was called for some passes": (
+        "Call it on every rank, for all outputs of the loss; with checkpointing, "
+        "use_reentrant=False."
+    ),
+    "on ranks … is not the one of rank 0": (
+        "The ranks have other weights or gradients. Do what the message ends with."
+    ),
+    "K-FAC stops on all ranks": (
+        "One rank had an error, which the message names. Mend that one; the others only follow."
+    ),
+    "they differ among the ranks": "Build the same model with the same options on all ranks.",
+    "are not the model's any more": (
+        "Something replaced parameters after the optimizer was built. Build it after that."
+    ),
+    "has no statistics yet": "Ask after the first step.",
+    "not here": "Ask on the rank that optimizer.preconditioner.assignment names.",
+    "only some ranks have loaded": "Call load_state_dict() on all ranks.",
+    "has no gradient on ranks": (
+        "Average gradients over all ranks before step(), a missing one as zero, or use "
+        "DistributedDataParallel with find_unused_parameters=True."
+    ),
+    "needs the module classes": "Write @register_layer(ModuleClass).",
+    "needs module classes": "Write @register_layer(ModuleClass).",
+    "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",
+    "which must return rows": "Write the method that is named.",
+    "its factors are not on the scale of the loss": 'Leave it out, or use normalization="fisher".',
+    "AdaptiveDamping.step() comes after": "Call optimizer.step() before it, once for each.",
+    "K-FAC lost other ranks": (
+        "Read the log of the rank that failed first. If a rank only takes long, lengthen the "
+        "process group's time-out."
+    ),
+    "needs the model first": "Pass the model as the first argument.",
+    "True belongs to moments": "Leave the option out, or take another base or other moments.",
+    "can't take K-FAC": "Take a dense base, such as SGD, Adam, AdamW or RAdam.",
+    "please consider SparseAdam": "Build the embedding without sparse=True.",
+    "does not support complex": "Give complex parameters to another optimizer.",
+    "cannot be captured in a CUDA graph": "Run the training step outside of CUDA graphs.",
+    'backend="apex" needs': "Build apex from its source repository, or use the torch backend.",
+    "Tensor lr must be": "Pass a number, or a tensor with one element.",
+    "Invalid learning rate": "Pass a number, 0 or above.",
+    "Invalid epsilon value": "Pass a number, 0 or above.",
+    "Invalid beta parameter": "Pass numbers in [0, 1).",
+    "Invalid weight_decay value": "Pass a number, 0 or above.",
+    "place put": "Return ranks of the grid, as the message says.",
+}

@@ -1,0 +1,420 @@
+"""The tables and plots of docs, made from the raw numbers in benchmarks/results.
+
+    python -m benchmarks.site
+
+Nothing is measured: bytes follow from the models' shapes, options from the package, all else was
+kept by the benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import traffic
+from benchmarks.messages import Source
+from benchmarks.papers_account import Papers
+from benchmarks.remedies import REMEDIES
+from kaisa_optim.core.options import OPTIONS
+from kaisa_optim.optim import arguments
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGES = ROOT / "benchmarks/results", ROOT / "docs/results"
+REFERENCE = ROOT / "docs/reference"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
+OURS, OTHERS, PALE = "#3f51b5", "#9e9e9e", "#c5cae9"
+
+
+class Contest(NamedTuple):
+    """A task of the convergence benchmark, and the optimizer whose last loss is the target."""
+
+    title: str
+    file: str
+    baseline: str
+
+
+CONTESTS = (
+    Contest("character GPT", "characters", "AdamW"),
+    Contest("ResNet-8, batch 256", "resnet8-256", "SGD"),
+    Contest("ResNet-8, batch 256", "resnet8-256", "AdamW"),
+    Contest("ResNet-8, batch 1,024", "resnet8-1024", "AdamW"),
+    Contest("U-Net on nuclei", "unet-8", "SGD"),
+    Contest("digits autoencoder, batch 256", "digits-256", "AdamW"),
+    Contest("digits autoencoder, full batch", "digits-full", "AdamW"),
+    Contest("Fashion-MNIST autoencoder, batch 256", "fashion-256", "AdamW"),
+    Contest("Fashion-MNIST autoencoder, batch 8,192", "fashion-8192", "AdamW"),
+)
+CONTESTANTS = {
+    "KFACAdam": "KFACAdam, defaults",
+    "KFACMuon": "KFACMuon, defaults",
+    "KFACSGD": "KFACSGD, defaults",
+    "SOAP": "SOAP",
+    "Muon": "Muon",
+}
+MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
+STEPS = {
+    "KFACSGD": "KFACSGD",
+    "bases refined": "KFACSGD, bases followed",
+    "refined and truncated": "KFACSGD, truncated, bases followed",
+    "inverses": "KFACSGD, inverse",
+    "kfac-pytorch": "kfac-pytorch",
+}
+
+
+# What a user does when a message comes, and the modules that it comes from.
+SECTIONS = {
+    "Building an optimizer": (
+        "optim/arguments", "optim/family", "optim/mixin", "optim/moments", "optim/lamb",
+        "optim/muon", "core/coverage", "core/muon_groups",
+    ),
+    "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
+    "Steps": (
+        "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/gradients",
+        "optim/notices", "capture/tap", "capture/hooks", "capture/forward", "curvature", "linalg",
+    ),
+    "The true Fisher": ("capture/fisher",),
+    "Ranks": ("comm", "optim/join"),
+    "Assignment": ("plan",),
+    "Checkpoints": ("core/checkpoint", "optim/loading"),
+    "Schedules and adaptive damping": ("optim/scheduler", "optim/adaptive_damping"),
+    "Your own layer kind": ("layers",),
+}  # fmt: skip
+HIDDEN = ("linalg/products",)  # caught where it is raised
+
+
+def kept(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# ---- convergence ----
+
+
+def reached(contest: Contest, optimizer: str) -> tuple[float, float] | None:
+    """Return the shares of the baseline's steps and seconds, or None where not reached."""
+    for row in kept(f"convergence_{contest.file}")["to the baseline's loss"]:
+        if (row["baseline"], row["optimizer"]) == (contest.baseline, optimizer):
+            return row["of_its_steps"] and (row["of_its_steps"], row["of_its_seconds"])
+    return None
+
+
+def shares() -> str:
+    rows = []
+    for contest in CONTESTS:
+        found = [reached(contest, name) for name in CONTESTANTS.values()]
+        cells = [f"{x[0]:.2f} / {x[1]:.2f}" if x else "" for x in found]
+        rows.append([f"{contest.title}, {contest.baseline}", *cells])
+    return traffic.table(["task, baseline", *CONTESTANTS], rows)
+
+
+def losses() -> str:
+    rows, seen = [], set()
+    for contest in CONTESTS:
+        if contest.file in seen:
+            continue
+        seen.add(contest.file)
+        last = {row["optimizer"]: row for row in kept(f"convergence_{contest.file}")["final"]}
+        found = [last.get(name) for name in [*CONTESTANTS.values(), contest.baseline]]
+        least = min(row["loss"] for row in found if row)
+        cells = []
+        for row in found:
+            digits = "#.4g" if row and row["loss"] >= 1 else "#.3g"
+            text = format(row["loss"], digits) if row else ""
+            cells.append(f"**{text}**" if row and row["loss"] == least else text)
+        rows.append([contest.title, *cells])
+    return traffic.table(["task", *CONTESTANTS, "the baseline"], rows)
+
+
+def lamb() -> str:
+    found = kept("convergence_masked")
+    rows = []
+    for row in found["to the baseline's loss"]:
+        last = next(x for x in found["final"] if x["optimizer"] == row["optimizer"])
+        told = f"{row['of_its_steps']:.2f} / {row['of_its_seconds']:.2f}" if row["steps"] else ""
+        rows.append([row["optimizer"], told, f"{last['loss']:.3f}"])
+    base = next(x for x in found["final"] if x["optimizer"] == "LAMB")
+    rows.append(["LAMB", "1 / 1", f"{base['loss']:.3f}"])
+    return traffic.table(["optimizer", "steps / seconds to LAMB's loss", "last loss"], rows)
+
+
+def memory_limit() -> str:
+    found = kept("fixed_memory_resnet8_950")
+    batches = {row["optimizer"]: str(row["batch"]) for row in found["batches"]}
+    rows = []
+    for row in found["final"]:
+        cells = [
+            next(
+                (
+                    f"{x['of_its_seconds']:.2f}"
+                    for x in found["to the baseline's loss"]
+                    if (x["baseline"], x["optimizer"]) == (base, row["optimizer"])
+                    and x["of_its_seconds"]
+                ),
+                "",
+            )
+            for base in ("SGD", "AdamW")
+        ]
+        size = batches[row["optimizer"]]
+        rows.append([row["optimizer"], size, f"{row['loss']:.3f}", *cells])
+    head = ["optimizer", "batch", "last loss", "seconds to SGD's loss", "to AdamW's"]
+    return traffic.table(head, rows)
+
+
+# ---- time of a step ----
+
+
+def ratio(network: str, machine: str, interval: str, name: str) -> float | None:
+    found = kept(f"step_time_steps_cpu_{network}{MACHINES[machine]}")["results"]
+    key = next(x for x in found if x.endswith(f" {interval}"))
+    return next((row["ratio"] for row in found[key] if row["name"] == name), None)
+
+
+def step_times() -> str:
+    rows = []
+    for network, title in (("resnet32", "ResNet-32"), ("transformer", "transformer")):
+        for machine in MACHINES:
+            cells = []
+            for name in STEPS.values():
+                pair = [ratio(network, machine, x, name) for x in ("10/100", "1/10")]
+                cells.append(", ".join(f"{x:.2f}" for x in pair if x))
+            rows.append([f"{title}, {machine}", *cells])
+    return traffic.table(["network, machine", *STEPS], rows)
+
+
+def two_ranks() -> str:
+    rows = []
+    for machine, suffix in MACHINES.items():
+        found = kept(f"step_time_ranks_cpu_transformer{suffix}")["results"]
+        for name in ("SGD", "KFACSGD, layer-wise", "KFACSGD, opt"):
+            cells = []
+            for interval in ("10/100", "1/10"):
+                row = found[f"transformer {interval}"][name]
+                cells += [f"{row['growth']:.2f}", f"{row['beside']:.2f}"]
+            rows.append([f"{name}, {machine}", *cells])
+    head = ["", "10/100: growth", "of SGD's", "1/10: growth", "of SGD's"]
+    return traffic.table(head, rows)
+
+
+# ---- bytes ----
+
+
+def fullest(model: str, strategy: str) -> tuple[float, float]:
+    """Return what the fullest of 64 ranks keeps, here and in the papers' scheme."""
+    found = traffic.plan(model, strategy, 64)
+    return traffic.largest(found.memory()), traffic.largest(Papers(found).memory())
+
+
+def of_64_ranks() -> str:
+    rows = []
+    for model in traffic.MODELS:
+        for name in traffic.STRATEGIES:
+            found = traffic.schemes(model, name, 64, 10, 100)
+            sent = [traffic.mean(found[x]) for x in ("ours", "packed", "papers")]
+            keeps = fullest(model, name)
+            rows.append([f"{model}, {name}", *map(traffic.mb, [*sent, *keeps])])
+    head = ["model, assignment", "traffic, MB a step", "papers, packed", "papers"]
+    return traffic.table([*head, "memory of the fullest rank, MB", "papers"], rows)
+
+
+def slow_lines() -> str:
+    found = kept("network_cpu")["results"]
+    rows = []
+    for name in found["10/100"]:
+        cells = []
+        for interval in ("1/10", "10/100"):
+            row, base = found[interval][name], found[interval]["SGD"]
+            cells += [f"{row['seconds'] / base['seconds']:.2f}", f"{row['mb']:.2f}"]
+        rows.append([name, *cells])
+    head = ["", "1/10: of SGD's step", "MB a step", "10/100: of SGD's step", "MB a step"]
+    return traffic.table(head, rows)
+
+
+TABLES = {
+    "convergence.md": {"shares": shares, "losses": losses, "lamb": lamb, "memory": memory_limit},
+    "step_time.md": {"steps": step_times, "ranks": two_ranks},
+    "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
+}
+
+
+def rewritten(page: str, name: str, table: str) -> str:
+    """Return the page with another table between its markers."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page and what it should be."""
+    for file, tables in TABLES.items():
+        page = (PAGES / file).read_text()
+        for name, make in tables.items():
+            page = rewritten(page, name, make())
+        yield PAGES / file, page
+    path = REFERENCE / "errors.md"
+    page = rewritten(path.read_text(), "messages", messages())
+    yield path, rewritten(page, "conflicts", conflicts())
+    path = REFERENCE / "options.md"
+    yield path, rewritten(path.read_text(), "options", arguments.table())
+
+
+# ---- errors and warnings ----
+
+
+def remedy(text: str) -> tuple[str, str]:
+    """Return what a message says is wrong, and what to do."""
+    for part, what in REMEDIES.items():
+        if part in text:
+            return text, what
+    wrong, _, what = text.rpartition("; ")
+    if not wrong:
+        raise LookupError(f"benchmarks/remedies.py has nothing on: {text}")
+    end = "" if what[-1] in ".?…" else "."
+    return wrong, what[0].upper() + what[1:] + end
+
+
+def messages() -> str:
+    """Return the tables of all messages, by what a user does when they come."""
+    found = Source().messages
+    text = []
+    for title, modules in SECTIONS.items():
+        rows = []
+        for message in found:
+            if message.module.startswith(modules) and message.module not in HIDDEN:
+                wrong, what = remedy(message.text)
+                kind = message.kind if message.kind != "warning" else "**warning**"
+                rows.append([f"{kind}: {_plain(wrong)}", _plain(what)])
+        text.append(f"## {title}\n\n{traffic.table(['message and cause', 'what to do'], rows)}")
+    return "\n\n".join(text).replace("| --: |", "| :-- |")
+
+
+def _plain(text: str) -> str:
+    """Return a text with the signs that Markdown and HTML would take for theirs escaped."""
+    return re.sub(r"([\\`*|<>\[\]]|\b_(?!\w)|(?<!\w)_)", r"\\\1", text)
+
+
+def conflicts() -> str:
+    rows = []
+    for name, option in OPTIONS.items():
+        for conflict in option.conflicts:
+            values = " or ".join(repr(value) for value in conflict.values)
+            other = f"`{conflict.other}` {values}"
+            rows.append([f"`{name}`", other, _plain(conflict.reason), _plain(conflict.remedy)])
+    table = traffic.table(["option", "with", "cause", "what to do"], rows)
+    return table.replace("--:", ":--")
+
+
+# ---- plots ----
+
+
+def plot_convergence(plt: Any) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 5.2), sharey=True, layout="constrained")
+    names = ["KFACAdam", "KFACMuon", "SOAP", "Muon"]
+    colours = [OURS, "#7986cb", "#bdbdbd", "#757575"]
+    for axis, which, title in zip(axes, (0, 1), ("steps", "seconds"), strict=True):
+        for k, (name, colour) in enumerate(zip(names, colours, strict=True)):
+            found = [reached(contest, CONTESTANTS[name]) for contest in CONTESTS]
+            places = [i + 0.19 * (k - 1.5) for i, x in enumerate(found) if x]
+            axis.barh(places, [x[which] for x in found if x], 0.17, color=colour, label=name)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_xlabel(f"{title} to the baseline's loss; the baseline takes 1")
+    labels = [f"{contest.title}\n{contest.baseline}" for contest in CONTESTS]
+    axes[0].set_yticks(range(len(CONTESTS)), labels, fontsize=8)
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    _save(plt, figure, PAGES / "convergence.png")
+
+
+def plot_step_time(plt: Any) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    colours = [OURS, "#5c6bc0", "#7986cb", PALE, OTHERS]
+    for axis, network in zip(axes, ("resnet32", "transformer"), strict=True):
+        for k, (label, colour) in enumerate(zip(STEPS, colours, strict=True)):
+            name = STEPS[label]
+            found = [ratio(network, machine, "10/100", name) or 0 for machine in MACHINES]
+            places = [i + 0.17 * (k - 2) for i in range(len(found))]
+            axis.bar(places, found, 0.15, color=colour, label=label)
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set_xticks(range(len(MACHINES)), MACHINES)
+        axis.set_ylabel("time of a step; SGD's is 1")
+        axis.set_title({"resnet32": "ResNet-32"}.get(network, network))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    _save(plt, figure, PAGES / "step_time.png")
+
+
+def plot_bytes(plt: Any) -> None:
+    figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    for kind, scheme, colour in ((0, "ours", OURS), (1, "papers", OTHERS)):
+        points = []
+        for name in traffic.STRATEGIES:
+            found = traffic.schemes("BERT-Large", name, 64, 10, 100)[scheme]
+            keeps = fullest("BERT-Large", name)[kind]
+            points.append((traffic.mean(found) / 1e9, keeps / 1e9))
+        label = "kaisa_optim" if kind == 0 else "the papers' scheme"
+        axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+        for name, point in zip(traffic.STRATEGIES, points, strict=True):
+            axis.annotate(name, point, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axis.set_xlim(0, 2.8)
+    axis.set_ylim(0, 9.5)
+    axis.set_xlabel("GB that arrive at a rank in a step")
+    axis.set_ylabel("GB of K-FAC's state on the fullest rank")
+    axis.legend()
+    _save(plt, figure, PAGES / "memory_traffic.png")
+
+
+def draw_strategies(plt: Any) -> None:
+    """Draw which of four ranks does what for each of four layers."""
+    kinds = {"owner and worker": OURS, "worker": "#9fa8da", "receiver": "#eeeeee"}
+    # The workers of each layer; the first one owns its factors.
+    chosen: dict[str, list[tuple[int, ...]]] = {
+        "layer_wise": [(0,), (1,), (2,), (3,)],
+        "hybrid": [(0, 1), (1, 0), (2, 3), (3, 2)],
+        "opt": [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (3, 0, 1, 2)],
+    }
+    for name, layers in chosen.items():
+        figure, axis = plt.subplots(figsize=(6.4, 2.4), layout="constrained")
+        for row, workers in enumerate(layers):
+            for rank in range(4):
+                kind = "worker" if rank in workers else "receiver"
+                kind = "owner and worker" if rank == workers[0] else kind
+                box = plt.Rectangle((rank, row), 0.94, 0.88, facecolor=kinds[kind])
+                axis.add_patch(box)
+                colour = "white" if kind == "owner and worker" else "black"
+                spot = rank + 0.47, row + 0.44
+                axis.text(*spot, kind, ha="center", va="center", fontsize=8, color=colour)
+        axis.set_xlim(0, 4)
+        axis.set_ylim(4, 0)
+        axis.set_xticks([i + 0.47 for i in range(4)], [f"rank {i}" for i in range(4)])
+        axis.set_yticks([i + 0.44 for i in range(4)], [f"layer {i}" for i in range(4)])
+        axis.xaxis.tick_top()
+        axis.tick_params(length=0)
+        for side in axis.spines.values():
+            side.set_visible(False)
+        _save(plt, figure, ROOT / f"docs/guides/{name}.png")
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.site", description="Write the tables and plots of docs/results."
+    ).parse_args(arguments)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for path, page in pages():
+        path.write_text(page)
+    traffic.main(["--write", str(REFERENCE / "traffic.md")])
+    for draw in (plot_convergence, plot_step_time, plot_bytes, draw_strategies):
+        draw(plt)
+
+
+if __name__ == "__main__":
+    main()
