@@ -57,7 +57,7 @@ def factors_of(opt: Any) -> Factors:
 
 def each_step(net: nn.Module, x: Tensor, steps: int, **options: Any) -> list[Factors]:
     """The factors of every step."""
-    opt = KFACSGD(net, **{**BARE, **options})
+    opt = KFACSGD(net, **{**BARE, "early_refreshes": (), **options})
     found = []
     for _ in range(steps):
         opt.zero_grad()
