@@ -20,8 +20,8 @@ REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 .PHONY: help setup demo docs test coverage bench cuda lint types format clean
 
 help:
-	@echo "make demo    train a network on two ranks with K-FAC beside its base optimizers"
-	@echo "             (DEMO_ARGS=--short, RANKS=2)"
+	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
+	@echo "             (DEMO_ARGS=--short: one seed; DEMO_ARGS=--search: learning rates; RANKS=2)"
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
 	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
 	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
@@ -32,7 +32,7 @@ help:
 	@echo "make setup   only build the environment, in $(VENV)"
 	@echo "make clean   remove the environment and all caches"
 
-# The demo's environment: torch, the package itself, scikit-learn and matplotlib.
+# The demo's environment: torch, the package itself, scikit-learn, matplotlib and rich.
 $(VENV)/demo-ready: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 		"kaisa_optim needs Python 3.10 or newer; name one: make PYTHON=python3.11 ...")'

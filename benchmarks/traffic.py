@@ -2,10 +2,11 @@
 
 And how long ranks wait for each other's decompositions.
 
-    python -m benchmarks.traffic [--write docs/reference/traffic.md]
+    python -m benchmarks.traffic [--write docs/reference/traffic.md] [--plot fraction.png]
 
 Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
-the tables replace those between the markers of that page.
+the tables replace those between the markers of that page. With ``--plot``, memory is drawn against
+traffic over ``grad_worker_fraction``, on 16 and on 64 ranks.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ STRATEGIES: dict[str, WorkAssignment] = {
     "opt": Opt(),
 }
 INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
+GATHERED = 10  # factor_update_steps by default
 REFRESHED = 50  # inv_update_steps by default
 MAX_FACTOR_SIZE = 16384
 MB = 1e6
@@ -288,6 +290,43 @@ def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
     yield waits((fewer, world))
 
 
+def fractions(model: str, world: int) -> list[tuple[float, float, float]]:
+    """Return fraction, fullest rank's bytes and mean bytes per rank and step, by defaults."""
+    found = []
+    workers = 1
+    while workers <= world:
+        ours = account(MODELS[model](), Hybrid(workers / world), world)
+        steps = ours.per_step(Schedule(ours.layers, world), GATHERED, REFRESHED)
+        found.append((workers / world, largest(ours.memory()), mean(steps)))
+        workers *= 2
+    return found
+
+
+def plot(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for panel, model in zip(panels, ("ResNet-50", "BERT-Large"), strict=True):
+        for world, color, offset in ((16, "tab:blue", (-24, -14)), (64, "tab:red", (6, 4))):
+            points = fractions(model, world)
+            memory, traffic = ([p[i] / MB for p in points] for i in (1, 2))
+            panel.plot(traffic, memory, "o-", color=color, label=f"{world} ranks")
+            for place, text in ((0, f"1/{world}"), (-1, "1")):
+                at = traffic[place], memory[place]
+                panel.annotate(text, at, offset, textcoords="offset points", color=color)
+        panel.set(title=model, xlabel="MB that a rank receives per step")
+        panel.set(xlim=(0, 1.15 * panel.get_xlim()[1]), ylim=(0, 1.1 * panel.get_ylim()[1]))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("MB of K-FAC state, fullest rank")
+    panels[0].legend(title="grad_worker_fraction\nfrom 1/ranks to 1", loc="lower left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def rewritten(page: str, tables: str) -> str:
     """The page with other tables between its markers."""
     before, rest = page.split(BEGIN)
@@ -301,7 +340,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Bytes that K-FAC keeps and sends, ours beside the papers' scheme.",
     )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw memory against traffic")
     options = parser.parse_args(arguments)
+    if options.plot is not None:
+        plot(options.plot)
+        print(f"plot: {options.plot}")
+        return
     tables = "\n\n".join(report())
     if options.write is None:
         print(tables)

@@ -20,22 +20,25 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import hosts
-from benchmarks.demo import Digits, Place, Split, network
 from benchmarks.hosts import CABLE, PORT, address, arrived, check, ip, joined, notes_of
+from benchmarks.ranks import Place
 from kaisa_optim import KFACSGD
 
 HOSTS = 2
+BATCH = 64  # examples of all ranks
 RANKS = 2  # of each host
 EVERY, REFRESHED = 2, 4
 WARM_UP = 2 * REFRESHED  # steps before the cable's bytes count
@@ -45,6 +48,50 @@ PATIENCE = 180  # seconds for a trial
 
 
 # ---- a rank ----
+
+
+@dataclass(frozen=True)
+class Split:
+    images: Tensor  # [n, 1, 8, 8]
+    labels: Tensor  # [n]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """1,200 of scikit-learn's digits."""
+
+    train: Split
+
+    @classmethod
+    def load(cls, device: torch.device) -> Digits:
+        pixels, digits = load_digits(return_X_y=True)
+        order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:1200]
+        images = (torch.tensor(pixels, dtype=torch.float32) / 16).view(-1, 1, 8, 8)[order]
+        return cls(Split(images.to(device), torch.tensor(digits)[order].to(device)))
+
+    def batches(self, seed: int, epoch: int, place: Place) -> Iterator[Split]:
+        """Yield this rank's shares of the epoch's full batches."""
+        generator = torch.Generator().manual_seed(1000 * seed + epoch)
+        order = torch.randperm(len(self.train.labels), generator=generator)
+        for indices in order.to(self.train.labels.device).split(BATCH):
+            if len(indices) == BATCH:
+                mine = place.share(indices)
+                yield Split(self.train.images[mine], self.train.labels[mine])
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 class Exchanges:
@@ -111,7 +158,7 @@ def counts(exchanges: Exchanges) -> Tensor:
 
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    place = Place.find("cpu")
+    place = Place.find(on_cpu=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     notes: Path = options.notes
     try:
@@ -146,7 +193,7 @@ def train(options: argparse.Namespace, place: Place, notes: Path) -> None:
         "memory": optimizer.preconditioner.memory_usage()["total"],
         "milliseconds": 1e3 * seconds / (step + 1 - WARM_UP),
     }
-    everyone = place.all_say(mine)
+    everyone = place.gather(mine)
     if place.rank == 0:
         (notes / "ranks").write_text(json.dumps(everyone))
         torch.save(weights, notes / "weights")

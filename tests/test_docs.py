@@ -89,6 +89,18 @@ def test_the_documentation_is_short():
     assert sum(len(re.findall(r"\S*\w\S*", prose(page))) for page in pages) <= WORDS
 
 
+def test_the_readme_is_short():
+    lines = [line for line in prose("README.md").splitlines() if not line.startswith("|")]
+    assert len(" ".join(lines).split()) <= 1000
+
+
+def test_pictures_of_the_readme_are_small():
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (ROOT / picture).stat().st_size < 150_000
+
+
 # ---- errors and warnings ----
 
 

@@ -156,6 +156,7 @@ def ours(**options: Any) -> Maker:
                 momentum=0.9,
                 factor_update_steps=every,
                 inv_update_steps=refreshed,
+                early_refreshes=(),  # a step is timed as if training had begun long ago
                 **task.options,
                 **options,
             )

@@ -120,6 +120,7 @@ def measure(blocks: int, width: int, rows: int) -> Result:
         staggered=False,
         factor_decay=DECAY,
         basis_tolerance=TOLERANCE,
+        early_refreshes=(),
     )
     kfac = optimizer.preconditioner
     # The first step's statistics are replaced; it only has to see some of every layer.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.ranks import Ranks
-from ..errors import invalid
+from ..errors import invalid, invalid_because
 from .forward_pass import ForwardPass
 from .hooks import Capture
 
@@ -56,10 +56,11 @@ class Fisher:
             dim = min(1, sides - 1) if classes or sides > 3 else -1
         self.dim = dim % sides if -sides <= dim < sides else sides
         if self.dim == sides or (self.dim == 0 and sides > 1):
-            raise ValueError(
-                f"Invalid dim: {dim} for outputs of shape {tuple(outputs.shape)}; it must be one "
-                "behind the batch, that of the classes or features"
+            why = (
+                f"{dim} for outputs of shape {tuple(outputs.shape)}; it must be one behind the "
+                "batch, that of the classes or features"
             )
+            raise invalid_because("dim", why)
         # As [examples, positions, width]; a single dimension holds one example's classes, or one
         # number of each example.
         self._moved = outputs.movedim(self.dim, -1).shape
@@ -81,20 +82,21 @@ class Fisher:
             given = getattr(self.weight, "shape", None)
             said = repr(self.weight) if given is None else f"shape {tuple(given)}"
             shapes = " or ".join(str(tuple(shape)) for shape in allowed)
-            raise ValueError(
-                f"Invalid weight: {said}; it must be a tensor of shape {shapes}, one number for "
-                "each loss, 0 for those that do not count"
+            why = (
+                f"{said}; it must be a tensor of shape {shapes}, one number for each loss, 0 for "
+                "those that do not count"
             )
+            raise invalid_because("weight", why)
 
     def seed(self, *numbers: int) -> None:
-        """Draw from a stream of these numbers' own, unless the user has given one."""
+        """Draw from a stream that these numbers seed, unless the user has given a generator."""
         if self.generator is None and not self.exact and not callable(self.kind):
             digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
             self.generator = torch.Generator(self.outputs.device)
             self.generator.manual_seed(int.from_bytes(digest, "big"))
 
     def draw(self, capture: Capture, sums: Counts) -> None:
-        """Gather G; its scale is that of the sum of the terms that K counts."""
+        """Gather G, on the scale of the sum of the terms that K counts."""
         summed = sums.loss_reduction == "sum" or callable(self.kind)
         counted = isinstance(sums.loss_terms, str)
 
@@ -107,7 +109,7 @@ class Fisher:
         capture.draw(self.outputs, self.columns(relative=counted and not summed), scale)
 
     def columns(self, relative: bool) -> Iterator[Tensor]:
-        """Gradients of the outputs; ``relative`` weights count as shares of their sum."""
+        """Yield gradients of the outputs; ``relative`` weights count as shares of their sum."""
         if callable(self.kind):
             yield _own(self.kind, self.outputs)
             return
@@ -154,7 +156,7 @@ class Fisher:
 
 
 def _exact(outputs: Tensor, kind: str) -> Iterator[Tensor]:
-    """Every column of H's square root, at one position of all examples at a time."""
+    """Yield each column of H's square root, at one position of all examples at a time."""
     if kind == "mse":
         deviation = torch.full_like(outputs, math.sqrt(2))
     elif kind == "bce":
@@ -172,7 +174,7 @@ def _exact(outputs: Tensor, kind: str) -> Iterator[Tensor]:
 
 
 def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    """The gradient that a user's callable makes, or that of the loss that it returns."""
+    """Return the gradient that a user's callable makes, or the gradient of the loss it returns."""
     leaf = outputs.detach().requires_grad_()
     with torch.enable_grad():
         made = kind(leaf)
@@ -181,43 +183,44 @@ def _own(kind: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
     if isinstance(made, Tensor) and made.dim() == 0 and made.requires_grad:
         return torch.autograd.grad(made, leaf)[0]
     said = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
-    raise ValueError(
-        f"Invalid kind: its callable returned {said}; it must return a loss of its argument, as a "
-        f"scalar that can be differentiated, or the gradient, of shape {tuple(outputs.shape)}"
+    why = (
+        f"its callable returned {said}; it must return a loss of its argument, as a scalar that "
+        f"can be differentiated, or the gradient, of shape {tuple(outputs.shape)}"
     )
+    raise invalid_because("kind", why)
 
 
 def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) -> None:
     if not callable(kind) and kind not in KINDS:
         raise invalid("kind", kind, f"it must be {_NAMES} or a callable")
     if not isinstance(outputs, Tensor):
-        raise ValueError(
-            f"Invalid outputs: {type(outputs).__name__}; pass the tensor that the loss is of"
+        raise invalid_because(
+            "outputs", f"{type(outputs).__name__}; pass the tensor that the loss is of"
         )
     if outputs.dim() == 0 or not outputs.is_floating_point():
-        raise ValueError(
-            f"Invalid outputs: shape {tuple(outputs.shape)}, {outputs.dtype}; they must be real "
-            "numbers, the batch first"
+        why = (
+            f"shape {tuple(outputs.shape)}, {outputs.dtype}; they must be real numbers, the batch "
+            "first"
         )
+        raise invalid_because("outputs", why)
     if not outputs.requires_grad:
-        raise ValueError(
-            "Invalid outputs: they have no graph; pass what the model returned with gradients "
-            "enabled, before loss.backward()"
+        why = (
+            "they have no graph; pass what the model returned with gradients enabled, before "
+            "loss.backward()"
         )
+        raise invalid_because("outputs", why)
     if callable(kind):
         _check_call(kind)
         given = [name for name, value in others.items() if value is not None]
         if given:
-            raise ValueError(
-                f"Invalid {given[0]}: a callable kind makes the gradient alone; leave it out"
+            raise invalid_because(
+                given[0], "a callable kind makes the gradient alone; leave it out"
             )
     if exact and callable(kind):
-        raise ValueError(
-            "Invalid exact: True for a callable kind, of which no Hessian is known; it can be for "
-            + _NAMES
-        )
+        why = f"True for a callable kind, of which no Hessian is known; it can be for {_NAMES}"
+        raise invalid_because("exact", why)
     if exact and others["generator"] is not None:
-        raise ValueError("Invalid generator: exact=True draws nothing; leave it out")
+        raise invalid_because("generator", "exact=True draws nothing; leave it out")
 
 
 def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
@@ -228,14 +231,15 @@ def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
     try:
         called.bind(None)
     except TypeError as error:
-        raise ValueError(
-            f"Invalid kind: {kind!r} is called with the outputs alone, for which it draws labels "
-            f"by itself ({error}); a loss that torch has goes by its name, {_NAMES}"
-        ) from None
+        why = (
+            f"{kind!r} is called with the outputs alone, for which it draws labels by itself "
+            f"({error}); a loss that torch has goes by its name, {_NAMES}"
+        )
+        raise invalid_because("kind", why) from None
 
 
 def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
-    """Some passes of a step had their gradients drawn and others not: name them on all ranks."""
+    """Raise on all ranks: gradients were drawn for some passes of a step only; name the others."""
     theirs = ranks.gather_objects((calls, own[:3]), "naming passes that were not drawn for")
     said = "; ".join(
         f"rank {rank}: {calls} calls" + (f", not for {', '.join(names)}" if names else "")
@@ -250,7 +254,7 @@ def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
 
 
 def draw_before_backward(fisher: Fisher, capture: Capture, sums: Counts) -> None:
-    """Gather G, and name the remedy where the graph is gone already."""
+    """Gather G; raise an error with the remedy if the graph has been freed already."""
     try:
         fisher.draw(capture, sums)
     except RuntimeError as error:

@@ -25,6 +25,7 @@ class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if it trains."""
 
     __slots__ = (
+        "closed",
         "end",
         "examples",
         "first",
@@ -41,7 +42,8 @@ class ForwardPass:
         self.paused = paused
         self.first = first  # the layer that began it, where the model itself was not called
         self.started = False  # one of its layers is tapped or watched
-        self.reached: int | None = None  # by which backward pass that trains, the last of them
+        self.closed = False  # only layers need gradients in it: no input, no other parameter
+        self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers the nodes that a thread makes: those of this pass lie between.
         self.thread = threading.get_ident()
         self.start = _sequence_nr()
@@ -49,7 +51,7 @@ class ForwardPass:
         self.measure(value)
 
     def measure(self, value: Any) -> None:
-        """Count the examples and positions of an input; an unknown one has ``None``."""
+        """Count the examples and positions of an input; unknown inputs have ``None`` examples."""
         self.shape: torch.Size | None = None
         if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
             # Images of different sizes, as detection models take them.
@@ -91,6 +93,19 @@ def first_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
+
+
+def needs_gradient(value: Any) -> bool:
+    """Return whether some tensor of an input needs a gradient."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return False
+    return any(map(needs_gradient, value))
 
 
 def _positions(tensor: Tensor) -> int:
@@ -144,7 +159,7 @@ class ForwardPasses:
         self._recomputed: tuple[int, ForwardPass] | None = None
 
     def enter(self, mode: Any) -> None:
-        """A module runs under this function mode, or under none."""
+        """Note that a module runs under this function mode, or under none."""
         self._local.modes.append(_Entered(mode, _frame_of_call()))
 
     def leave(self) -> Any:
@@ -152,8 +167,8 @@ class ForwardPasses:
         modes = self._local.modes
         return modes.pop().what if modes else None
 
-    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
-        """The model is called; it is a pass of its own if no other runs and it ``counts``."""
+    def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
+        """Note a call of the model: a pass of its own if no other runs and if it ``counts``."""
         self.break_off()
         calls = self._local.calls
         forward_pass = calls[-1].what if calls else None
@@ -162,10 +177,11 @@ class ForwardPasses:
             value = next(filter(_has_examples, given), given)
             self.close_loose()
             forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
+            forward_pass.closed = closed
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:
-        """A call of the model is over."""
+        """Note that a call of the model is over."""
         calls = self._local.calls
         forward_pass = calls.pop().what if calls else None
         if forward_pass is not None and all(call.what is not forward_pass for call in calls):

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Basis, Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
+from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, needs_gradient
 from .tap import (
     Call,
     Covers,
@@ -44,7 +44,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Sums(Protocol):
-    """Where moments go."""
+    """The sums that moments are added to."""
 
     def add(
         self,
@@ -83,6 +83,12 @@ def _remove(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
+def _outside(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Parameter]:
+    """Return the model's parameters that no layer has."""
+    own = {p for layer in layers for p in (layer.weight, layer.bias)}
+    return [p for p in model.parameters() if p not in own]
+
+
 class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
@@ -107,7 +113,8 @@ class Capture:
         # Reads the basis in which second moments of a layer's gradients are wanted.
         self.basis_of: Callable[[Layer], Basis | None] | None = None
         self.wanted = frozenset(layers)  # layers whose slot to gather it is
-        self.missing = set(layers)  # layers without an average
+        self.unseen = set(layers)  # layers without an average
+        self.missing = set(layers)  # unseen layers that gather in any pass
         self.sample: Sample | None = None  # of the rows of a pass; None: all
         self.was_paused = False  # since the last reset
         self.backwards = 0  # passes since then that reached a layer and trained it
@@ -122,6 +129,7 @@ class Capture:
         self._looked: int | None = None  # the pass that last looked for gradients that are gone
         # Layers that added anything since the last reset, and where their gradients are.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
+        self._others = _outside(model, layers)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
@@ -130,6 +138,10 @@ class Capture:
         self.shared = Shared()
         for layer in layers:
             layer.shared = self.shared
+        # Modules in which calls with each layer's parameters are watched, and those with hooks.
+        self._watched = {layer: layer.watched_in for layer in layers}
+        self._hooked = {(layer, module) for layer in layers for module in layer.watched_in}
+        self._levels = dict.fromkeys(layers, 0)
         self._handles = self._attach(model, layers)
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -165,26 +177,40 @@ class Capture:
             module.register_forward_hook(_Hook(self._exit), always_call=True),
         ]
 
-    def widen(self, model: nn.Module, layers: Iterable[Layer]) -> None:
-        """Watch the calls in the parents of the modules in which these layers were not seen."""
+    def search(self, model: nn.Module, levels: Mapping[Layer, int]) -> None:
+        """Watch each layer's calls so many levels around the modules that it is declared in."""
+        changed = {layer: n for layer, n in levels.items() if n != self._levels[layer]}
+        if not changed:
+            return
+        self._levels |= changed
         parents = {child: module for module in model.modules() for child in module.children()}
-        for layer in layers:
-            before = layer.watched_in or (layer.module,)
-            layer.watched_in = tuple(dict.fromkeys(parents.get(m, model) for m in before))
-            for module in layer.watched_in:
-                if module not in before:
+        for layer, count in changed.items():
+            modules = layer.watched_in if count == 0 else layer.watched_in or (layer.module,)
+            for _ in range(count):
+                modules = tuple(dict.fromkeys(parents.get(m, model) for m in modules))
+            self._watched[layer] = modules
+            for module in modules:
+                if (layer, module) not in self._hooked:
                     self._handles += self._watch_in(module, [layer])
+                    self._hooked.add((layer, module))
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
-        self._passes.starts(args, kwargs, counts=counts)
+        closed = counts and self._is_closed(args, kwargs)
+        self._passes.starts(args, kwargs, counts=counts, closed=closed)
+
+    def _is_closed(self, *given: Any) -> bool:
+        """Return whether only layers that are seen need gradients in a pass of these inputs."""
+        if any(p.requires_grad for p in self._others):
+            return False
+        return not any(any(x.covers_now()) for x in self.unseen) and not needs_gradient(given)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._passes.ends()
         self._inputs.clear()
 
     def reset(self) -> None:
-        """Begin anew after a step, which has consumed the statistics."""
+        """Start anew after a step, which has consumed the statistics."""
         self._passes.break_off()
         self._passes.close_loose()
         self.shared.clear()
@@ -237,8 +263,8 @@ class Capture:
     ) -> None:
         """Send ``columns``, gradients of the outputs, back to the layers that gather.
 
-        Their G, times ``scale_of`` the forward passes that they went through, stands in for that of
-        the training pass to come. No parameter receives anything.
+        Their G, times ``scale_of`` the forward passes that they went through, replaces the G of the
+        training pass to come. No parameter receives a gradient.
         """
         self.draws += 1
         self.misread = None  # drawn gradients have a scale of their own
@@ -262,7 +288,7 @@ class Capture:
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
-        if layer.watched_in or (module is layer.module and is_substituted(module, layer)):
+        if self._watched[layer] or (module is layer.module and is_substituted(module, layer)):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -276,9 +302,9 @@ class Capture:
         self._passes.enter(mode)
 
     def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
-        """Run a module's forward under a mode that finds uses, in passes that gather alone."""
+        """Run a module's forward under a mode that finds uses, if the pass gathers."""
         mode: TorchFunctionMode | None = None
-        layers = [layer for layer in layers if module in layer.watched_in]
+        layers = [layer for layer in layers if module in self._watched[layer]]
         if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
             mode = WatchMode(layers, self._tap)
             mode.__enter__()
@@ -290,7 +316,7 @@ class Capture:
             mode.__exit__(None, None, None)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        """Return the output behind a tap, or as it is where its pass has no part in training."""
+        """Return the output behind a tap, or as it is if its pass has no part in training."""
         covers = layer.covers_now()
         primary = layer.primary
         gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
@@ -313,12 +339,12 @@ class Capture:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
-            # A backward pass that trains any layer comes to one without inputs from a layer
-            # before it: only such a layer is watched.
-            starts = not (forward_pass.started and x.requires_grad)
+            # If only layers need gradients, a backward pass through a layer with an input that
+            # needs one comes to a layer before it, too: only the first of them is watched.
+            follows = forward_pass.closed and forward_pass.started and x.requires_grad
             forward_pass.started = True
             if not gathers and not checkpointed:
-                if starts:
+                if not follows:
                     self._watch(passage, output)
                 return output
             if gathers:
@@ -338,18 +364,18 @@ class Capture:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
 
     def _note_order(self, layer: Layer, forward_pass: ForwardPass, x: Tensor) -> None:
-        """Note a layer whose positions K counts for examples.
+        """Note a layer whose positions K counts as examples.
 
-        A model may take examples first and turn them itself: then K is right.
+        A model may take examples first and transpose them itself: then K is right.
         """
         order = layer.sequence_first(x)
         if order is not None and forward_pass.examples == order[0] != order[1]:
             self.misread = self.misread or (layer.name, *order)
 
     def _watch(self, passage: Passage, output: Tensor) -> None:
-        """Notice a backward pass without a tap, for a quarter of its time.
+        """Notice a backward pass without a tap, in a quarter of a tap's time.
 
-        A view's own node is no longer on the way once the view is changed in place.
+        The hook sits on a view's base: a view that is changed in place leaves its own node.
         """
         base = output._base if output._is_view() else output
         node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn

@@ -22,11 +22,12 @@ Covers = tuple[bool, bool]
 
 
 class Tap(torch.autograd.Function):
-    """Identity on a layer's output, after which in-place activations may follow.
+    """Identity on a layer's output, which in-place activations may follow.
 
-    Marked in place for that; but for a view autograd would then copy the gradient three times. It
-    passes under another name, where nothing else can see it. There is no setup_context, for which
-    torch would look up the signature in every call: under its transforms nothing is tapped.
+    The output is marked as changed in place, so that they may. Of a view, autograd would then copy
+    the gradient three times: it is returned as a new tensor if nothing else can see the old one.
+    There is no setup_context, since torch would look up its signature in every call: under torch's
+    transforms, nothing is tapped.
     """
 
     @staticmethod
@@ -68,7 +69,7 @@ class Drawn:
         self.moments, self.ever = moments, True
 
     def take(self) -> Moments | None:
-        """Once: a second training pass through the same graph adds nothing."""
+        """Return the moments once: a second training pass through the same graph adds nothing."""
         moments, self.moments = self.moments, None
         return moments
 
@@ -107,10 +108,10 @@ class Inputs:
         self._last: tuple[Any, Any, Tensor] | None = None
 
     def as_used(self, layer: Layer, x: Tensor, part: Part) -> Tensor:
-        """Return the input as autocast hands it to the layer, which keeps such a copy and not it.
+        """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
 
-        Of what has to be copied for that, only the part. A copy, too, where the layer keeps another
-        tensor, as what follows may then change the input in place.
+        Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
+        tensor in its place: later operations may then change the input in place.
         """
         device, dtype = x.device.type, x.dtype
         cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
@@ -120,13 +121,15 @@ class Inputs:
             return x
         if layer.keeps_another or dtype == x.dtype:
             return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
-        asked = x._version, dtype, part
-        if self._last is not None:
+        # Tensors of inference mode count no versions.
+        asked = None if x.is_inference() else (x._version, dtype, part)
+        if asked is not None and self._last is not None:
             of, known, copy = self._last
             if of() is x and known == asked:
                 return copy
         copy = part.of(x.detach()).to(dtype)
-        self._last = weakref.ref(x), asked, copy
+        if asked is not None:
+            self._last = weakref.ref(x), asked, copy
         return copy
 
     def clear(self) -> None:
@@ -184,8 +187,8 @@ def check_layout(layer: Layer, x: Tensor) -> None:
 def is_checkpointed() -> bool:
     """Return whether torch.utils.checkpoint's forward or recomputation runs.
 
-    There the same tensors must be saved both times, whatever is wanted by then: the function is
-    applied always, and the record of the first forward decides.
+    Both runs must save the same tensors, though other layers may gather by then: under a
+    checkpoint every output is tapped, and the record of the first forward decides.
     """
     hooks = saving_hooks()
     return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own

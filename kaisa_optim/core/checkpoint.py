@@ -25,6 +25,7 @@ STEP = f"{PREFIX}step"
 # Earlier versions could decompose beside the steps that followed, and kept copies of factors here.
 _FORMER = f"{PREFIX}under_way"
 _STATUS_SHAPES = (6,), (8,)  # earlier versions had two more, of such decompositions
+_CONVENTIONS = 8  # codes of the factors' meaning
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 _MOMENTS = "exp_avg", "momentum"  # one of them is among the tensors of each gradient
 
@@ -139,7 +140,10 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 
 
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
-    """Return a layer's state as numbers; the first one holds has_average + 2 · missed."""
+    """Return a layer's state as numbers, as many as earlier versions had.
+
+    The first one holds has_average + 2 · missed, the last one convention + 8 · levels.
+    """
     state = kfac.states[layer.name]
     averages = state.has_average + 2 * state.missed
     return [
@@ -147,7 +151,7 @@ def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
         int(state.has_state),
         *map(int, layer.covers),
         state.failures,
-        _convention(kfac),
+        _convention(kfac) + _CONVENTIONS * state.levels,
     ]
 
 
@@ -356,7 +360,8 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     status = entry.get(f"{PREFIX}{layer.tag}status")
     if status is None:
         return True
-    return _saved_covers(layer, entry) == layer.covers and int(status[5]) == _convention(kfac)
+    same = int(status[5]) % _CONVENTIONS == _convention(kfac)
+    return same and _saved_covers(layer, entry) == layer.covers
 
 
 class Restored(NamedTuple):
@@ -376,7 +381,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> Restored:
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     restored = Restored([], [])
     for layer in kfac.registry.active:
-        kfac.states[layer.name].failures = 0
+        kfac.states[layer.name].failures = kfac.states[layer.name].levels = 0
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry, restored):
             restored.anew.append(layer.name)
@@ -392,7 +397,7 @@ def _restore_layer(
     views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
-    averages, has_state, _, _, failures, _, *begun = status.tolist()
+    averages, has_state, _, _, failures, code, *begun = status.tolist()
     is_complete = True
     for name, view in views.items():
         if name in entry:
@@ -409,7 +414,7 @@ def _restore_layer(
     state = kfac.states[layer.name]
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete
-    state.failures = failures
+    state.failures, state.levels = failures, code // _CONVENTIONS
     if state.has_state:  # a decomposition that was under way is done anew at once
         state.stale.update(side for side, step in zip("ag", begun, strict=False) if step >= 0)
     moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}

@@ -184,9 +184,6 @@ class Preconditioner(Questions):
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
             states[name].has_average = True
-        strays = self.registry.strays
-        if strays:
-            capture.widen(coverage.unwrapped(self.model), strays)
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
@@ -280,7 +277,10 @@ class Preconditioner(Questions):
             if layer.name in wanted or 0 < states[layer.name].missed < limit
         )
         layers = self.registry.layers.values()
-        self.capture.missing = {layer for layer in layers if states[layer.name].waits}
+        self.capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
+        self.capture.missing = {x for x in self.capture.unseen if states[x.name].waits}
+        levels = {layer: states[layer.name].levels for layer in layers}
+        self.capture.search(coverage.unwrapped(self.model), levels)
 
     def _changed(self) -> None:
         if self._is_built:
@@ -344,6 +344,7 @@ class Preconditioner(Questions):
         """Forget a layer's factors: they are estimated anew when it is next used."""
         self.registry.states[layer.name].reset()
         self.capture.missing.add(layer)
+        self.capture.unseen.add(layer)
 
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""

@@ -93,13 +93,6 @@ class Registry:
         return {name: why[p] for name, p in named if p in why}
 
     @property
-    def strays(self) -> list[Layer]:
-        """Layers that trained without being seen where they were looked for."""
-        states = self.states
-        unseen = [x for x in self.active if states[x.name].waits and states[x.name].unseen]
-        return [x for x in unseen if x.watchable and not x.intercepts()]
-
-    @property
     def with_average(self) -> list[Layer]:
         return [layer for layer in self.layers.values() if self.states[layer.name].has_average]
 

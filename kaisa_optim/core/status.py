@@ -174,9 +174,13 @@ class Status:
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
         begun = agreed.rows or any(state.has_average for state in states.values())
-        for name, state in states.items() if agreed.captured and begun else ():
-            if not state.has_average and name not in agreed.rows:
-                state.unseen += agreed.gradients[name] > 0
+        for layer in self._registry.layers.values() if agreed.captured and begun else ():
+            name, state = layer.name, states[layer.name]
+            if state.has_average or name in agreed.rows or not agreed.gradients[name]:
+                continue
+            state.unseen += 1
+            # The weight may be in use in the modules around: search one level further out.
+            state.levels += state.waits and layer.watchable and not layer.intercepts()
         for layer in capture.wanted:
             name, state = layer.name, states[layer.name]
             if name in agreed.rows or not state.has_average:
@@ -330,6 +334,7 @@ class Status:
                 state.missed = 1
                 found.in_part.append(layer)
             if averages < world:
+                state.levels = 0
                 found.absent.append(layer)
                 if averages:  # ranks with an average did not gather, but K has their terms
                     found.in_part.append(layer)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..comm.sharding import is_sharded
 from ..layers import ElementwiseLayer, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
 
 _MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
@@ -37,11 +38,14 @@ def tie(layers: Candidates, names: Mapping[Tensor, list[str]]) -> set[Tensor]:
 
 
 def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candidates]:
-    """Return the layers of each shared weight of which every module has one."""
+    """Return the layers of each weight that several modules share, if each of them has one.
+
+    Sharded weights are left out: calls see tensors that ``fully_shard`` gathers in their place.
+    """
     of_weight: dict[Tensor, Candidates] = {}
     for candidate in layers:
         weight = candidate[0].weight
-        if weight is not None and len(names[weight]) > 1:
+        if weight is not None and len(names[weight]) > 1 and not is_sharded(weight):
             of_weight.setdefault(weight, []).append(candidate)
     return [users for weight, users in of_weight.items() if len(users) == len(names[weight])]
 

@@ -135,7 +135,7 @@ class FactorSums:
             if crossed is not None and sums.a is None:
                 # A and G are each other's factors, and their product is the same.
                 sums.a, sums.g, sums.count = crossed.a, crossed.g, crossed.count
-            elif crossed is not None and sums.blocks == 1:
+            elif crossed is not None:
                 _combine(sums, crossed, layer)
 
     # ---- reports ----
@@ -221,34 +221,58 @@ class FactorSums:
 def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
     """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums (A₂ and G₂ are those of crossed uses).
 
-    The weights are those of the two traces, and the product has the trace of the sum.
+    The weights are those of the two traces, and the product has the trace of the sum. Each block
+    has weights of its own.
     """
     a1, a2, g1, g2 = sums.a, crossed.a, sums.g, crossed.g
     assert a1 is not None and a2 is not None and g1 is not None and g2 is not None
-    a1, a2 = a1 / sums.count[0], a2 / crossed.count[0]
+    a1, a2 = (x / _each(n, x) for x, n in ((a1, sums.count), (a2, crossed.count)))
+    if 0 in sums.count:  # blocks with crossed uses alone take their A, beside a G of zero
+        empty = torch.tensor([n == 0 for n in sums.count], device=a1.device)
+        a1 = torch.where(empty.view(-1, *(1,) * (a1.dim() - 1)), a2, a1)
+    sums.count = [own or theirs for own, theirs in zip(sums.count, crossed.count, strict=True)]
     of_a1, of_a2, of_g1, of_g2 = (
-        _trace(x, layer, side) for x, side in ((a1, "a"), (a2, "a"), (g1, "g"), (g2, "g"))
+        _traces(x, layer, side) for x, side in ((a1, "a"), (a2, "a"), (g1, "g"), (g2, "g"))
     )
     first, second = of_a1 * of_g1, of_a2 * of_g2
     roots = first.sqrt() + second.sqrt()
     a_share, g_share = first.sqrt() / roots, (first + second) / of_a1 / roots
     # Kept as large as the first A, a mean over rows.
-    a = a1 * a_share + a2 * ((1 - a_share) * of_a1 / of_a2)
-    g = g1 * (g_share * first.sqrt() / of_g1) + g2 * (g_share * second.sqrt() / of_g2)
-    # One of the products may be nothing, as where all gradients are zero.
-    sums.a = torch.where(second > 0, torch.where(first > 0, a, a2), a1) * sums.count[0]
-    sums.g = torch.where(second > 0, torch.where(first > 0, g, g2), g1)
+    a_shares = a_share, (1 - a_share) * of_a1 / of_a2
+    g_shares = g_share * first.sqrt() / of_g1, g_share * second.sqrt() / of_g2
+    # A product may be zero, as all gradients may be; what is not finite must stay so.
+    zero = first == 0, second == 0
+    sums.a = _mixed(a1, a2, a_shares, zero) * _each(sums.count, a1)
+    sums.g = _mixed(g1, g2, g_shares, zero)
 
 
-def _trace(moment: Tensor, layer: Layer, side: str) -> Tensor:
-    """Return the trace of a moment of one block: a diagonal, a matrix, or a packed one."""
+def _mixed(
+    one: Tensor, other: Tensor, shares: tuple[Tensor, Tensor], zero: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return both moments' weighted sum; where one of the products is zero, the other's moment."""
+    shape = -1, *(1,) * (one.dim() - 1)
+    both = one * shares[0].view(shape) + other * shares[1].view(shape)
+    rest = torch.where(zero[0].view(shape), other, both)
+    return torch.where(zero[1].view(shape), one, rest)
+
+
+def _each(counts: Sequence[float], like: Tensor) -> Tensor | float:
+    """Return the blocks' counts in a shape that scales their moments; one number if all agree."""
+    counts = [max(1, count) for count in counts]
+    if len(set(counts)) == 1:
+        return counts[0]
+    return like.new_tensor(counts).view(-1, *(1,) * (like.dim() - 1))
+
+
+def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
+    """Return the trace of each block's moment: a diagonal, a matrix, or a packed one."""
     diagonal, n = (
         (layer.diagonal_a, layer.a_dim) if side == "a" else (layer.diagonal_g, layer.g_dim)
     )
     if not diagonal:
         whole = moment if moment.dim() == 3 else unpack(moment, n)
         moment = whole.diagonal(dim1=-2, dim2=-1)
-    return moment.sum()
+    return moment.sum(-1)
 
 
 def width(key: StackKey) -> int:

@@ -125,7 +125,7 @@ class _AttentionMode(TorchFunctionMode):
             names.clear()  # functions and their globals are a circle, which would outlive the model
 
     def _tapped(self, batch: int) -> dict[str, Any]:
-        """The globals of torch's own functions, with these among them."""
+        """Return the globals of torch's own functions, with watched ones in the place of some."""
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -154,7 +154,7 @@ class _AttentionMode(TorchFunctionMode):
 
 
 def _first_row(view: Tensor, parameter: Tensor | None) -> int | None:
-    """Where a row slice of a parameter begins; ``None`` for a slice of something else."""
+    """Return where a row slice of a parameter begins; ``None`` for a slice of another tensor."""
     if view is parameter:
         return 0
     if parameter is None or view._base is not parameter:

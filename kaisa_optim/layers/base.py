@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import invalid, invalid_because
 from ..linalg.moments import projected_diagonal, projected_moment, second_moment
 from .sampling import WHOLE, Part, Sample
 
-# Of copies of rows, made at once.
+# Elements of copies of rows that are made at once.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -42,10 +43,10 @@ class Moments(NamedTuple):
 class PassSettings(NamedTuple):
     """How moments are taken of one call of a layer."""
 
-    reduce: bool  # one row an example: ā, Σ ∂L/∂s
+    reduce: bool  # one row for each example: ā, Σ ∂L/∂s
     dtype: torch.dtype  # of the moments
     blocks: slice = slice(None)  # of the layer, that the call sees
-    mode: Any = None  # what the forward pass noted for the moments, if anything
+    mode: Any = None  # facts of the forward pass that the moments need, if any
     part: Part = WHOLE  # of the pass
 
 
@@ -66,10 +67,10 @@ class Shared:
         self._moment: Tensor | None = None
 
     def find(self, x: Tensor, said: Any) -> Tensor | None:
-        """``said`` tells what was asked of the input."""
+        """Return a copy of this input's moment if it was kept with equal settings ``said``."""
         if self._moment is None or self._input is None or self._input() is not x:
             return None
-        # Whatever has been written into since is no longer what it was.
+        # Input or moment may have been written into since.
         known = self._said == (said, x._version, self._moment._version)
         return self._moment.clone() if known else None
 
@@ -96,8 +97,8 @@ class CoveredModule:
     multiplies = True  # its weight is a matrix, or kernel, that multiplies the input
     reads_input = True  # output_rows, too
     reads_dense_only = False  # nested and sparse inputs are refused
-    keeps_another = False  # the forward keeps what it made of its input, and not the input
-    unseen_output = False  # the forward keeps its output for nothing, not even its own backward
+    keeps_another = False  # the forward keeps a tensor made of its input, and not the input
+    unseen_output = False  # nothing keeps the output, not even the backward of the forward
     watchable = False  # calls with its weight tell all that its statistics need
     input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
 
@@ -172,7 +173,7 @@ class CoveredModule:
         return self.g_dim_of(covers) > self.wide
 
     def covers_now(self) -> tuple[bool, bool]:
-        """Which of weight and bias a backward of this moment would give this optimizer."""
+        """Return whether a backward pass now would give weight and bias a gradient to train by."""
         weight, bias = self.weight, self.bias
         return (
             self.trained[0] and weight is not None and weight.requires_grad,
@@ -190,15 +191,15 @@ class RowsOfModule(CoveredModule):
     """How a module's tensors become rows."""
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Rows a, without the bias's 1, from the module's input (and its output's gradient)."""
+        """Return rows a, without the bias's 1, of a module's input (and its output's gradient)."""
         raise NotImplementedError
 
     def input_rows_key(self) -> Hashable:
-        """Layers with equal keys make the same rows of the same input; ``None``: unknown."""
+        """Return a key: layers with equal keys make the same rows of one input, or ``None``."""
         return None
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        """Rows ∂L/∂s from the gradient of the module's output."""
+        """Return rows ∂L/∂s of the gradient of the module's output."""
         raise NotImplementedError
 
     def unbatched(self, x: Tensor) -> bool:
@@ -206,26 +207,29 @@ class RowsOfModule(CoveredModule):
         return False
 
     def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
-        """Positions and examples of an input whose module was told that they come in this order."""
+        """Return positions and examples of an input if its module takes positions first."""
         return None
 
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        """Dimensions that input and output have alike and that ``statistics_fraction`` may thin
-        out: that of the examples, then one of positions, if any."""
+        """Return dimensions of input and output alike that ``statistics_fraction`` may thin out.
+
+        The dimension of the examples comes first, then one of positions, if any.
+        """
         return () if self.unbatched(output) else (0,)
 
     def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
-        """The part of a pass to take statistics of; under ``reduce``, of whole examples."""
+        """Return the part of a pass to take statistics of; under ``reduce``, of whole examples."""
         if sample is None:
             return WHOLE
         dims = self.row_dims(output)
         part = sample.part(output.shape, dims[:1] if reduce else dims)
         if part is not WHOLE and x.shape[part.dim : part.dim + 1] != (part.whole,):
-            raise ValueError(
-                f"Invalid row_dims: {dims}; layer {self.name!r} has an input {tuple(x.shape)} and "
-                f"an output {tuple(output.shape)}, of which statistics_fraction takes the same "
-                "rows; name dimensions that both have alike, or none: ()"
+            must = (
+                f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
+                f"{tuple(output.shape)}, of which statistics_fraction takes the same rows; name "
+                "dimensions that both have alike, or none: ()"
             )
+            raise invalid("row_dims", dims, must)
         return part
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
@@ -237,7 +241,7 @@ class RowsOfModule(CoveredModule):
         return None
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input and output gradient, or parts of the batch where rows take much more room."""
+        """Yield input and output gradient, or parts of the batch if rows take much more memory."""
         yield x, grad
 
 
@@ -284,14 +288,14 @@ class MomentsOfRows(RowsOfModule):
     def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
         # A call may see some of the blocks, and one block of inputs may stand for all.
         if rows.dim() != 4 or rows.shape[3] != features or rows.shape[0] > self.blocks:
-            raise ValueError(
-                f"Invalid {type(self).__name__}.{method}: {tuple(rows.shape)} in layer "
-                f"{self.name!r}; it must return rows [blocks, batch, positions, features], here "
-                f"[{self.blocks}, batch, positions, {features}]"
+            why = (
+                f"{tuple(rows.shape)} in layer {self.name!r}; it must return rows [blocks, batch, "
+                f"positions, features], here [{self.blocks}, batch, positions, {features}]"
             )
+            raise invalid_because(f"{type(self).__name__}.{method}", why)
 
     def _shared_moment(self, x: Tensor, grad: Tensor, part: Part, **asked: Any) -> Tensor:
-        """The input's moment; layers that have one input, as query, key and value, make it once."""
+        """Return the input's moment; layers with one input, as query and key, make it once."""
         key = self.input_rows_key()
         said = key, part, *asked.values()
         moment = None if key is None else self.shared.find(x, said)
@@ -343,9 +347,9 @@ class MomentsOfRows(RowsOfModule):
         *,
         reduce: bool,
     ) -> Tensor:
-        """Σ (Q_Gᵀ ∇ Q_A)² over gradients ∇ of a row each, or of an example each under ``reduce``.
+        """Return Σ (Q_Gᵀ ∇ Q_A)² over gradients ∇ of single rows, or examples under ``reduce``.
 
-        ``moment_g`` is this pass's Σ (∂L/∂s)(∂L/∂s)ᵀ, in whose dtype the result is.
+        ``moment_g`` is this pass's Σ (∂L/∂s)(∂L/∂s)ᵀ; the result has its dtype.
         """
         if not covers[0] or x is None:  # A is the number 1
             return projected_diagonal(moment_g, basis[0])[..., None]
@@ -384,17 +388,17 @@ class Layer(MomentsOfRows):
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
-        """The layers that a module of this kind makes; most make one."""
+        """Return the layers that a module of this kind makes; most make one."""
         return [cls(name, module)]
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """Why this module can't be covered, or ``None``."""
+        """Return why this module can't be covered, or ``None``."""
         return None
 
     @classmethod
     def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
-        """A mode to run the module's forward under, where its output alone doesn't tell enough.
+        """Return a mode to run the module's forward under if its output alone tells too little.
 
         It calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of these
         ``layers`` and goes on with the tensor that ``tap`` returns.
@@ -425,7 +429,7 @@ class Layer(MomentsOfRows):
     # ---- the gradient as a matrix ----
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
-        """Views of a ``[blocks, g, a]`` matrix, one for each covered parameter."""
+        """Return views of a ``[blocks, g, a]`` matrix, one for each covered parameter."""
         parts = []
         if self.covers[0]:
             parts.append(matrix[..., : self.inputs].unflatten(-1, self.in_shape))
@@ -434,7 +438,7 @@ class Layer(MomentsOfRows):
         return parts
 
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Views of tensors shaped like the covered parameters, shaped like their matrix part."""
+        """Return views, shaped like their matrix part, of tensors like the covered parameters."""
         views = iter(tensors)
         parts = []
         if self.covers[0]:
@@ -444,7 +448,7 @@ class Layer(MomentsOfRows):
         return parts
 
     def weight_view(self, tensor: Tensor) -> Tensor:
-        """A view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
+        """Return a view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
 
     @property
@@ -453,7 +457,7 @@ class Layer(MomentsOfRows):
         return 0 if self.bias is None else self.bias.numel()
 
     def bias_view(self, tensor: Tensor) -> Tensor:
-        """A view of a bias-shaped tensor as ``[blocks, outputs]``."""
+        """Return a view of a bias-shaped tensor as ``[blocks, outputs]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
 
     def __repr__(self) -> str:
@@ -476,7 +480,7 @@ K = TypeVar("K", bound=type[Layer])
 
 
 def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
-    """Class decorator: this :class:`Layer` subclass handles these module classes.
+    """Return a class decorator: its :class:`Layer` subclass handles these module classes.
 
     Module subclasses are handled too, as long as they keep the registered class's ``forward``.
     A later registration for the same class replaces the earlier one.
@@ -517,23 +521,25 @@ def _check_kind(kind: Any) -> None:
 
 def check_sizes(layer: Layer) -> None:
     """Refuse a layer whose kind has not said, or has said wrongly, how large it is."""
-    title, kind = f"Invalid {type(layer).__name__} of {layer.name!r}", type(layer)
+    kind = type(layer)
+    title = f"{kind.__name__} of {layer.name!r}"
     needed = {"in_shape": "a_dim_of", "outputs": "g_dim_of"}  # by these methods, unless overridden
     for name, user in needed.items():
         if not hasattr(layer, name) and not _overrides(kind, user):
-            raise ValueError(f"{title}: it has no {name}; set it in __init__")
+            raise invalid_because(title, f"it has no {name}; set it in __init__")
     plain = not any(_overrides(kind, name) for name in (*needed.values(), "weight_view"))
     if plain and layer.weight is not None:
         wanted = (layer.blocks * layer.outputs, *layer.in_shape)
         if tuple(layer.weight.shape) != wanted:
-            raise ValueError(
-                f"{title}: outputs and in_shape say {wanted}, the weight is "
-                f"{tuple(layer.weight.shape)}; set those that it has, or override weight_view"
+            why = (
+                f"outputs and in_shape say {wanted}, the weight is {tuple(layer.weight.shape)}; "
+                "set those that it has, or override weight_view"
             )
+            raise invalid_because(title, why)
 
 
 def kind_of(module: nn.Module) -> type[Layer] | None:
-    """The registered kind of a module, or ``None``; a kind never covers an overridden forward."""
+    """Return a module's registered kind, or ``None``; no kind covers an overridden forward."""
     for cls in type(module).__mro__:
         kind = _KINDS.get(cls)
         if kind is not None:

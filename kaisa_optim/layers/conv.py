@@ -60,7 +60,7 @@ class _Spatial(Layer):
         return tensor[None] if self.unbatched(tensor) else tensor
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
-        """``[batch, channels, *output positions, *kernel]``, a view of the padded input."""
+        """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""
         raise NotImplementedError
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ class _Spatial(Layer):
         return super()._output_moment(x, grad, reduce=reduce, diagonal=diagonal, dtype=dtype)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Σ over each image's positions of what every tap meets, ``[batch, blocks, inputs]``."""
+        """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
         raise NotImplementedError
 
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        """Σ a aᵀ over all positions of a part of the batch."""
+        """Return Σ a aᵀ over all positions of a part of the batch."""
         if _channels_last(x) and self.blocks == 1:
             return _moment_taps_first(self._patches(x, grad), append_one, dtype)
         rows = self.input_rows(x, grad).flatten(1, 2)
@@ -128,7 +128,7 @@ class _Spatial(Layer):
     def _cheap_moment(
         self, x: Tensor, grad: Tensor, reduce: bool, diagonal: bool, append_one: bool
     ) -> Tensor:
-        """Of means over positions, or a diagonal: it takes no patches."""
+        """Return a moment of means over positions, or a diagonal one, without patches."""
         positions = grad.shape[2:].numel()
         if reduce:
             rows = self._sums(x, grad).transpose(0, 1) / positions
@@ -145,7 +145,7 @@ class _Spatial(Layer):
 
 
 def _rows(patches: Tensor, groups: int) -> Tensor:
-    """``[groups, batch, positions, C·kernel]``; where they are copied, channel by channel."""
+    """Return rows ``[groups, batch, positions, C·kernel]``; copies go channel by channel."""
     dims = (patches.dim() - 2) // 2
     patches = patches.unflatten(1, (groups, -1))
     positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
@@ -159,7 +159,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-    """Σ a aᵀ over patches ``[batch, channels, *positions, *kernel]``, channels side by side.
+    """Return Σ a aᵀ over patches ``[batch, channels, *positions, *kernel]``, channels together.
 
     They are copied as they lie, tap after tap; the moment is then put in order, which is smaller.
     """
@@ -238,7 +238,7 @@ class ConvLayer(_Spatial):
         return F.pad(x, sides, mode=mode) if any(sides) else x  # torch would copy it
 
     def _padding(self) -> tuple[tuple[int, int], ...]:
-        """Before and after, in each dimension; "same" puts the odd element at the end."""
+        """Return zeros before and after each dimension; "same" puts the odd one at the end."""
         module = self.module
         assert isinstance(module, _Conv)
         pairs = []
@@ -268,8 +268,11 @@ class _Phase(NamedTuple):
 def _phases(
     size: int, kernel: int, stride: int, dilation: int, padding: int, outputs: int
 ) -> tuple[_Phase, ...]:
-    """Tap t brings element i to position s i + d t - p: taps whose d t leave one rest on division
-    by s share their positions, and no others do."""
+    """Return the phases of one dimension: taps that share their positions.
+
+    Tap t brings element i to position s i + d t - p. Taps share positions if and only if their d t
+    leave one rest on division by s.
+    """
     apart = stride // math.gcd(stride, dilation)
     found = []
     for first in range(min(apart, kernel)):
@@ -293,7 +296,7 @@ class ConvTransposeLayer(_Spatial):
     """
 
     def _phases_of(self, x: Tensor, grad: Tensor) -> list[tuple[_Phase, ...]]:
-        """The phases of each dimension."""
+        """Return the phases of each dimension."""
         module = self.module
         assert isinstance(module, _ConvTranspose)
         own = module.kernel_size, module.stride, module.dilation, module.padding
@@ -354,10 +357,10 @@ class ConvTransposeLayer(_Spatial):
 
 
 def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
-    """Σ u uᵀ over the patches u of a convolution of stride 1, their taps in reverse order:
-    ``[groups, C, *kernel, C, *kernel]``.
+    """Return Σ u uᵀ over patches u of stride 1 with their taps in reverse order.
 
-    Of patches: kernels are small here, and what borders leave out is nothing to be taken off again.
+    Its shape is ``[groups, C, *kernel, C, *kernel]``. Patches are made, since kernels are small
+    here; then nothing that borders leave out has to be subtracted.
     """
     patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
     moment = second_moment(_rows(patches, groups).flatten(1, 2), x.dtype, diagonal=False)
@@ -368,9 +371,9 @@ def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, grou
 
 
 def _framed(x: Tensor, pad: Pairs) -> Tensor:
-    """Zeros around the dimensions after the channels, as many as ``pad`` tells of.
+    """Return the input with ``pad`` zeros around the dimensions after the channels.
 
-    Zeros first: what is left out may be some of them.
+    A negative number removes elements. Zeros are added first: some of them may be removed again.
     """
     zeros = [max(0, side) for pair in reversed(pad) for side in pair]
     if any(zeros):  # torch would copy it

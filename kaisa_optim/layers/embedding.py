@@ -31,7 +31,7 @@ class EmbeddingLayer(Layer):
         return None
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """``[batch, positions]``."""
+        """Return the tokens as ``[batch, positions]``."""
         return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], x.shape[1:].numel())
 
     def _padding(self) -> int | None:
@@ -97,14 +97,14 @@ class EmbeddingLayer(Layer):
 
 
 def _runs(tokens: Tensor) -> Tensor:
-    """The number, in its row, of the run of equal tokens that each of sorted rows is in."""
+    """Return for each token of sorted rows the number of its run of equal tokens."""
     begins = torch.ones_like(tokens)
     begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
     return begins.cumsum(1) - 1
 
 
 def _summed(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of equal tokens of an example added up; in places left over, zeros for token 0."""
+    """Return an example's rows added up by token; spare places have zeros for token 0."""
     tokens, order = tokens.sort(1)
     run = _runs(tokens)
     rows = rows.gather(1, order[..., None].expand_as(rows))
@@ -113,7 +113,7 @@ def _summed(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _occurrences(tokens: Tensor) -> Tensor:
-    """How often each token of sorted rows is in its row."""
+    """Return how often each token of sorted rows is in its row."""
     run = _runs(tokens)
     lengths = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
     return lengths.gather(1, run)

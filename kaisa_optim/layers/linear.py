@@ -10,7 +10,7 @@ from .base import Layer, register_layer
 
 
 def as_sequences(tensor: Tensor) -> Tensor:
-    """``[batch, ..., features]`` (or one example's) as ``[1, batch, positions, features]``."""
+    """Return ``[batch, ..., features]`` (or one example) as ``[1, batch, positions, features]``."""
     if tensor.dim() == 1:
         tensor = tensor[None]
     return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])

@@ -26,9 +26,10 @@ _KEEP_STATISTICS = (
 
 
 def _chunk(tensor: Tensor) -> int:
-    """How many numbers of a batch are worked on at once: on CPUs, what stays in their caches.
+    """Return how many numbers of a batch to work on at once.
 
-    GPUs take few calls: the host starts each of them for each part.
+    A part on a CPU stays in its caches. GPUs take few large parts: the host starts each call anew
+    for each part.
     """
     return 1 << (19 if tensor.device.type == "cpu" else 27)
 
@@ -57,7 +58,7 @@ class _Norm(Layer):
         return sum(covers)
 
     def _normalized(self, x: Tensor, frame: Any) -> Tensor:
-        """x̂, computed again as the module keeps none."""
+        """Return x̂, computed again since the module keeps none."""
         raise NotImplementedError
 
     def _frame(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
@@ -74,9 +75,12 @@ class _Norm(Layer):
         shifts: bool,
         reduce: bool,
     ) -> list[Tensor]:
-        """Sums over this part's rows, ``[blocks]`` each: the moment's one entry, or its entries
-        (0, 0), (1, 0) and (1, 1), in ``dtype``. They are new, and will be added to. There is no
-        ``x`` where scales are not trained; ``shifts`` says whether shifts are."""
+        """Return sums over this part's rows, ``[blocks]`` each, in ``dtype``.
+
+        They are the moment's one entry, or its entries (0, 0), (1, 0) and (1, 1). They are new
+        tensors, since the caller adds to them. There is no ``x`` if scales are not trained;
+        ``shifts`` says whether shifts are.
+        """
         shift = self._flat(grad.to(dtype))
         columns = [shift] if shifts else []
         if x is not None:
@@ -89,11 +93,11 @@ class _Norm(Layer):
         return sums
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        """A view with three dimensions: batch, and the positions and features as they lie."""
+        """Return a view with three dimensions: batch, and positions and features as they lie."""
         raise NotImplementedError
 
     def _squares(self, flat: Tensor) -> Tensor:
-        """Sums of squares, of each feature."""
+        """Return the sum of squares of each feature."""
         return (flat * flat).sum((0, 1))
 
     def moments(
@@ -268,7 +272,7 @@ class BatchNormLayer(_ChannelNorm):
     def _entries_of_gpus(
         self, x: Tensor, grad: Tensor, frame: _Frame, dtype: torch.dtype, *, shifts: bool
     ) -> list[Tensor]:
-        """Return the entries in few kernels, without a copy of what is in half precision."""
+        """Return the entries in few kernels, without copies of tensors in half precision."""
         mean, scale = frame
         dims = (0, *range(2, x.dim()))
         rows = (x - _by_channel(mean, x)).mul_(grad)
@@ -284,7 +288,7 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _sums(weights: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ w (x − mean) and Σ w, of each channel."""
+    """Return Σ w (x − mean) and Σ w of each channel."""
     one = torch.ones_like(mean)
     _, moment, total = torch.ops.aten.native_batch_norm_backward(
         weights, x, one, None, None, mean, one, True, 0.0, [False, True, True]

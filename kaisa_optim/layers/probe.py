@@ -1,4 +1,4 @@
-"""What a small module does with its weight: one call on the meta device, which computes nothing."""
+"""A probe of a small module: one call on the meta device shows its product, computing nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Product(NamedTuple):
 
 
 def probed(module: nn.Module) -> Product | None:
-    """Return the product that is all a module does; ``None`` where it does more, or can't be told.
+    """Return a module's product if the module does nothing else, as far as a call can tell.
 
     Only modules with one matrix and at most one vector are called, and without their hooks.
     """
@@ -36,7 +36,7 @@ def probed(module: nn.Module) -> Product | None:
     for width in dict.fromkeys(weight.shape):
         seen = _Seen()
         try:
-            with _on_meta(module) as twins, torch.no_grad(), seen:
+            with _on_meta(module) as twins, torch.random.fork_rng([]), torch.no_grad(), seen:
                 twin_of = {twins[name]: p for name, p in own.items()}
                 x = torch.empty(3, width, dtype=weight.dtype, device="meta")
                 type(module).forward(module, x)

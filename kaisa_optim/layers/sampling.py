@@ -27,17 +27,17 @@ class Part(NamedTuple):
         return self.whole / self.taken
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of a whole tensor; one that is this part already stays as it is."""
+        """Return a view of a whole tensor; a tensor that is this part already stays as it is."""
         if self.stride == 1 or tensor.shape[self.dim] == self.taken:
             return tensor
         return tensor[(slice(None),) * self.dim + (slice(self.start, None, self.stride),)]
 
     def weighted(self, total: Tensor) -> Tensor:
-        """A sum over the part, in place, as one that stands for the whole."""
+        """Scale a sum over the part in place, so that it stands for the whole."""
         return total if self.weight == 1 else total.mul_(self.weight)
 
     def whole_counts(self, batch: int, positions: int) -> tuple[int, int]:
-        """Examples and positions of the whole, from those of the part."""
+        """Return the whole's numbers of examples and positions, given the part's."""
         counts = [batch, positions]
         counts[self.counts] = counts[self.counts] * self.whole // self.taken
         return counts[0], counts[1]
@@ -47,13 +47,13 @@ WHOLE = Part()
 
 
 class Sample(NamedTuple):
-    """Every ``stride``-th, the first one moving on by one from turn to turn."""
+    """Every ``stride``-th example or position; the first one moves on by one each turn."""
 
     stride: int
     turn: int
 
     def part(self, shape: Sequence[int], dims: Sequence[int]) -> Part:
-        """Of the first of these dimensions that is long enough, or else of the longest."""
+        """Return a part along the first of these dimensions that is long enough, or the longest."""
         if not dims:
             return WHOLE
         longest = max(dims, key=lambda dim: shape[dim])
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(fraction: float, turn: int) -> Sample | None:
-    """The n-th part that is nearest to a fraction, at most one half; ``None`` for all rows."""
+    """Return the sample nearest to a fraction, at most one half; ``None`` for all rows."""
     if fraction == 1:
         return None
     return Sample(max(2, round(min(1 / fraction, 1e9))), turn)

@@ -10,7 +10,7 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 def saving_hooks() -> str | None:
-    """The module whose hooks pack what is saved now, as for a checkpoint; ``None``: none do."""
+    """Return the module whose hooks pack saved tensors now, as a checkpoint's do, or ``None``."""
     if _top_hooks is None:
         return UNKNOWN
     hooks = _top_hooks(False)

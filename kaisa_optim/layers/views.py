@@ -1,4 +1,4 @@
-"""Where a view lies in a parameter: what it is of a stack of matrices, or of plain entries."""
+"""The place of a view in its parameter, a stack of matrices or plain entries."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``table[indices]`` and index_select along rows."""
+    """Watch ``table[indices]`` and index_select along rows."""
     out = func(*args, **kwargs)
     found, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
@@ -307,14 +307,23 @@ def _norm(at: int) -> Callable[..., Any]:
         if weight is not None and isinstance(weight.layer, _Norm):
             return mode.tap(weight.layer, out, _argument(args, kwargs, 0, "input"), _ALL)
         if weight is not None:
-            with torch.no_grad():
-                bare = [None if i in (at, at + 1) else value for i, value in enumerate(args)]
-                others = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
-                normalized = func(*(args[:at] if len(args) <= at + 1 else bare), **others)
+            normalized = _normalized(func, args, kwargs, at)
             out = mode.entries(_along(weight, out, func), out, normalized)
         return out if bias is None else mode.entries(_along(bias, out, func), out, None)
 
     return watch
+
+
+def _normalized(func: Any, args: Args, kwargs: Kwargs, at: int) -> Any:
+    """Return the output of a norm without its weight ``at`` this argument and the bias behind."""
+    left = {at: "weight", at + 1: "bias"}
+    if func is F.batch_norm and _argument(args, kwargs, 5, "training", False):
+        # A batch's own statistics need no running ones: a second call must not move these again.
+        left |= {1: "running_mean", 2: "running_var"}
+    given = [None if i in left else value for i, value in enumerate(args)]
+    named = {k: None if k in left.values() else value for k, value in kwargs.items()}
+    with torch.no_grad():
+        return func(*given, **named)
 
 
 def _along(found: Found, out: Tensor, norm: Any) -> Found:

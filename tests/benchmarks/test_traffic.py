@@ -60,3 +60,17 @@ def test_bert_on_64_ranks_waits_little():
     """Layer by layer each rank would wait for all others, one after the other."""
     assert traffic.waiting("BERT-Large", "opt", 64, 1).whole > 30
     assert traffic.waiting("BERT-Large", "opt", 64, True).whole < 1.5
+
+
+def test_more_gradient_workers_take_more_memory_and_less_traffic():
+    points = traffic.fractions("ResNet-50", 16)
+    assert [fraction for fraction, _, _ in points] == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
+    memory, received = ([point[i] for point in points] for i in (1, 2))
+    assert memory == sorted(memory)
+    assert received == sorted(received, reverse=True)
+
+
+def test_the_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    traffic.main(["--plot", str(tmp_path / "fraction.png")])
+    assert (tmp_path / "fraction.png").stat().st_size > 0

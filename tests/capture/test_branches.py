@@ -281,7 +281,8 @@ def test_what_is_called_while_paused_belongs_to_no_pass():
 def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     model = Branches()
     model.b.requires_grad_(False)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False)
+    options = {"factor_update_steps": 3, "staggered": False, "early_refreshes": ()}
+    opt = KFACSGD(model, lr=0.1, **options)
     seen = []
     for i in range(7):
         opt.zero_grad()
@@ -316,6 +317,38 @@ def test_only_a_layer_that_begins_a_pass_is_watched(monkeypatch):
         opt.step()
 
 
+class Towers(nn.Module):
+    """Two branches of one input; ``mine`` stands behind a layer that K-FAC leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.raw, self.mine = nn.Linear(6, 3), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.mine(torch.tanh(self.raw(x)))
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
+    """Its input needs a gradient, but a backward pass comes to no layer before it."""
+    model = Towers()
+    skipped = {} if inputs else {"skip_layers": ["raw"]}
+    model.raw.requires_grad_(not inputs)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, early_refreshes=(), **skipped)
+    gathered = set()
+    for i in range(8):
+        opt.zero_grad()
+        for branch in (1, 0):
+            x = normal(4, 6, seed=2 * i + branch).requires_grad_(inputs)
+            (model(x)[branch].square().mean() / 2).backward()
+        gathered |= gathering(opt) if i > 1 else set()
+        assert opt.preconditioner.sums.terms() in (0, 8), i
+        opt.step()
+    assert gathered == {"first", "mine"}
+
+
 # ---- layers that are in use in some steps alone ----
 
 
@@ -342,7 +375,7 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
 def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
     """Else a layer whose use shares a period with the turns would gather once, or never again."""
     model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, **options)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, early_refreshes=(), **options)
     found = train(model, opt, range(100), period)
     for name in ("a", "b", "head"):
         assert 10 <= sum(name in new for new in found) <= 12, name
@@ -382,11 +415,12 @@ def test_ranks_wait_alike_for_what_is_overdue(fraction):
 
 def test_an_overdue_turn_is_saved():
     model, other = Branches(), Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=4, staggered=False)
+    options = {"factor_update_steps": 4, "staggered": False, "early_refreshes": ()}
+    opt = KFACSGD(model, lr=0.1, **options)
     train(model, opt, range(4), 2)
     train(model, opt, range(4, 5), 2)  # it was the turn of b, too
     other.load_state_dict(model.state_dict())
-    resumed = KFACSGD(other, lr=0.1, factor_update_steps=4, staggered=False)
+    resumed = KFACSGD(other, lr=0.1, **options)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert gathering(resumed) == gathering(opt) == {"b"}
     assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)

@@ -339,6 +339,18 @@ def test_saved_tensors_kept_elsewhere():
 # ---------------------------------------------------------------- autocast
 
 
+def test_autocast_takes_features_that_inference_mode_has_made():
+    model = seeded(lambda: nn.Linear(4, 3)).float()
+    opt = KFACSGD(model, lr=0.1)
+    with torch.inference_mode():
+        features = normal(6, 4).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(features).square().sum()
+    loss.backward()
+    opt.step()
+    assert opt.preconditioner.states[""].has_average
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.parametrize("around_backward", [False, True])

@@ -450,7 +450,8 @@ def test_frozen_layers_are_not_due():
     """They never have statistics, and must not make every step pay for a draw."""
     model = seeded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), 8)
     model[0].requires_grad_(False)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False)
+    options = {"factor_update_steps": 3, "staggered": False, "early_refreshes": ()}
+    opt = KFACSGD(model, lr=0.1, **options)
     due = []
     for _ in range(6):
         opt.zero_grad()

@@ -417,8 +417,8 @@ def test_sharded_attention_is_left_to_the_base():
     results = run(2, attends, True)
     for parameters, _ in results:
         assert error(parameters, expected) < 1e-9
-    for name in ("in_proj_weight", "in_proj_bias"):
-        said = f"attention.{name}: MultiheadAttention: its weights are sharded"
+    for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
+        said = f"attention.{name}: {size}, MultiheadAttention: its weights are sharded"
         assert [said in text for _, text in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
     assert any("attention.out_proj" in text for _, text in results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.ranks import run
+from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import EVERY_STEP, assert_near, assert_same
 
 ROWS, STEPS = 12, 4
@@ -136,6 +137,25 @@ def test_a_tied_weight_on_two_ranks(same):
         assert_near(results[0], tied(same), 1e-8, 1e-10)
 
 
+def sharded_ties() -> dict[str, str]:
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(Tied(), nn.Linear(7, 2))
+    fully_shard(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(optimizer(KFACSGD, net).preconditioner.uncovered)
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_a_sharded_tied_weight_is_left_out_from_the_start():
+    for uncovered in run(2, sharded_ties):
+        assert uncovered == {
+            "0.words.weight": "shared by 0.words.weight and 0.head.weight",
+            "0.head.bias": "Linear whose weight is no parameter of its own",
+        }
+
+
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(cls, tmp_path):
     net = made()
@@ -164,6 +184,43 @@ def test_a_copied_optimizer_watches_its_own_model():
     for model, one in ((net, opt), (other, again)):
         learn(model, one, 1)
     assert_same(list(net.parameters()), list(other.parameters()))
+
+
+class Around(nn.Module):
+    """Uses the weight of a layer without calling it, as a fused block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(x, self.inner.weight, self.inner.bias).tanh())
+
+
+def around() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Around()).double()
+    return model, optimizer(KFACSGD, model)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "copy", "frozen before"])
+def test_a_use_found_around_its_module_is_found_again_in_a_resumed_run(way):
+    model, opt = around()
+    for i in range(3):
+        if way == "frozen before":
+            model[0].inner.requires_grad_(i != 1)
+        learn(model, opt, i)
+    if way == "copy":
+        other, again = copy.deepcopy((model, opt))
+    else:
+        other, again = around()
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for i in range(3, 7):
+        learn(model, opt, i)
+        learn(other, again, i)
+        assert not again.preconditioner.states["0.inner"].missed
+    assert_same(list(model.parameters()), list(other.parameters()))
 
 
 def test_a_parameter_that_is_frozen_and_unfrozen_starts_anew():

@@ -27,6 +27,7 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 
 # Statistics of the last step alone, at weights that stay: factors show which rows were taken.
 BARE: dict[str, Any] = {
+    "early_refreshes": (),
     "lr": 0.0,
     "kl_clip": None,
     "factor_decay": 1e-30,

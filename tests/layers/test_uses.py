@@ -192,6 +192,21 @@ def test_a_probe_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_probe_draws_no_random_numbers():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(normal(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight) + 0.1 * torch.rand(3).to(x)
+
+    module = Noisy()
+    state = torch.get_rng_state()
+    probed(module)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_no_product_is_probed_where_a_module_does_something_else():
     class Twice(Conv1D):
         def forward(self, x: Tensor) -> Tensor:
@@ -391,6 +406,28 @@ def test_entries_have_the_second_moments_of_their_gradients(name, sharing):
             rows.append(twin[0].w.grad.flatten())
         if rows:
             assert_close(g[0], 5 * torch.stack(rows).square().sum(0), 1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_move_once_in_a_pass_that_gathers(training):
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("var", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = self.mean, self.var, self.weight, self.bias
+            return F.batch_norm(x, *given, training=training)
+
+    net, plain = (nn.Sequential(Norm(), nn.Linear(3, 2)).double() for _ in range(2))
+    opt, x = exact(net), normal(6, 3)
+    for one in (net, plain):
+        loss_of(one(x)).backward()
+    assert torch.equal(net[0].mean, plain[0].mean) and torch.equal(net[0].var, plain[0].var)
+    opt.step()
+    assert opt.preconditioner.coverage().share == 1
 
 
 def test_a_norm_under_an_overridden_forward_is_a_norm():
@@ -615,6 +652,30 @@ def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
         one.weight = nn.Parameter(weight.clone())
         steps.append(stepped(headed(Twice(layers)), x)["0.first.weight"])
     assert_close(*steps, 1e-9)
+
+
+def test_blocks_used_in_both_directions_are_as_single_matrices():
+    """The last block is multiplied in one direction alone."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if model.w.dim() == 3:
+            y = torch.bmm(x, model.w).tanh()
+            return torch.cat([torch.bmm(y[:2], model.w[:2].mT), y[2:]])
+        y = (x @ model.w).tanh()
+        return y @ model.w.mT if model.both else y
+
+    x, w = normal(3, 5, 4), normal(3, 4, 4, seed=1)
+    net = Body(forward, w=w.clone())
+    opt = exact(net, loss_terms=5.0)
+    net(x).square().sum().backward()
+    steps = taken(opt, net)["w"]
+    for i in range(3):
+        one = Body(forward, w=w[i].clone())
+        one.both = i < 2
+        alone = exact(one, loss_terms=5.0)
+        one(x[i]).square().sum().backward()
+        step = taken(alone, one)["w"]
+        assert_close(steps[i], step, 1e-9)
 
 
 def test_a_bias_beside_a_tied_weight_is_a_layer_of_its_own():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import invalid
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
 from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, present_blocks
@@ -36,7 +37,7 @@ class Settings(NamedTuple):
 def settings(group: dict[str, Any]) -> Settings:
     """Return the settings of a parameter group."""
     if len(group["betas"]) != 2:
-        raise ValueError(f"Invalid betas: {group['betas']}; two numbers are needed")
+        raise invalid("betas", group["betas"], "two numbers are needed")
     (beta1, beta2), averaged = group["betas"], group.get("grad_averaging", True)
     corrected = group.get("bias_correction", True)
     log1, log2 = (math.log(b) if corrected and b > 0 else -math.inf for b in (beta1, beta2))
@@ -87,17 +88,18 @@ class AdamRule(RotatingRule):
         g, a = self._bases(group, slots, gradient)
         present = present_blocks(members, group)
         adam = _settings_of(members, group, values)
-        # Not tables, nor factors that are too wide for a basis; a vector is as it should be.
+        # Tables and factors too wide for a basis have no singular values to equalize here; a
+        # vector has one singular value.
         narrow = g is not None and a is not None
         orthogonalizes = self.orthogonal and narrow and 1 not in gradient.shape[1:]
         if orthogonalizes:
-            # The average of a few gradients is long by chance: without the bias correction of the
-            # first moment the first steps are shorter.
+            # An average of few gradients is long by chance: without the first moment's bias
+            # correction, the first steps are shorter.
             adam = adam._replace(log1=-math.inf)
         projected = kronecker.into_basis(gradient, g, a)
         found = direction(group.tensors, slots, projected, present, adam, self.nesterov)
         if orthogonalizes:
-            # Before the direction is turned back, which comes to the same.
+            # Orthogonalize before the direction is rotated back: the result is the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
                 found = orthogonal.orthogonalized(found, in_half=in_half)

@@ -48,8 +48,10 @@ class Sides(NamedTuple):
     dense_a: bool = True
 
     def orders(self, rows: Count, columns: Count) -> tuple[Count, Count]:
-        """Multiplications by so many vectors of G and of A, by the former or the latter first; as
-        many again on the way back."""
+        """Return the multiplications by so many vectors of G and of A, with G's or A's first.
+
+        The way back takes as many again.
+        """
         if self.dense_g and self.dense_a:
             return products.orders(rows, self.g, self.a, columns)
         only = (rows if self.dense_g else columns) * self.g * self.a
@@ -67,7 +69,7 @@ class Counts(NamedTuple):
 
 
 class Leading(NamedTuple):
-    """Which eigenvectors are multiplied by."""
+    """The eigenvectors that gradients are multiplied by."""
 
     rows: int  # of G
     columns: int  # of A
@@ -75,7 +77,7 @@ class Leading(NamedTuple):
     few: int  # the first columns, those by all these rows
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """Rows by columns; the first block has the first rows."""
+        """Return the blocks, rows by columns; the first block has the first rows."""
         if not self.rows or not self.columns:
             return []
         if self.first >= self.rows or self.few >= self.columns:
@@ -90,7 +92,7 @@ class Leading(NamedTuple):
         return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]
 
     def work(self, sides: Sides) -> int:
-        """Multiplications, on one way."""
+        """Return the multiplications on one way."""
         return sum(min(sides.orders(r.stop - r.start, c.stop - c.start)) for r, c in self.blocks())
 
 
@@ -192,9 +194,10 @@ def _calls(group: LayerGroup) -> int:
 
 
 def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[JoinedEntries]:
-    """Neighbours together by the most of any, where that takes no longer than apart.
+    """Return runs of neighbours that are multiplied together, if that takes no longer than apart.
 
-    In none are entries of which nothing leads, unless others lie on both sides of them.
+    A run multiplies by as many vectors as any of its entries needs. Entries in which nothing leads
+    are in no run, unless other entries lie on both sides of them.
     """
 
     def cost(leading: Leading, count: int) -> int:
@@ -219,7 +222,7 @@ def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[JoinedEn
 
 
 def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Tensor:
-    """:class:`Counts` but for the notch, ``[k, 4]``.
+    """Return :class:`Counts` without the notch, ``[k, 4]``.
 
     All pairs of a value of ``g`` ``[k, n]`` and one of ``a`` lead whose product is above ``floor``.
     A second block has to save ``calls``, of which layers that are multiplied together would need
@@ -244,12 +247,12 @@ def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Ten
 
 
 def _falling(values: Tensor) -> Tensor:
-    """The largest of each and all after it: eigenvalues that are followed are not quite sorted."""
+    """Return running maxima from the end: refined eigenvalues are not quite sorted."""
     return values.flip(1).cummax(1).values.flip(1)
 
 
 def _above(falling: Tensor, bounds: Tensor) -> Tensor:
-    """How many are above each of the bounds, ``[k, ...]``."""
+    """Return how many values are above each of the bounds, ``[k, ...]``."""
     rising = falling.flip(1).contiguous()
     return falling.shape[1] - torch.searchsorted(rising, bounds.contiguous(), right=True)
 
@@ -262,7 +265,7 @@ def precondition(
     runs: Sequence[JoinedEntries],
     damping: Tensor | float,
 ) -> Tensor:
-    """About Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ; of each layer by what leads in it."""
+    """Return about Q_G (Q_Gᵀ ∇ Q_A / (v_G v_Aᵀ + γ)) Q_Aᵀ, by each layer's leading vectors."""
     g, a = values
     idle_g, idle_a, short, spared, _ = left_out.unbind(1)
     rows, columns = g.shape[1] - idle_g, a.shape[1] - idle_a
@@ -273,15 +276,15 @@ def precondition(
     largest = largest[:, None, None]
     flat = damping + largest
     new = gradient / flat
-    # The damping is far below what leads: TF32 of the one would drown the other.
+    # The damping is far below the leading values: TF32 would drown it.
     with precision.full_precision(gradient.device.type):
         for some, leading in runs:
             own = damping[some] if isinstance(damping, Tensor) else damping
             for r, c in leading.blocks():
                 curvature = g[some, r, None] * a[some, None, c]
-                # 1 / (s + γ) - 1 / (γ + σ), without the difference of what is nearly equal.
+                # 1 / (s + γ) - 1 / (γ + σ), without a difference of nearly equal numbers.
                 steeper = (largest[some] - curvature).div_((curvature + own).mul_(flat[some]))
-                if len(steeper) > 1:  # one alone has no more than leads
+                if len(steeper) > 1:  # a single layer's blocks have leading pairs alone
                     steeper.mul_(_leads(r, c, *(x[some] for x in ones)))
                 bases = [
                     None if q is None else q[some, :, n]
@@ -293,7 +296,7 @@ def precondition(
 
 
 def _ones(values: Tensor, count: Tensor) -> Tensor:
-    """1 for so many of the first values, else 0."""
+    """Return 1 for the first ``count`` values, else 0."""
     n = values.shape[1]
     return (torch.arange(n, device=values.device) < count[:, None]).to(values.dtype)
 
@@ -301,7 +304,7 @@ def _ones(values: Tensor, count: Tensor) -> Tensor:
 def _leads(
     r: slice, c: slice, leads_g: Tensor, leads_a: Tensor, first: Tensor, few: Tensor
 ) -> Tensor:
-    """1 for each pair of a block that leads in a layer, else 0."""
+    """Return 1 for each pair of a block that leads in a layer, else 0."""
     lower = leads_g[:, r, None] * few[:, None, c]
     if r.start:
         return lower
@@ -309,5 +312,5 @@ def _leads(
 
 
 def _left(values: Tensor, leads: Tensor) -> Tensor:
-    """The largest that does not lead."""
+    """Return the largest value that does not lead."""
     return (values * (1 - leads)).amax(1)
