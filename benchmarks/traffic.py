@@ -2,7 +2,8 @@
 
 And how long ranks wait for each other's decompositions.
 
-    python -m benchmarks.traffic [--write docs/reference/traffic.md] [--plot docs/images/fraction.png]
+    python -m benchmarks.traffic [--write docs/reference/traffic.md]
+        [--plot docs/images/fraction.png]
 
 Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
 the tables replace those between the markers of that page. With ``--plot``, memory is drawn against
