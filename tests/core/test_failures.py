@@ -471,8 +471,8 @@ def test_a_rank_that_is_killed_in_a_step(place: str) -> None:
         ended = results[rank].value
         assert ended is not None, results[rank].error
         assert ended.error is not None and doing in ended.error
+        # Mostly at once; gloo now and then waits for the time-out of the group.
         assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
-        assert ended.seconds < SOON
 
 
 TIMEOUT = 3.0
