@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -76,18 +76,21 @@ def _has_examples(value: Any) -> bool:
     return tensor is not None and tensor.dim() > 0
 
 
+def _parts(value: Any) -> Iterable[Any]:
+    """Return the values that a container holds; anything else holds none."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, part.name) for part in dataclasses.fields(value)]
+    return value if isinstance(value, list | tuple) else ()
+
+
 def first_tensor(value: Any) -> Tensor | None:
     """Return the first tensor with dimensions, if any: a time or a temperature may come before."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
-    elif not isinstance(value, list | tuple):
-        return None
     first: Tensor | None = None
-    for part in value:
+    for part in _parts(value):
         tensor = first_tensor(part)
         if tensor is not None and tensor.dim():
             return tensor
@@ -99,13 +102,7 @@ def needs_gradient(value: Any) -> bool:
     """Return whether some tensor of an input needs a gradient."""
     if isinstance(value, Tensor):
         return value.requires_grad
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
-    elif not isinstance(value, list | tuple):
-        return False
-    return any(map(needs_gradient, value))
+    return any(map(needs_gradient, _parts(value)))
 
 
 def _positions(tensor: Tensor) -> int:
