@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from .base import Layer, register_layer
+from .base import Layer, RowsOfModule, register_layer
 
 
 def as_sequences(tensor: Tensor) -> Tensor:
@@ -16,27 +16,15 @@ def as_sequences(tensor: Tensor) -> Tensor:
     return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
-@register_layer(nn.Linear)
-class LinearLayer(Layer):
-    in_papers = True
+class SequenceRows(RowsOfModule):
+    """Rows of a product with a matrix: the last dimension holds the features."""
+
     cast_by_autocast = True
     unseen_output = True
-    watchable = True
-    input_dim = 1
     reads_input = False
-    reads_dense_only = True
-
-    def __init__(self, name: str, module: nn.Linear) -> None:
-        super().__init__(name, module)
-        self.in_shape = (module.in_features,)
-        self.outputs = module.out_features
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return as_sequences(x)
-
-    def input_rows_key(self) -> Hashable:
-        same = type(self).input_rows is LinearLayer.input_rows
-        return LinearLayer if same else None
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return as_sequences(grad)
@@ -46,3 +34,20 @@ class LinearLayer(Layer):
 
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         return (0, 1)[: output.dim() - 1]
+
+
+@register_layer(nn.Linear)
+class LinearLayer(SequenceRows, Layer):
+    in_papers = True
+    watchable = True
+    input_dim = 1
+    reads_dense_only = True
+
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        super().__init__(name, module)
+        self.in_shape = (module.in_features,)
+        self.outputs = module.out_features
+
+    def input_rows_key(self) -> Hashable:
+        same = type(self).input_rows is LinearLayer.input_rows
+        return LinearLayer if same else None

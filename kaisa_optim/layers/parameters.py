@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..linalg.moments import projected_diagonal
 from .base import Basis, Layer
-from .linear import as_sequences
+from .linear import SequenceRows
 from .probe import Product, probed
 
 # Modules of torch whose parameters stay raw, and why, where their calls tell too little.
@@ -74,15 +74,11 @@ class ElementwiseLayer(WatchedLayer):
         return projected_diagonal(moment_g, None)[..., None]
 
 
-class MatrixLayer(WatchedLayer):
+class MatrixLayer(SequenceRows, WatchedLayer):
     """A matrix, or a stack of them such as experts', that multiplies rows.
 
     ``transposed`` stores ``[inputs, outputs]``. A bias belongs to it where a product adds it.
     """
-
-    cast_by_autocast = True
-    unseen_output = True
-    reads_input = False
 
     def __init__(
         self,
@@ -100,18 +96,6 @@ class MatrixLayer(WatchedLayer):
         self.blocks = weight.shape[0] if weight.dim() == 3 else 1
         outputs, inputs = weight.shape[-2:][::-1] if transposed else weight.shape[-2:]
         self.in_shape, self.outputs = (inputs,), outputs
-
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return as_sequences(x)
-
-    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        return as_sequences(grad)
-
-    def unbatched(self, x: Tensor) -> bool:
-        return x.dim() == 1
-
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (0, 1)[: output.dim() - 1]
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         matrices = tensor if tensor.dim() == 3 else tensor[None]

@@ -19,7 +19,7 @@ from ..linalg.moments import projected_diagonal, second_moment
 from .base import Basis, Layer, Moments, PassSettings
 from .conv import ConvLayer
 from .embedding import EmbeddingLayer
-from .linear import as_sequences
+from .linear import SequenceRows
 from .sampling import Part, Sample
 
 
@@ -57,32 +57,19 @@ class Use(Layer):
         return of.has_diagonal_a(covers) if self._crossed else of.has_diagonal_g(covers)
 
 
-class ProductUse(Use):
+class ProductUse(SequenceRows, Use):
     """Rows times the weight, or times some of its rows, which then give some of the outputs."""
-
-    cast_by_autocast = True
-    unseen_output = True
-    reads_input = False
 
     def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
         super().__init__(primary, crossed=crossed)
         self.first = first  # of the outputs that the call gives; None: all
 
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return as_sequences(x)
-
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        rows = as_sequences(grad)
+        rows = super().output_rows(x, grad)
         if self.first is None:
             return rows
         behind = self.outputs - self.first - rows.shape[-1]
         return torch.nn.functional.pad(rows, (self.first, behind))
-
-    def unbatched(self, x: Tensor) -> bool:
-        return x.dim() == 1
-
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (0, 1)[: output.dim() - 1]
 
 
 class ColumnsUse(ProductUse):
