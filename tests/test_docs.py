@@ -1,6 +1,7 @@
 """What the documentation shows must run, and the options that it lists must be the real ones."""
 
 import ast
+import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -44,8 +45,9 @@ def execute(page, i, code):
     exec(compile(code, f"{page}, example {i}", "exec"), {"__name__": "example"})
 
 
-def execute_on_rank(page, i, code):
-    """In the process group that is there."""
+def execute_on_rank(page, i, code, folder):
+    """In the process group that is there, and in a folder of its own."""
+    os.chdir(folder)
     stand_in = mock.create_autospec(dist.init_process_group)
     with (
         mock.patch.object(dist, "init_process_group", stand_in),
@@ -60,10 +62,10 @@ def test_examples_run(page, i, code):
 
 
 @pytest.mark.parametrize("page, i, code", EXAMPLES_OF_RANKS, ids=names(EXAMPLES_OF_RANKS))
-def test_examples_run_on_two_ranks(page, i, code):
+def test_examples_run_on_two_ranks(page, i, code, tmp_path):
     if "fully_shard" in code and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    run(2, execute_on_rank, page, i, code)
+    run(2, execute_on_rank, page, i, code, tmp_path)
 
 
 def test_the_reference_has_the_table_of_options():
