@@ -28,6 +28,7 @@ from .registry import Registry, basis_reader
 from .status import Status, step_report, with_gradient, zeros_like_gradients
 from .store import FactorStore
 
+_NOTHING = AgreedStep()  # of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
@@ -131,7 +132,7 @@ class Preconditioner(Questions):
         clip = None if self.rule.makes_directions else self.kl_clip
         updates = self.gradients.updates(values, clips=clip is not None)
         if clip is not None:
-            updates.clip(clip, lambda p: clip_lr(groups[self.registry.group_of(p)]))
+            updates.clip(clip, list(map(clip_lr, groups)), self.registry.group_of)
         new = updates.by_parameter(self.registry.in_parts)
         if self.rule.makes_directions:  # a parameter with a raw part has no direction
             raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
@@ -162,7 +163,7 @@ class Preconditioner(Questions):
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
-            return AgreedStep()
+            return _NOTHING
         capture, states = self.capture, self.registry.states
         common = self._common(groups)
         report = self._report(common)
@@ -212,6 +213,9 @@ class Preconditioner(Questions):
         Decompositions wait for all sums: an owner that began with the first would keep the others
         waiting for its terms of the next.
         """
+        if not plan.changes_factors:
+            self.sums.clear()
+            return []
         layers, states = self.registry.layers, self.registry.states
         due = [layers[name] for name in plan.refresh]
         keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
@@ -253,16 +257,22 @@ class Preconditioner(Questions):
     def _advance(self) -> None:
         if self.plan.exchanges:
             self.take_intervals(1)
+            self._note_unseen()
         self.steps += 1
         self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.capture.reset()
-        self._aim()
+        self._choose()
 
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self.in_force("inv_update_steps"))
 
     def _aim(self) -> None:
+        """Tell capture anew which layers gather, and where to look for their calls."""
+        self._note_unseen()
+        self._choose()
+
+    def _choose(self) -> None:
         """Tell capture which layers gather in the next backward passes, and which rows."""
         interval, states = self.in_force("factor_update_steps"), self.registry.states
         # A layer gathers once in an interval, and early: each time it takes the next rows.
@@ -276,7 +286,10 @@ class Preconditioner(Questions):
             for layer in self.registry.active
             if layer.name in wanted or 0 < states[layer.name].missed < limit
         )
-        layers = self.registry.layers.values()
+
+    def _note_unseen(self) -> None:
+        """Tell capture which layers lack an average; an exchange, a load or a reset changes it."""
+        layers, states = self.registry.layers.values(), self.registry.states
         self.capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
         self.capture.missing = {x for x in self.capture.unseen if states[x.name].waits}
         levels = {layer: states[layer.name].levels for layer in layers}
@@ -428,7 +441,7 @@ class Preconditioner(Questions):
 
 def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
     """Return the numbers of a step that rules read."""
-    seen = [x for x in registry.active if x.name in agreed.rows]
+    seen = [registry.layers[name] for name in agreed.rows if any(registry.layers[name].covers)]
     graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
         registry.values("damping", groups).__getitem__,
