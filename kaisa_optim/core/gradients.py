@@ -143,7 +143,14 @@ class GradientStack:
             torch.zeros_like(p) if (gradient := gradient_of(p)) is None else gradient
             for p in self.parameters
         ]
-        torch._foreach_copy_(self.matrix_parts(raw), self.parameter_parts(gradients))
+        parts = self.parameter_parts(gradients)
+        if self._are_alike and len(self.layers) > 1:
+            # Joined first, the parts of all layers take one copy into their places.
+            kinds = len(self._matrix_of_each)
+            for i, view in enumerate(self._matrix_of_each):
+                view.of(raw).copy_(self._joined(parts[i::kinds]))
+        else:
+            torch._foreach_copy_(self.matrix_parts(raw), parts)
         return raw
 
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
@@ -158,6 +165,13 @@ class GradientStack:
             return blocks.unbind()
         # A single block has no dimension for it, as in Places.
         return [part[0] if len(part) == 1 else part for part in blocks.split(self.blocks)]
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the parts of all layers as one tensor with a dimension for the blocks."""
+        if self.shape[0] == len(self.layers):
+            return torch.stack(parts)
+        both = zip(parts, self.blocks, strict=True)
+        return torch.cat([part if count > 1 else part[None] for part, count in both])
 
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views of tensors like the parameters, shaped like their part of the stack."""
@@ -204,11 +218,12 @@ class GradientStack:
         for i, (there, here) in enumerate(
             zip(self._matrix_of_each, self._own_of_each, strict=True)
         ):
-            copies = torch.empty_strided(*here[:2], dtype=dtype, device=like[i].device)
-            if scale is None:
-                copies.copy_(there.of(stacked))
-            else:
-                torch.mul(there.of(stacked), scale, out=copies)
+            copies = there.of(stacked)
+            if scale is not None:
+                copies = copies * scale
+            if scale is None or copies.stride() != here.stride or copies.dtype != dtype:
+                room = torch.empty_strided(*here[:2], dtype=dtype, device=like[i].device)
+                copies = room.copy_(copies)
             result[i::kinds] = self._like_parameters(copies, self._layouts[i::kinds])
         return result
 
@@ -357,10 +372,13 @@ class Updates:
 
         ``alphas`` are those of the parameter groups.
         """
-        terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
-        if not terms:
+        layers = [*self._terms, *(x for one in self.stacks for x in one.stack.layers)]
+        if not layers:
             return
-        self._scale = scale = clip_scale(terms, limit, alphas, group_of)
+        parts = [*self._terms.values(), *(one.products for one in self.stacks)]
+        rows = torch.cat([part.to(parts[0].device).view(-1, 2) for part in parts])
+        in_order = sorted(zip(layers, rows.unbind(), strict=True), key=lambda pair: pair[0].number)
+        self._scale = scale = clip_scale(dict(in_order), limit, alphas, group_of)
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
 
@@ -440,11 +458,9 @@ def clip_scale(
 ) -> Tensor:
     """Return ν; ``terms`` are rows of :func:`products`.
 
-    The rows are added up in the layers' order, so that ν has the same bits on all ranks.
+    The rows come in the layers' order, so that ν has the same bits on all ranks.
     """
-    layers = sorted(terms, key=lambda layer: layer.number)
-    device = terms[layers[0]].device
-    rows = torch.stack([terms[layer].to(device) for layer in layers])
+    layers, rows = list(terms), torch.stack(list(terms.values()))
     used = alphas
     if not _are_same(alphas):  # of groups without covered parameters, too
         used = [alphas[group_of(p)] for layer in layers for p in layer.parameters]
