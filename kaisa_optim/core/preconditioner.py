@@ -125,7 +125,7 @@ class Preconditioner(Questions):
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        renewed = self._renew(plan, agreed, values)
+        renewed = self._renew(plan, agreed, values) if plan.changes_factors else []
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
@@ -213,9 +213,6 @@ class Preconditioner(Questions):
         Decompositions wait for all sums: an owner that began with the first would keep the others
         waiting for its terms of the next.
         """
-        if not plan.changes_factors:
-            self.sums.clear()
-            return []
         layers, states = self.registry.layers, self.registry.states
         due = [layers[name] for name in plan.refresh]
         keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
@@ -257,10 +254,11 @@ class Preconditioner(Questions):
     def _advance(self) -> None:
         if self.plan.exchanges:
             self.take_intervals(1)
-            self._note_unseen()
+            name_unseen(self.capture, self.registry)
         self.steps += 1
         self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
+        self.sums.clear()  # of passes in a step without statistics, too
         self.capture.reset()
         self._choose()
 
@@ -269,7 +267,7 @@ class Preconditioner(Questions):
 
     def _aim(self) -> None:
         """Tell capture anew which layers gather, and where to look for their calls."""
-        self._note_unseen()
+        name_unseen(self.capture, self.registry)
         self._choose()
 
     def _choose(self) -> None:
@@ -286,14 +284,6 @@ class Preconditioner(Questions):
             for layer in self.registry.active
             if layer.name in wanted or 0 < states[layer.name].missed < limit
         )
-
-    def _note_unseen(self) -> None:
-        """Tell capture which layers lack an average; an exchange, a load or a reset changes it."""
-        layers, states = self.registry.layers.values(), self.registry.states
-        self.capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
-        self.capture.missing = {x for x in self.capture.unseen if states[x.name].waits}
-        levels = {layer: states[layer.name].levels for layer in layers}
-        self.capture.search(coverage.unwrapped(self.model), levels)
 
     def _changed(self) -> None:
         if self._is_built:
@@ -439,13 +429,22 @@ class Preconditioner(Questions):
         self.sums.clear()
 
 
+def name_unseen(capture: Capture, registry: Registry) -> None:
+    """Tell capture which layers lack an average; an exchange, a load or a reset changes it."""
+    layers, states = registry.layers.values(), registry.states
+    capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
+    capture.missing = {x for x in capture.unseen if states[x.name].waits}
+    levels = {layer: states[layer.name].levels for layer in layers}
+    capture.search(coverage.unwrapped(registry.model), levels)
+
+
 def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
     """Return the numbers of a step that rules read."""
     seen = [registry.layers[name] for name in agreed.rows if any(registry.layers[name].covers)]
     graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
-        registry.values("damping", groups).__getitem__,
-        registry.values("factor_decay", groups).__getitem__,
+        registry.values("damping", groups),
+        registry.values("factor_decay", groups),
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),
