@@ -3,9 +3,8 @@
     python -m benchmarks.small [--rounds N] [--out FILE]
 
 The network is transformers' BERT with two layers of width 64; a batch has 8 sequences of 32 tokens.
-KFACSGD and KFACAdam take turns of ten steps with their bases, on one thread. Times are those of the
-CPU, so that other processes count less. "10/50" are all steps with statistics every 10 steps and
-refreshes every 50; "quiet" steps only precondition.
+KFACSGD and KFACAdam take turns of ten steps with their bases, on one thread, in time of the CPU.
+"10/50" are all steps at these intervals; "quiet" steps only precondition.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from benchmarks.machine import describe
 from kaisa_optim import KFACSGD, KFACAdam
 
 TURN = 10  # steps of one optimizer before the next one's
-AT = {"factor_update_steps": 10, "inv_update_steps": 50}
-OPTIONS: dict[str, Any] = {**AT, "loss_terms": "positions"}
+AT: Any = {"factor_update_steps": 10, "inv_update_steps": 50, "loss_terms": "positions"}
 NEVER = 10**9  # steps
 SIZES: dict[str, Any] = {
     **{"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256},
@@ -38,9 +36,9 @@ SIZES: dict[str, Any] = {
 STAGES = "forward", "backward", "step"
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9),
-    "KFACSGD": lambda model: KFACSGD(model, lr=0.01, momentum=0.9, **OPTIONS),
+    "KFACSGD": lambda model: KFACSGD(model, lr=0.01, momentum=0.9, **AT),
     "Adam": lambda model: Adam(model.parameters(), lr=1e-3),
-    "KFACAdam": lambda model: KFACAdam(model, lr=1e-3, **OPTIONS),
+    "KFACAdam": lambda model: KFACAdam(model, lr=1e-3, **AT),
 }
 BASES = {"KFACSGD": "SGD", "KFACAdam": "Adam"}
 Times = list[tuple[float, ...]]  # ms of the stages of each step
