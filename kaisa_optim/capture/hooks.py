@@ -253,7 +253,7 @@ class Capture:
 
     def _misses(self) -> bool:
         """Return whether a layer that trains has no average."""
-        return any(any(layer.covers_now()) for layer in self.missing)
+        return bool(self.missing) and any(any(layer.covers_now()) for layer in self.missing)
 
     def draw(
         self,
@@ -286,12 +286,18 @@ class Capture:
     # ---- the layers' forward passes ----
 
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+        if self._is_idle(layer) or not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
         if self._watched[layer] or (module is layer.module and is_substituted(module, layer)):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
+
+    def _is_idle(self, layer: Layer) -> bool:
+        """Return whether this pass needs nothing of a layer, as most passes do."""
+        return not (
+            self.wanted or self._misses() or layer.covers_now() != layer.covers or is_checkpointed()
+        )
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         mode: TorchFunctionMode | None = None
@@ -317,13 +323,13 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or as it is if its pass has no part in training."""
+        if self._is_idle(layer):
+            return output
         covers = layer.covers_now()
         primary = layer.primary
         gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
         counts = gathers or bool(self.wanted) or self._misses()
         checkpointed = is_checkpointed()
-        if not counts and not checkpointed:
-            return output
         if not any(covers) or not output.requires_grad or output.is_meta:
             return output
         if is_transformed() or has_tangent(output):

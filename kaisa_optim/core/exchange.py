@@ -334,6 +334,8 @@ class GradientExchange:
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
         """
+        if not self._registry.sharded:
+            return
         ready = set(self._registry.with_state)
         layers = [layer for layer in self._registry.sharded if layer in ready]
         # Each rank has only a part of the bytes of a chunk.

@@ -109,6 +109,7 @@ class GradientStack:
         self.shape = torch.Size((sum(self.blocks), g.size, a.size))
         self.parameters = [p for layer in layers for p in layer.parameters]
         self._layouts = [_View(p.shape, strides(p), 0) for p in self.parameters]
+        self._strides = [view.stride for view in self._layouts]
         # Strides of dimensions of size 1 say nothing.
         self._contiguous = [
             torch.empty_strided(view.size, view.stride, device="meta").is_contiguous()
@@ -121,6 +122,7 @@ class GradientStack:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
+        self._are_whole = self._own == self._layouts  # parts are the parameters as they are
         # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
@@ -137,16 +139,25 @@ class GradientStack:
     def collect(self, gradient_of: GradientOf) -> Tensor:
         """Return the layers' gradients as one tensor; a missing gradient is zero there."""
         raw = self.empty()
-        found = [(p, gradient_of(p)) for p in self.parameters]
-        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in found]
-        torch._foreach_copy_(self.matrix_parts(raw), self.parameter_parts(gradients))
+        gradients = [
+            torch.zeros_like(p) if (gradient := gradient_of(p)) is None else gradient
+            for p in self.parameters
+        ]
+        parts = self.parameter_parts(gradients)
+        if self._are_alike and len(self.layers) > 1:
+            # Joined first, the parts of all layers take one copy into their places.
+            kinds = len(self._matrix_of_each)
+            for i, view in enumerate(self._matrix_of_each):
+                view.of(raw).copy_(self._joined(parts[i::kinds]))
+        else:
+            torch._foreach_copy_(self.matrix_parts(raw), parts)
         return raw
 
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
         """Return views of the stacked tensor, one for each parameter."""
         if self._are_alike:
             parts = [self._by_layer(view.of(stacked)) for view in self._matrix_of_each]
-            return [part for of_layer in zip(*parts, strict=True) for part in of_layer]
+            return list(itertools.chain.from_iterable(zip(*parts, strict=True)))
         return [view.of(stacked) for view in self._matrix]
 
     def _by_layer(self, blocks: Tensor) -> Sequence[Tensor]:
@@ -155,9 +166,18 @@ class GradientStack:
         # A single block has no dimension for it, as in Places.
         return [part[0] if len(part) == 1 else part for part in blocks.split(self.blocks)]
 
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the parts of all layers as one tensor with a dimension for the blocks."""
+        if self.shape[0] == len(self.layers):
+            return torch.stack(parts)
+        both = zip(parts, self.blocks, strict=True)
+        return torch.cat([part if count > 1 else part[None] for part, count in both])
+
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views of tensors like the parameters, shaped like their part of the stack."""
-        if all(type(t) is Tensor for t in tensors) and self._lie_alike(tensors):
+        if self._are_whole:
+            return tensors
+        if set(map(type, tensors)) == {Tensor} and self._lie_alike(tensors):
             return [view.of(t) for view, t in zip(self._own, tensors, strict=True)]
         counts = [len(layer.parameters) for layer in self.layers]
         own = iter(tensors)
@@ -169,12 +189,15 @@ class GradientStack:
         both = zip(parts, self._own, strict=True)
         return [part if part.dim() == len(view.size) else part[0] for part, view in both]
 
-    def _lie_alike(self, *lists: Sequence[Tensor]) -> bool:
-        """Return whether the tensors of all lists lie in memory as the parameters did."""
+    def _lie_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the tensors lie in memory as the parameters did."""
+        if [t.stride() for t in tensors] == self._strides:
+            return True
         return all(
-            t.stride() == view.stride or (is_contiguous and t.is_contiguous())
-            for tensors in lists
-            for t, view, is_contiguous in zip(tensors, self._layouts, self._contiguous, strict=True)
+            t.stride() == stride or (is_contiguous and t.is_contiguous())
+            for t, stride, is_contiguous in zip(
+                tensors, self._strides, self._contiguous, strict=True
+            )
         )
 
     def copies(
@@ -186,25 +209,30 @@ class GradientStack:
         """
         dtype = like[0].dtype
         plain = all(type(t) in _PLAIN and t.dtype == dtype for t in like)
-        if not (self._are_alike and plain and self._lie_alike(like, self.parameters)):
+        if not (self._are_alike and plain and self._lie_alike(like)):
+            return None
+        if not self._lie_alike(self.parameters):
             return None
         result = list(like)
         kinds = len(self._own_of_each)
         for i, (there, here) in enumerate(
             zip(self._matrix_of_each, self._own_of_each, strict=True)
         ):
-            copies = torch.empty(here.size.numel(), dtype=dtype, device=like[i].device)
-            if scale is None:
-                here.of(copies).copy_(there.of(stacked))
-            else:
-                torch.mul(there.of(stacked), scale, out=here.of(copies))
-            own = self._layouts[i::kinds]
-            if own.count(own[0]) == len(own):
-                result[i::kinds] = own[0].of_each(len(own), own[0].size.numel()).of(copies).unbind()
-            else:
-                pieces = copies.split([view.size.numel() for view in own])
-                result[i::kinds] = [view.of(piece) for view, piece in zip(own, pieces, strict=True)]
+            copies = there.of(stacked)
+            if scale is not None:
+                copies = copies * scale
+            if scale is None or copies.stride() != here.stride or copies.dtype != dtype:
+                room = torch.empty_strided(*here[:2], dtype=dtype, device=like[i].device)
+                copies = room.copy_(copies)
+            result[i::kinds] = self._like_parameters(copies, self._layouts[i::kinds])
         return result
+
+    def _like_parameters(self, blocks: Tensor, layouts: list[_View]) -> Sequence[Tensor]:
+        """Return the parts of each layer, shaped like its parameters; blocks lie side by side."""
+        if self._are_whole:
+            return self._by_layer(blocks)
+        pieces = blocks.as_strided((blocks.numel(),), (1,)).split([x.size.numel() for x in layouts])
+        return [view.of(piece) for view, piece in zip(layouts, pieces, strict=True)]
 
     def of_layers(self, values: Tensor) -> Tensor:
         """Return sums over the blocks of each layer, ``[blocks, n]`` to ``[layers, n]``."""
@@ -247,7 +275,7 @@ def products(stack: GradientStack, raw: Tensor, new: Tensor) -> Tensor:
     Both are multiplied by :data:`_SHARE`. ``raw`` is overwritten.
     """
     columns = raw.mul_(_SHARE).mul_(new).sum(1)
-    return stack.of_layers(torch.stack([columns.sum(1), columns[:, -1]], 1))
+    return stack.of_layers(torch.stack([columns.sum(1), columns.select(1, -1)], 1))
 
 
 def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:
@@ -339,12 +367,18 @@ class Updates:
         """The layers whose gradients are in stacks."""
         return {layer for one in self.stacks for layer in one.stack.layers}
 
-    def clip(self, limit: float, alpha_of: Callable[[Tensor], Any]) -> None:
-        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait."""
-        terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
-        if not terms:
+    def clip(self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]) -> None:
+        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait.
+
+        ``alphas`` are those of the parameter groups.
+        """
+        layers = [*self._terms, *(x for one in self.stacks for x in one.stack.layers)]
+        if not layers:
             return
-        self._scale = scale = clip_scale(terms, limit, alpha_of)
+        parts = [*self._terms.values(), *(one.products for one in self.stacks)]
+        rows = torch.cat([part.to(parts[0].device).view(-1, 2) for part in parts])
+        in_order = sorted(zip(layers, rows.unbind(), strict=True), key=lambda pair: pair[0].number)
+        self._scale = scale = clip_scale(dict(in_order), limit, alphas, group_of)
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
 
@@ -417,20 +451,26 @@ def blend(new: dict[Tensor, Tensor], share: float) -> None:
 
 
 def clip_scale(
-    terms: dict[Layer, Tensor], kl_clip: float, alpha_of: Callable[[Tensor], Any]
+    terms: dict[Layer, Tensor],
+    kl_clip: float,
+    alphas: list[Any],
+    group_of: Callable[[Tensor], int],
 ) -> Tensor:
     """Return ν; ``terms`` are rows of :func:`products`.
 
-    The rows are added up in the layers' order, so that ν has the same bits on all ranks.
+    The rows come in the layers' order, so that ν has the same bits on all ranks.
     """
-    layers = sorted(terms, key=lambda layer: layer.number)
-    device = terms[layers[0]].device
-    alphas = [alpha_of(p) for layer in layers for p in layer.parameters]
-    rows = torch.stack([terms[layer].to(device) for layer in layers])
-    if all(_same(alpha, alphas[0]) for alpha in alphas):
-        total: Any = rows[:, 0].sum() * _squared(alphas[0])
+    layers, rows = list(terms), torch.stack(list(terms.values()))
+    used = alphas
+    if not _are_same(alphas):  # of groups without covered parameters, too
+        used = [alphas[group_of(p)] for layer in layers for p in layer.parameters]
+    if _are_same(used):
+        total: Any = rows.select(1, 0).sum() * _squared(used[0])
     else:
-        total = sum(_weighed(x, row, alpha_of) for x, row in zip(layers, rows, strict=True))
+        total = sum(
+            _weighed(x, row, lambda p: alphas[group_of(p)])
+            for x, row in zip(layers, rows, strict=True)
+        )
     scale: Tensor = (kl_clip * _SHARE / total.abs()).sqrt_().clamp_(max=1)
     return scale
 
@@ -444,6 +484,10 @@ def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Te
 def _squared(alpha: Any) -> Any:
     """Return α² as a scalar, since a CPU tensor meets tensors of other devices only so."""
     return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
+
+
+def _are_same(values: list[Any]) -> bool:
+    return all(_same(value, values[0]) for value in values)
 
 
 def _same(a: Any, b: Any) -> bool:

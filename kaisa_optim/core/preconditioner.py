@@ -28,6 +28,7 @@ from .registry import Registry, basis_reader
 from .status import Status, step_report, with_gradient, zeros_like_gradients
 from .store import FactorStore
 
+_NOTHING = AgreedStep()  # of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
@@ -124,14 +125,14 @@ class Preconditioner(Questions):
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        renewed = self._renew(plan, agreed, values)
+        renewed = self._renew(plan, agreed, values) if plan.changes_factors else []
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
         clip = None if self.rule.makes_directions else self.kl_clip
         updates = self.gradients.updates(values, clips=clip is not None)
         if clip is not None:
-            updates.clip(clip, lambda p: clip_lr(groups[self.registry.group_of(p)]))
+            updates.clip(clip, list(map(clip_lr, groups)), self.registry.group_of)
         new = updates.by_parameter(self.registry.in_parts)
         if self.rule.makes_directions:  # a parameter with a raw part has no direction
             raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
@@ -162,7 +163,7 @@ class Preconditioner(Questions):
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
-            return AgreedStep()
+            return _NOTHING
         capture, states = self.capture, self.registry.states
         common = self._common(groups)
         report = self._report(common)
@@ -253,16 +254,23 @@ class Preconditioner(Questions):
     def _advance(self) -> None:
         if self.plan.exchanges:
             self.take_intervals(1)
+            name_unseen(self.capture, self.registry)
         self.steps += 1
         self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
+        self.sums.clear()  # of passes in a step without statistics, too
         self.capture.reset()
-        self._aim()
+        self._choose()
 
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self.in_force("inv_update_steps"))
 
     def _aim(self) -> None:
+        """Tell capture anew which layers gather, and where to look for their calls."""
+        name_unseen(self.capture, self.registry)
+        self._choose()
+
+    def _choose(self) -> None:
         """Tell capture which layers gather in the next backward passes, and which rows."""
         interval, states = self.in_force("factor_update_steps"), self.registry.states
         # A layer gathers once in an interval, and early: each time it takes the next rows.
@@ -276,11 +284,6 @@ class Preconditioner(Questions):
             for layer in self.registry.active
             if layer.name in wanted or 0 < states[layer.name].missed < limit
         )
-        layers = self.registry.layers.values()
-        self.capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
-        self.capture.missing = {x for x in self.capture.unseen if states[x.name].waits}
-        levels = {layer: states[layer.name].levels for layer in layers}
-        self.capture.search(coverage.unwrapped(self.model), levels)
 
     def _changed(self) -> None:
         if self._is_built:
@@ -426,13 +429,22 @@ class Preconditioner(Questions):
         self.sums.clear()
 
 
+def name_unseen(capture: Capture, registry: Registry) -> None:
+    """Tell capture which layers lack an average; an exchange, a load or a reset changes it."""
+    layers, states = registry.layers.values(), registry.states
+    capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
+    capture.missing = {x for x in capture.unseen if states[x.name].waits}
+    levels = {layer: states[layer.name].levels for layer in layers}
+    capture.search(coverage.unwrapped(registry.model), levels)
+
+
 def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
     """Return the numbers of a step that rules read."""
-    seen = [x for x in registry.active if x.name in agreed.rows]
+    seen = [registry.layers[name] for name in agreed.rows if any(registry.layers[name].covers)]
     graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
-        registry.values("damping", groups).__getitem__,
-        registry.values("factor_decay", groups).__getitem__,
+        registry.values("damping", groups),
+        registry.values("factor_decay", groups),
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),

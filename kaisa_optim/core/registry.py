@@ -63,7 +63,7 @@ class Registry:
     @property
     def active(self) -> list[Layer]:
         """The covered layers that are not wholly frozen."""
-        return [layer for layer in self.layers.values() if any(layer.covers)]
+        return [layer for layer in self.layers.values() if layer.parameters]
 
     @property
     def parameters(self) -> Iterable[Tensor]:
@@ -156,12 +156,12 @@ class Registry:
             raise invalid_because(name, why)
         return values.pop()
 
-    def values(self, name: str, groups: list[Group]) -> dict[Layer, float]:
-        """Return the groups' value for each active layer."""
-        of_groups = {group[name] for group in groups}
-        if len(of_groups) == 1:
-            return dict.fromkeys(self.active, of_groups.pop())
-        return {layer: self._shared(layer, groups, name) for layer in self.active}
+    def values(self, name: str, groups: list[Group]) -> Callable[[Layer], float]:
+        """Return how to read the groups' value for an active layer."""
+        value, *others = {group[name] for group in groups}
+        if not others:
+            return lambda layer: value
+        return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
         """Return the settings of each layer's moments; all ranks refuse the same bad ones."""

@@ -296,12 +296,13 @@ def name_layers_without_statistics(
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
     for layer in (layer for group in applied.groups for layer in group.layers):
+        if states[layer.name].has_average or layer in named:
+            continue
         unseen = states[layer.name].unseen
         # Calls around its module are searched first; of layers by use, coverage() tells.
         if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):
             continue
-        has_gradient = any(p.grad is not None for p in layer.parameters)
-        if has_gradient and not states[layer.name].has_average and layer not in named:
+        if any(p.grad is not None for p in layer.parameters):
             named.add(layer)
             warnings.warn(
                 f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layers import Layer
 
+WHOLE = slice(None)  # the slots of all that a stack or a group has
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
@@ -88,6 +89,7 @@ class LayerGroup:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     g_slots: slice = field(default_factory=lambda: slice(0))
     a_slots: slice = field(default_factory=lambda: slice(0))
+    _views: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # of the factors' tensors
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -96,14 +98,18 @@ class LayerGroup:
     def slots_of(self, members: list[Layer]) -> Slots:
         """Return where these layers, in order, are in the group's tensors."""
         if len(members) == len(self.layers):
-            return slice(None)
+            return WHOLE
         return joined([self.slots[layer] for layer in members], self.g.key.device)
 
     def state(self, side: str, name: str, slots: Slots) -> Tensor | None:
         """Return a tensor of the factors of one side; ``None`` where a diagonal factor has none."""
-        stack, own = (self.g, self.g_slots) if side == "g" else (self.a, self.a_slots)
-        tensor = stack.tensors.get(name)
-        return None if tensor is None else tensor[own][slots]
+        view = self._views.get((side, name))
+        if view is None:
+            stack, own = (self.g, self.g_slots) if side == "g" else (self.a, self.a_slots)
+            if name not in stack.tensors:
+                return None
+            view = self._views[side, name] = stack.tensors[name][own]
+        return at(view, slots)
 
     def common_or_each(
         self, members: list[Layer], value_of: Callable[[Layer], float]
@@ -184,6 +190,11 @@ class AppliedFactors(Factors):
 
 
 # ---- places in a stack ----
+
+
+def at(tensor: Tensor, slots: Slots) -> Tensor:
+    """Return the entries of these slots, as a view if they lie side by side."""
+    return tensor if slots is WHOLE else tensor[slots]
 
 
 def joined(slices: Sequence[slice], device: torch.device) -> Slots:

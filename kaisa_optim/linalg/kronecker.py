@@ -66,7 +66,7 @@ def damped_root_of_diagonal(factors: Tensor, damping: Tensor) -> Tensor:
 
 def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
     """Return v_G v_Aᵀ + γ, ``[k, g, a]``."""
-    return (values_g[:, :, None] * values_a[:, None, :]).add_(damping)
+    return (values_g.unsqueeze(2) * values_a.unsqueeze(1)).add_(damping)
 
 
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:

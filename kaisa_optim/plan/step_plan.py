@@ -167,6 +167,11 @@ class StepPlan:
     round: int = 0  # of refreshes; it grows from each slot of a layer to its next
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
+    @property
+    def changes_factors(self) -> bool:
+        """Return whether some average or state changes; in most steps none does."""
+        return bool(self.average or self.refresh)
+
     def renews(self, layer: str, side: Side) -> bool:
         return (layer, side) in self.decompose or (layer, side) in self.refine
 

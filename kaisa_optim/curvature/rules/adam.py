@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import invalid
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
-from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, present_blocks
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, at, present_blocks
 from .base import RotatingRule, Rotation, StepValues
 
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
@@ -134,7 +134,7 @@ def direction(
     ``nesterov`` the direction is that of a first moment which takes the gradient in once more.
     """
     names = ("exp_avg", "exp_avg_sq", "adam_steps")
-    moving = first, second, steps = tuple(state[name][slots] for name in names)
+    moving = first, second, steps = tuple(at(state[name], slots) for name in names)
     former = [] if present is None else [tensor.clone() for tensor in moving]
     first.mul_(adam.keep1)
     second.mul_(adam.keep2)

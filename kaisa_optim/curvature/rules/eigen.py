@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ..stacks import AppliedFactors, LayerGroup, Slots, Specs
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, at
 from .base import DampingOf, EigenbasisRule, StepValues, stored
 
 
@@ -65,4 +65,4 @@ class StoredProductRule(EigenRule):
         slots: Slots,
         values: StepValues,
     ) -> None:
-        projected.mul_(group.tensors["scale"][slots].to(projected.dtype))
+        projected.mul_(at(group.tensors["scale"], slots).to(projected.dtype))
