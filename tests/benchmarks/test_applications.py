@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from tests.support.ranks import run
 
 pytest.importorskip("tqdm", reason="tqdm is not installed ([applications])")
-from benchmarks.applications import arguments, cifar, common
+from benchmarks.applications import arguments, cifar, common, shards
 
 NEEDS = {
     "bert": ("transformers", "tokenizers"),
@@ -266,6 +269,52 @@ def test_dice_and_iou():
     found = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).view(3, 1, 2, 2)
     dice, iou = overlap(2 * found - 1, target)
     assert dice.item() == pytest.approx(2 / 5 + 1) and iou.item() == pytest.approx(1 / 4 + 1)
+
+
+def written(path, members):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def image(value):
+    file = io.BytesIO()
+    Image.new("RGB", (6, 5), (value, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_shards_are_read_by_place(tmp_path):
+    for i in range(2):
+        members = {}
+        for j in range(3):
+            members |= {f"a/{j}.cls": str(i + j).encode(), f"a/{j}.PNG": image(10 * i + j)}
+        written(tmp_path / f"{i}.tar", {"about.txt": b"", **members})
+    found = shards.Shards(tmp_path)
+    assert len(found) == 6 and len(found.classes) == 4
+    assert [found[i][1] for i in range(6)] == [0, 1, 2, 1, 2, 3]
+    assert [found[i][0].getpixel((0, 0))[0] for i in (4, 0, 5)] == [11, 0, 12]
+    assert found[3][0].size == (6, 5)
+
+
+def test_an_image_without_a_class_is_refused(tmp_path):
+    written(tmp_path / "0.tar", {"x.png": image(1), "x.cls": b"0", "y.png": image(1)})
+    with pytest.raises(ValueError, match="y needs both an image"):
+        shards.Shards(tmp_path)
+
+
+def test_imagenet_reads_shards_and_folders(tmp_path):
+    imagenet = application("imagenet")
+    for i in range(2):
+        (tmp_path / "folders" / str(i)).mkdir(parents=True)
+        (tmp_path / "folders" / str(i) / "x.png").write_bytes(image(50 * i))
+        written(tmp_path / "shards" / f"{i}.tar", {"x.png": image(50 * i), "x.cls": b"%d" % i})
+    one, other = (imagenet.images(tmp_path / name) for name in ("folders", "shards"))
+    assert len(one.classes) == len(other.classes) == 2
+    for (a, first), (b, second) in zip(one, (other[i] for i in range(2)), strict=True):
+        assert first == second and a.tobytes() == b.tobytes()
 
 
 def test_boxes_are_suppressed_as_by_torchvision():
