@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ from tests.support.ranks import run
 pytest.importorskip("tqdm", reason="tqdm is not installed ([applications])")
 from benchmarks.applications import arguments, cifar, common, shards
 
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "workloads"
+OTHER_PAGES = {"squad": "bert", "membranes": "unet"}  # the others are named as their result
+SCORES = {"maskrcnn": "mask_ap"}
 NEEDS = {
     "bert": ("transformers", "tokenizers"),
     "squad": ("transformers", "tokenizers"),
@@ -196,6 +201,13 @@ def test_options_keep_their_names_and_types():
     assert settings["inv_dtype"] is torch.bfloat16 and settings["kl_clip"] is None
     assert settings["skip_layers"] == ["^a", "Norm"] and settings["assignment"] == "layer-wise"
     assert settings["staggered"] == 2 and settings["betas"] == (0.8, 0.9)
+
+
+def test_the_command_of_a_result_names_no_folder_of_the_machine():
+    given = ("--data", "/a/b", "--out", "/c", "--quiet", "--lr", "0.1")
+    assert parsed(*given).command == "--data FOLDER --lr 0.1"
+    given = ("--weights", "/a/runs/phase1/last.pt", "--vocab", "phase1/vocab.txt")
+    assert arguments._told(given) == "--weights phase1/last.pt --vocab phase1/vocab.txt"
 
 
 def test_an_option_that_the_optimizer_lacks_is_refused(capsys):
@@ -385,9 +397,25 @@ def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):
         (tmp_path / name / "curve.json").write_text(json.dumps(record))
     compare.main([*(str(tmp_path / name) for name in curves), "--out", str(tmp_path / "all")])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| SGD | 10 | 14 | 2 | 0.5 |",
-        "| KFACSGD | 5 | 7 | 1 | 0.5 |",
-        "| Adam | - | - | 2.5 | 0.5 |",
+        "| SGD | 10 | 14 | 14 | 2 | 0.5 |",
+        "| KFACSGD | 5 | 7 | 14 | 1 | 0.5 |",
+        "| Adam | - | - | 14 | 2.5 | 0.5 |",
     ]
+    records = [json.loads((tmp_path / name / "curve.json").read_text()) for name in curves]
+    for number, record in enumerate(records):
+        record["curve"][0]["accuracy"] = 0.4 + 0.1 * number
+    rows = [row.split(" | ")[1] for row in compare.table(records, "accuracy")[2:]]
+    assert rows == ["10", "5", "5"]  # a score is better where it is higher
     assert [r["optimizer"] for r in json.loads((tmp_path / "all.json").read_text())] == list(curves)
     assert (tmp_path / "all.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("workload_*.json")), ids=lambda p: p.stem)
+def test_the_table_on_a_page_is_that_of_the_kept_runs(path):
+    compare = pytest.importorskip("benchmarks.applications.compare")
+    records = json.loads(path.read_text())
+    assert all("--data FOLDER" in record["command"] for record in records)
+    name = path.stem.removeprefix("workload_")
+    page = PAGES / f"{OTHER_PAGES.get(name, name)}.md"
+    table = compare.table(records, SCORES.get(name, compare.LOSS))
+    assert "\n".join(table) in page.read_text()
