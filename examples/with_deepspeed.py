@@ -3,9 +3,9 @@
     deepspeed --num_gpus 4 examples/with_deepspeed.py
 
 ZeRO 1 to 3, and DeepSpeed's own "bf16" and "fp16" at any stage, put flattened float32 copies into
-the parameter groups. These belong to no layer, so that K-FAC could do nothing: the first ``step()``
-raises and says so. To shard states as ZeRO does, take ``fully_shard`` (with_fsdp2.py). To shard
-K-FAC's part alone, take ``assignment="layer-wise"`` beside DistributedDataParallel.
+the parameter groups. These belong to no layer, so that K-FAC could do nothing: ``step()`` raises
+and says so. ``assignment="layer-wise"`` spreads K-FAC's state and its moments over ranks, as ZeRO 1
+does. To shard weights too, take ``fully_shard`` (with_fsdp2.py).
 """
 
 import deepspeed

@@ -97,10 +97,12 @@ def _told(arguments: Sequence[str]) -> str:
     """Return the arguments as a result tells them: the folders of this machine are left out."""
     told: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before not in ("--data", "--out") and argument not in ("--out", "--quiet"):
-            told.append(argument)
-        elif before == "--data":
+        if before == "--data":
             told.append("FOLDER")
+        elif before in ("--weights", "--vocab", "--pretrained"):
+            told.append("/".join(Path(argument).parts[-2:]))  # a run's folder is its name
+        elif before != "--out" and argument not in ("--out", "--quiet"):
+            told.append(argument)
     return shlex.join(told)
 
 

@@ -64,25 +64,41 @@ PRESETS: dict[str, Defaults] = {
         },
     },
 }
-SMOKE: Defaults = {
-    "all": {
-        **{"width": 32, "layers": 1, "heads": 2, "length": 32, "words": 200},
-        **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
-    },
+TINY = {
+    **{"width": 32, "layers": 1, "heads": 2, "words": 200},
+    **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
 }
+SMOKE: Defaults = {"all": {**TINY, "length": 32}}
 IGNORED = -100  # cross_entropy's own sign for a token outside of the loss
 HELD = 8  # batches that the loss is measured on
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(optimizer="LAMB")
+def of_network(parser: argparse.ArgumentParser, warm: float) -> None:
+    """Add the arguments of both phases and of fine-tuning."""
     for name, number in SMALL.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--warm", type=float, default=0.05, help="share of steps that warm up")
+    parser.add_argument("--warm", type=float, default=warm, help="share of steps that warm up")
+    parser.add_argument("--vocab", type=Path, help="vocab.txt of BERT's, or of the run before")
+    parser.add_argument("--weights", type=Path, help="checkpoint of the run before")
+
+
+def config(options: argparse.Namespace, tokenizer: Any, **more: Any) -> BertConfig:
+    """Return the network's sizes; the vocabulary is rounded up to a multiple of 8."""
+    return BertConfig(
+        vocab_size=-(-tokenizer.get_vocab_size() // 8) * 8,
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        intermediate_size=4 * options.width,
+        **more,
+    )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(optimizer="LAMB")
+    of_network(parser, warm=0.05)
     parser.add_argument("--ends-lr", type=float, help="of embeddings, heads, norms and biases")
     parser.add_argument("--text", default="wikitext*.txt", help="pattern of the text files")
-    parser.add_argument("--vocab", type=Path, help="vocab.txt of a WordPiece tokenizer")
-    parser.add_argument("--weights", type=Path, help="checkpoint of phase 1")
 
 
 class Pretraining(nn.Module):
@@ -139,9 +155,10 @@ class Passages:
         return torch.where(chosen, shown, rows), kinds, labels, (~follows).long()
 
 
-def load(model: nn.Module, path: Path) -> None:
-    """Take the weights of another run's checkpoint."""
-    model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu")["model"])
+def weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights in another run's checkpoint."""
+    kept: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")["model"]
+    return kept
 
 
 def job(options: argparse.Namespace, ranks: Ranks) -> Job:
@@ -150,17 +167,9 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     cut = len(data) * 9 // 10
     train, held = (Passages(part, tokenizer, options.length) for part in (data[:cut], data[cut:]))
     torch.manual_seed(options.seed)
-    model = Pretraining(
-        BertConfig(
-            vocab_size=-(-tokenizer.get_vocab_size() // 8) * 8,
-            hidden_size=options.width,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            intermediate_size=4 * options.width,
-        )
-    )
+    model = Pretraining(config(options, tokenizer))
     if options.weights is not None:
-        load(model, options.weights)
+        model.load_state_dict(weights(options.weights))
     fixed = held(HELD * options.batch, seeded(0))
 
     def batches(step: int) -> Iterator[Example]:

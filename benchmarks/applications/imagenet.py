@@ -3,16 +3,18 @@
     torchrun --standalone --nproc-per-node 8 -m benchmarks.applications.imagenet --data FOLDER
         --optimizer KFACSGD --preset paper --amp fp16
 
-FOLDER has ``train`` and ``val``, each with a folder of images for each class. The loss has label
-smoothing 0.1. ``--preset paper``: 32 images a rank, lr 0.0125 × ranks after a warm-up of five
-epochs; K-FAC trains 55 epochs with steps at 25, 35, 40, 45 and 50, factors every 10 steps and
-inverses every 100; SGD trains 90 with steps at 30, 60 and 80 (Pauloski et al., SC '20 and SC '21).
+FOLDER has ``train`` and ``val``, each with a folder of images for each class, or with webdataset's
+shards (``*.tar``). The loss has label smoothing 0.1. ``--preset paper``: 32 images a rank, lr
+0.0125 × ranks after a warm-up of five epochs; K-FAC trains 55 epochs with steps at 25, 35, 40, 45
+and 50, factors every 10 steps and inverses every 100; SGD trains 90 with steps at 30, 60 and 80
+(Pauloski et al., SC '20 and SC '21).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .arguments import Defaults, has_kfac, parse
 from .common import Job, Order, Ranks, papers_rate, run, seeded, warm_cosine
+from .shards import Shards
 from .vision import torchvision
 
 DEFAULTS: Defaults = {
@@ -90,8 +93,13 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
         return Generated(32), Generated(10)
     if options.data is None:
         raise SystemExit("--data: a folder with train and val is needed")
-    folder = torchvision.datasets.ImageFolder
-    return folder(str(options.data / "train")), folder(str(options.data / "val"))
+    return images(options.data / "train"), images(options.data / "val")
+
+
+def images(folder: Path) -> Any:
+    """Return the images of a folder of shards, or of a folder with one for each class."""
+    shards = any(folder.glob("*.tar"))
+    return Shards(folder) if shards else torchvision.datasets.ImageFolder(str(folder))
 
 
 def transforms(size: int) -> tuple[Any, Any]:

@@ -321,7 +321,8 @@ class Homes:
                 f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
                 "optimizer was not given, such as the float32 copies that DeepSpeed puts there "
                 "under ZeRO and under its own bf16 or fp16: K-FAC can't precondition them. Use "
-                "DistributedDataParallel or DeepSpeed's stage 0 with torch.autocast, or "
+                "DistributedDataParallel or DeepSpeed's stage 0 with torch.autocast, where "
+                'assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 does, or '
                 "fully_shard; add parameters of the model by add_param_group"
             )
         for p, own, name, title in self._places:

@@ -48,6 +48,13 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     for name, reason in _REFUSED.items():
         if issubclass(base, getattr(torch.optim, name)):
             raise invalid_because("base", f"{base.__name__} can't take K-FAC: {reason}")
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in base.__mro__):
+        why = (
+            f"{base.__name__} spreads states over ranks and would lose K-FAC's in saves; give "
+            'the class that it wraps, and for Adam, AdamW or LAMB let assignment="layer-wise" '
+            "spread moments over ranks as ZeRO 1 does"
+        )
+        raise invalid_because("base", why)
     if issubclass(base, Muon) and base is not Muon:
         why = (
             f"a subclass of Muon, {base.__name__}, would lose the metric; subclass KFACMuon instead"

@@ -48,6 +48,7 @@ class KFACMixin(Optimizer, Joinable):
         ``model``, and K-FAC's options by keyword.
         """
         title, base = type(self).__name__, self._base
+        notices.refuse_zero_redundancy(title)
         known = inspect.signature(super().__init__).parameters
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)

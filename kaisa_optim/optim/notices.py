@@ -15,6 +15,7 @@ from ..comm import agreement
 from ..core import reports
 from ..core.options import DAMPING, KL_CLIP, meant
 from ..core.preconditioner import Preconditioner
+from ..errors import invalid_because
 from .arguments import GROUP_KEYS, OF_ALL
 
 if TYPE_CHECKING:
@@ -154,6 +155,21 @@ def _beyond_the_clip(optimizer: KFACMixin) -> str:
         'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or '
         'use kl_clip_lr="current"'
     )
+
+
+def refuse_zero_redundancy(title: str) -> None:
+    """Refuse to be built by ZeroRedundancyOptimizer, where each rank is given some parameters.
+
+    A layer would miss its bias, and ranks would wait for layers that the others do not have.
+    """
+    module = "torch.distributed.optim.zero_redundancy_optimizer"
+    if any(caller.f_globals.get("__name__") == module for caller in _callers()):
+        why = (
+            f"{title} inside ZeroRedundancyOptimizer, which gives each rank a part of the "
+            "parameters; build it without, and for Adam, AdamW or LAMB let "
+            'assignment="layer-wise" spread moments over ranks as ZeRO 1 does'
+        )
+        raise invalid_because("optimizer_class", why)
 
 
 def missing_process_group(group: Any) -> None:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from tests.support.ranks import run
 
 pytest.importorskip("tqdm", reason="tqdm is not installed ([applications])")
-from benchmarks.applications import arguments, cifar, common
+from benchmarks.applications import arguments, cifar, common, shards
 
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "workloads"
+OTHER_PAGES = {"squad": "bert", "membranes": "unet"}  # the others are named as their result
+SCORES = {"maskrcnn": "mask_ap"}
 NEEDS = {
     "bert": ("transformers", "tokenizers"),
     "squad": ("transformers", "tokenizers"),
@@ -193,6 +203,13 @@ def test_options_keep_their_names_and_types():
     assert settings["staggered"] == 2 and settings["betas"] == (0.8, 0.9)
 
 
+def test_the_command_of_a_result_names_no_folder_of_the_machine():
+    given = ("--data", "/a/b", "--out", "/c", "--quiet", "--lr", "0.1")
+    assert parsed(*given).command == "--data FOLDER --lr 0.1"
+    given = ("--weights", "/a/runs/phase1/last.pt", "--vocab", "phase1/vocab.txt")
+    assert arguments._told(given) == "--weights phase1/last.pt --vocab phase1/vocab.txt"
+
+
 def test_an_option_that_the_optimizer_lacks_is_refused(capsys):
     with pytest.raises(SystemExit):
         parsed("--damping", "0.1")
@@ -266,6 +283,52 @@ def test_dice_and_iou():
     assert dice.item() == pytest.approx(2 / 5 + 1) and iou.item() == pytest.approx(1 / 4 + 1)
 
 
+def written(path, members):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def image(value):
+    file = io.BytesIO()
+    Image.new("RGB", (6, 5), (value, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_shards_are_read_by_place(tmp_path):
+    for i in range(2):
+        members = {}
+        for j in range(3):
+            members |= {f"a/{j}.cls": str(i + j).encode(), f"a/{j}.PNG": image(10 * i + j)}
+        written(tmp_path / f"{i}.tar", {"about.txt": b"", **members})
+    found = shards.Shards(tmp_path)
+    assert len(found) == 6 and len(found.classes) == 4
+    assert [found[i][1] for i in range(6)] == [0, 1, 2, 1, 2, 3]
+    assert [found[i][0].getpixel((0, 0))[0] for i in (4, 0, 5)] == [11, 0, 12]
+    assert found[3][0].size == (6, 5)
+
+
+def test_an_image_without_a_class_is_refused(tmp_path):
+    written(tmp_path / "0.tar", {"x.png": image(1), "x.cls": b"0", "y.png": image(1)})
+    with pytest.raises(ValueError, match="y needs both an image"):
+        shards.Shards(tmp_path)
+
+
+def test_imagenet_reads_shards_and_folders(tmp_path):
+    imagenet = application("imagenet")
+    for i in range(2):
+        (tmp_path / "folders" / str(i)).mkdir(parents=True)
+        (tmp_path / "folders" / str(i) / "x.png").write_bytes(image(50 * i))
+        written(tmp_path / "shards" / f"{i}.tar", {"x.png": image(50 * i), "x.cls": b"%d" % i})
+    one, other = (imagenet.images(tmp_path / name) for name in ("folders", "shards"))
+    assert len(one.classes) == len(other.classes) == 2
+    for (a, first), (b, second) in zip(one, (other[i] for i in range(2)), strict=True):
+        assert first == second and a.tobytes() == b.tobytes()
+
+
 def test_boxes_are_suppressed_as_by_torchvision():
     vision = application("imagenet").torchvision.ops
     from benchmarks.applications.vision import nms
@@ -281,6 +344,46 @@ def test_boxes_are_suppressed_as_by_torchvision():
     assert (better & (scores[kept] > scores[left, None])).any(1).all()
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("samples", [2, -1])
+def test_regions_are_pooled_as_by_torchvision(samples, aligned):
+    """Each bin is the mean of samples, each interpolated between four pixels."""
+    roi_align = application("imagenet").torchvision.ops.roi_align
+    from benchmarks.applications import vision
+
+    images = torch.randn(2, 3, 12, 10, generator=common.seeded(1), requires_grad=True)
+    rows = [[0, 1, 2, 25, 20], [1, -6, 3, 9, 11.5], [0, 4, 4, 4.2, 4.1], [1, 2, 2, 19, 26]]
+    boxes = torch.tensor(rows)
+    found = vision.roi_align(images, boxes, 0.5, 3, 4, samples, aligned)
+    theirs = roi_align(images, boxes, (3, 4), 0.5, samples, aligned)
+    assert torch.allclose(found, theirs, atol=1e-5)
+    assert torch.allclose(found, pooled(images, boxes, 0.5, (3, 4), samples, aligned), atol=1e-5)
+    found.sum().backward()
+    assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
+
+
+def pooled(images, boxes, scale, bins, samples, aligned):
+    """Sample by sample."""
+    found = torch.zeros(len(boxes), images.shape[1], *bins)
+    for box, out in zip(boxes, found, strict=True):
+        low, high = (box[i : i + 2] * scale - 0.5 * aligned for i in (1, 3))
+        sides = (high - low if aligned else (high - low).clamp(min=1)) / torch.tensor(bins[::-1])
+        counts = [samples if samples > 0 else math.ceil(side) for side in sides.tolist()]
+        for top, left, i, j in itertools.product(*map(range, (*bins, counts[1], counts[0]))):
+            y = (low[1] + sides[1] * (top + (i + 0.5) / counts[1])).item()
+            x = (low[0] + sides[0] * (left + (j + 0.5) / counts[0])).item()
+            if -1 <= y <= images.shape[2] and -1 <= x <= images.shape[3]:
+                y, x = (
+                    min(max(p, 0), n - 1) for p, n in zip((y, x), images.shape[2:], strict=True)
+                )
+                for row, column in itertools.product(*(range(int(p), int(p) + 2) for p in (y, x))):
+                    weight = max(0, 1 - abs(y - row)) * max(0, 1 - abs(x - column))
+                    if weight > 0:
+                        pixel = images[int(box[0]), :, row, column].detach()
+                        out[:, top, left] += pixel * weight / counts[0] / counts[1]
+    return found
+
+
 def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):
     compare = pytest.importorskip("benchmarks.applications.compare")
     curves = {"SGD": (3.0, 2.0), "KFACSGD": (1.5, 1.0), "Adam": (3.5, 2.5)}
@@ -294,9 +397,25 @@ def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):
         (tmp_path / name / "curve.json").write_text(json.dumps(record))
     compare.main([*(str(tmp_path / name) for name in curves), "--out", str(tmp_path / "all")])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| SGD | 10 | 14 | 2 | 0.5 |",
-        "| KFACSGD | 5 | 7 | 1 | 0.5 |",
-        "| Adam | - | - | 2.5 | 0.5 |",
+        "| SGD | 10 | 14 | 14 | 2 | 0.5 |",
+        "| KFACSGD | 5 | 7 | 14 | 1 | 0.5 |",
+        "| Adam | - | - | 14 | 2.5 | 0.5 |",
     ]
+    records = [json.loads((tmp_path / name / "curve.json").read_text()) for name in curves]
+    for number, record in enumerate(records):
+        record["curve"][0]["accuracy"] = 0.4 + 0.1 * number
+    rows = [row.split(" | ")[1] for row in compare.table(records, "accuracy")[2:]]
+    assert rows == ["10", "5", "5"]  # a score is better where it is higher
     assert [r["optimizer"] for r in json.loads((tmp_path / "all.json").read_text())] == list(curves)
     assert (tmp_path / "all.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("workload_*.json")), ids=lambda p: p.stem)
+def test_the_table_on_a_page_is_that_of_the_kept_runs(path):
+    compare = pytest.importorskip("benchmarks.applications.compare")
+    records = json.loads(path.read_text())
+    assert all("--data FOLDER" in record["command"] for record in records)
+    name = path.stem.removeprefix("workload_")
+    page = PAGES / f"{OTHER_PAGES.get(name, name)}.md"
+    table = compare.table(records, SCORES.get(name, compare.LOSS))
+    assert "\n".join(table) in page.read_text()
