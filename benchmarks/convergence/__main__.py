@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compete(name: str, options: argparse.Namespace) -> None:
     task = TASKS[name]
-    present, lines = picked(options.only, task)
+    present, lines = picked(options.only)
     print("\n".join([f"{task.about}; {task.steps} steps", *lines]), flush=True)
     data = task.load(options.data)
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)

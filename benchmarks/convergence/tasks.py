@@ -53,7 +53,6 @@ class Task:
     # The terms of a target where their number varies: K-FAC is told it in each step.
     terms: Callable[[Tensor], int] | None = None
     score: Score | None = None
-    only: tuple[str, ...] | None = None  # contestants of a task that is about some
     # Whether the network's ends and its vectors are given a learning rate of their own, as Muon's
     # users do: on text it is worth more than any other setting.
     ends: bool = False
@@ -428,15 +427,6 @@ TASKS = {
             {},
             terms=_count_masked,
             score=Score("accuracy", _guessed),
-            only=(
-                "LAMB",
-                "KFACLAMB, parameters",
-                "KFACLAMB",
-                "KFACLAMB, eigenbasis",
-                "KFACLAMB, defaults",
-                "KFACLAMB, parameters, defaults",
-                "KFACLAMB, eigenbasis, defaults",
-            ),
             ends=True,
         ),
     )
