@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     build, size, steps = SIZED[options.task]
     examples = options.horizon * size * steps
-    present, lines = picked(options.only, build(size, steps))
+    present, lines = picked(options.only)
     data = build(size, steps).load(options.data)
     most = min(_examples(data), int(examples))
     where = options.task, options.device, options.threads, options.data

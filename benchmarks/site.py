@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,16 @@ CONTESTS = (
     Contest("Fashion-MNIST autoencoder, batch 256", "fashion-256", "AdamW"),
     Contest("Fashion-MNIST autoencoder, batch 8,192", "fashion-8192", "AdamW"),
 )
+RATED = {
+    "characters": "character GPT",
+    "masked": "BERT on masked characters",
+    "resnet8-256": "ResNet-8, batch 256",
+    "resnet8-1024": "ResNet-8, batch 1,024",
+    "unet-8": "U-Net on nuclei",
+    "digits-256": "digits autoencoder",
+    "fashion-256": "Fashion-MNIST autoencoder, 256",
+    "fashion-8192": "Fashion-MNIST autoencoder, 8,192",
+}
 CONTESTANTS = {
     "KFACAdam": "KFACAdam, defaults",
     "KFACMuon": "KFACMuon, defaults",
@@ -138,6 +150,33 @@ def lamb() -> str:
     base = next(x for x in found["final"] if x["optimizer"] == "LAMB")
     rows.append(["LAMB", "1 / 1", f"{base['loss']:.3f}"])
     return traffic.table(["optimizer", "steps / seconds to LAMB's loss", "last loss"], rows)
+
+
+def curve(task: str, optimizer: str) -> dict[float, float]:
+    """Return the mean loss at the end of each learning rate; infinite where a run diverged."""
+    losses: dict[float, list[float]] = {}
+    for run in kept(f"rates_{task}")["runs"]:
+        if run["optimizer"] == optimizer:
+            loss = math.inf if run["loss"] is None else run["loss"]
+            losses.setdefault(run["lr"], []).append(loss)
+    return {lr: statistics.fmean(found) for lr, found in sorted(losses.items())}
+
+
+def rates() -> str:
+    """Return the last losses of Adam's kind at each rate; bold is what the base does not reach."""
+    rows = []
+    columns = sorted({lr for task in RATED for lr in curve(task, "AdamW")})
+    for task, title in RATED.items():
+        base, ours = curve(task, "AdamW"), curve(task, "KFACAdam")
+        cells = []
+        for lr in columns:
+            pair = ours.get(lr), base.get(lr)
+            texts = ["" if x is None else "diverges" if x == math.inf else f"{x:.3g}" for x in pair]
+            if None not in pair and ours[lr] <= base[lr]:
+                texts[0] = f"**{texts[0]}**"
+            cells.append(" / ".join(texts) if any(texts) else "")
+        rows.append([title, *cells])
+    return traffic.table(["task", *(f"{lr:g}" for lr in columns)], rows)
 
 
 def memory_limit() -> str:
@@ -233,7 +272,13 @@ def slow_lines() -> str:
 
 
 TABLES = {
-    "convergence.md": {"shares": shares, "losses": losses, "lamb": lamb, "memory": memory_limit},
+    "convergence.md": {
+        "shares": shares,
+        "losses": losses,
+        "rates": rates,
+        "lamb": lamb,
+        "memory": memory_limit,
+    },
     "step_time.md": {"steps": step_times, "ranks": two_ranks},
     "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
 }
@@ -327,6 +372,26 @@ def plot_convergence(plt: Any) -> None:
     _save(plt, figure, PAGES / "convergence.png")
 
 
+def plot_rates(plt: Any) -> None:
+    """Draw the last loss over the learning rate; a dot marks the best one."""
+    figure, axes = plt.subplots(2, 4, figsize=(11, 5), sharex=True, layout="constrained")
+    for axis, (task, title) in zip(axes.flat, RATED.items(), strict=True):
+        for name, colour, style in (("AdamW", OTHERS, "--"), ("KFACAdam", OURS, "-")):
+            found = {lr: loss for lr, loss in curve(task, name).items() if loss < math.inf}
+            axis.plot(list(found), list(found.values()), style, color=colour, label=name)
+            best = min(found, key=lambda lr: found[lr])
+            axis.plot(best, found[best], "o", color=colour)
+        axis.set(xscale="log", yscale="log")
+        axis.set_title(title, fontsize=9)
+        axis.minorticks_off()
+        low, high = axis.get_ylim()
+        axis.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+    figure.supxlabel("learning rate", fontsize=9)
+    figure.supylabel("loss at the end", fontsize=9)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    _save(plt, figure, ROOT / "docs/images/rates.png")
+
+
 def plot_step_time(plt: Any) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     colours = [OURS, "#5c6bc0", "#7986cb", PALE, OTHERS]
@@ -412,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path, page in pages():
         path.write_text(page)
     traffic.main(["--write", str(REFERENCE / "traffic.md")])
-    for draw in (plot_convergence, plot_step_time, plot_bytes, draw_strategies):
+    for draw in (plot_convergence, plot_rates, plot_step_time, plot_bytes, draw_strategies):
         draw(plt)
 
 

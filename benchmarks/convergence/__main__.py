@@ -1,8 +1,8 @@
 """Steps and seconds to a loss: K-FAC beside what one would pick instead.
 
     python -m benchmarks.convergence digits-full fashion-256 ... [--data FOLDER]
-        [--only NAME ...] [--targets NAME ...] [--kept NAME ...] [--out FOLDER] [--trials N]
-        [--seeds N] [--device cpu|cuda]
+        [--only NAME ...] [--targets NAME ...] [--kept NAME ...] [--rated NAME ...] [--out FOLDER]
+        [--trials N] [--seeds N] [--device cpu|cuda]
 
 Every optimizer gets the same number of trials, spread over a space of its own, by successive
 halving; after the first rung the worse of two seeds decides. Settings that two have in
@@ -11,6 +11,8 @@ whole horizon and over ever shorter ones, each with a schedule of its own. The t
 which the baseline ends its whole horizon; "steps" is the shortest horizon that ends there, in the
 median. --targets names the baselines to come to; otherwise all are. --kept names those whose
 settings are taken from the result in FOLDER, in place of a search: so others can join them.
+--rated names those who train at the best rate of FOLDER's rates_TASK.json, which
+``python -m benchmarks.convergence.rates`` writes, in place of a search.
 Runs are kept in FOLDER as they end: a search that was broken off goes on.
 
 --data is a folder with what a task needs, or with folders that have it: FashionMNIST/raw (IDX),
@@ -28,6 +30,7 @@ import torch
 
 from .contest import Entry, Kept, contest, picked, report, save
 from .contestants import CONTESTANTS
+from .rates import best_settings
 from .search import TRIALS, Store
 from .tasks import TASKS
 
@@ -47,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kept", nargs="+", choices=list(CONTESTANTS), default=[], help="who is not searched for"
     )
+    parser.add_argument(
+        "--rated", nargs="+", choices=list(CONTESTANTS), default=[], help="who takes a known rate"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--seeds", type=int, default=3)
@@ -60,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compete(name: str, options: argparse.Namespace) -> None:
     task = TASKS[name]
-    present, lines = picked(options.only, task)
+    present, lines = picked(options.only)
     print("\n".join([f"{task.about}; {task.steps} steps", *lines]), flush=True)
     data = task.load(options.data)
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
@@ -68,6 +74,7 @@ def compete(name: str, options: argparse.Namespace) -> None:
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     kept = Kept.read(stem.with_suffix(".json"), options.kept)
+    kept.best.update(best_settings(options.out, task, options.rated))
     outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept)
     score = task.score.name if task.score else None
     report(outcome, score)

@@ -74,19 +74,17 @@ class Kept:
         return next(both, None) if {baseline, optimizer} <= self.best.keys() else None
 
 
-def picked(names: Sequence[str], task: Task) -> tuple[list[Contestant], list[str]]:
+def picked(names: Sequence[str]) -> tuple[list[Contestant], list[str]]:
     """Those who take part, and a line on each of the others."""
     present, lines = [], []
     for name in names:
         one = CONTESTANTS[name]
-        if task.only is not None and name not in task.only:
-            lines.append(f"{name}: not for this task")
-        elif one.absent:
+        if one.absent:
             lines.append(f"{name}: absent, as {one.needs} is not installed")
         else:
             present.append(one)
     if not present:
-        raise SystemExit(f"nobody is left to train {task.name}: {'; '.join(lines)}")
+        raise SystemExit(f"nobody is left to train: {'; '.join(lines)}")
     return present, lines
 
 

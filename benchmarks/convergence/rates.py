@@ -1,12 +1,13 @@
 """The final loss over the learning rate: base optimizers and theirs with K-FAC inside.
 
     python -m benchmarks.convergence.rates TASK ... [--pairs NAME ...] [--seeds N ...]
-        [--data FOLDER] [--out FOLDER] [--jobs N] [--minutes M] [--device cpu|cuda]
+        [--part P] [--data FOLDER] [--out FOLDER] [--jobs N] [--minutes M] [--device cpu|cuda]
 
-Both of a pair train at the same learning rates, in half decades, over half of the task's horizon,
-with one rate for all parameters (Muon's companion keeps a rate of its own). FOLDER gets
-``rates_TASK.json``, written after each run, and ``rates_TASK.png``: runs that are in the file are
-not made again. After M minutes the runs in progress are dropped.
+Both of a pair train at the same learning rates, in half decades, over half of the task's horizon
+or another part, with one rate for all parameters (Muon's companion keeps a rate of its own). FOLDER
+gets ``rates_TASK.json``, written after each run, and ``rates_TASK.png``: runs that are in the file
+are not made again. After M minutes the runs in progress are dropped.
+
 
 --data is as in ``python -m benchmarks.convergence``; it may come from the variable KAISA_DATA.
 """
@@ -23,7 +24,7 @@ import queue
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +39,8 @@ from .tasks import TASKS, Task
 
 RATES = (0.003, 0.01, 0.001, 0.03, 0.0003, 0.1)  # the most telling ones first
 FASTER = (0.1, 0.03, 0.3, 0.01, 1.0, 0.003)  # SGD's and Muon's
-PART = 0.5  # of a task's horizon
 NEAR = 1.1  # times the best loss: rates that end below it are about as good
+_DEFAULTS = ", defaults"
 WORTH = 1.5  # times the base's best loss: rates that a user of the base may have
 
 
@@ -56,11 +57,13 @@ class Pair:
 
 _BETAS: Config = {"beta1": 0.9, "beta2": 0.999}
 _MUONS: Config = {"momentum": 0.95, "lr_rest": 0.003}
+_SOAPS: Config = {**_BETAS, "frequency": 10}
 PAIRS = {
     "AdamW": Pair("AdamW", "KFACAdam", _BETAS, _BETAS),
     "LAMB": Pair("LAMB", "KFACLAMB", _BETAS, _BETAS),
     "SGD": Pair("SGD", "KFACSGD", {"momentum": 0.9}, {"momentum": 0.9}, FASTER),
     "Muon": Pair("Muon", "KFACMuon", _MUONS, _MUONS, FASTER),
+    "SOAP": Pair("SOAP", "KFACAdam", _SOAPS, _BETAS),
 }
 
 
@@ -82,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument("--rates", nargs="+", type=float, help="others than each pair's own")
+    parser.add_argument("--part", type=float, default=0.5, help="of the horizon")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--data", type=Path, default=os.environ.get("KAISA_DATA"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -90,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
     options.data = Path(options.data) if options.data else None
-    kept = {name: Kept(options.out / f"rates_{name}.json", TASKS[name]) for name in options.tasks}
-    orders = [one for one in ordered(options) if not kept[one.task].has(one)]
+    kept = {name: Kept.here(options.out, TASKS[name], options.part) for name in options.tasks}
+    orders = [one for one in dict.fromkeys(ordered(options)) if not kept[one.task].has(one)]
     for one, loss, seconds in made(orders, options):
         kept[one.task].add(one, loss, seconds, options.device)
         print(f"{one}: {loss:.5g}, {seconds:.1f} s", flush=True)
@@ -127,7 +131,7 @@ def made(
     ended: Any = context.Queue()
     for one in orders:
         waiting.put(one)
-    arguments = (waiting, ended, options.data, options.device)
+    arguments = (waiting, ended, options.part, options.data, options.device)
     count = min(options.jobs, len(orders))
     workers = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(count)]
     for _ in workers:
@@ -150,20 +154,18 @@ def made(
             worker.terminate()
 
 
-def _work(waiting: Any, ended: Any, folder: Path | None, device: str) -> None:
+def _work(waiting: Any, ended: Any, part: float, folder: Path | None, device: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     load = functools.lru_cache(2)(lambda name: TASKS[name].load(folder))
     while (one := waiting.get()) is not None:
-        ended.put((one, *_run(one, load, device)))
+        ended.put((one, *_run(one, part, load, device)))
 
 
-def _run(one: Order, load: Callable[[str], Any], device: str) -> tuple[float, float]:
+def _run(one: Order, part: float, load: Callable[[str], Any], device: str) -> tuple[float, float]:
     task = TASKS[one.task]
-    pair = next(p for p in PAIRS.values() if one.optimizer in (p.base, p.ours))
-    settings = pair.settings if one.optimizer == pair.base else pair.own
-    contestant, steps = CONTESTANTS[one.optimizer], round(PART * task.steps)
-    config = {"lr": one.lr, **settings}
+    contestant, steps = CONTESTANTS[one.optimizer], round(part * task.steps)
+    config = {"lr": one.lr, **_settings_of(one.optimizer)}
     run = train(task, load(one.task), contestant, config, one.seed, steps, device)
     return run.loss, run.seconds
 
@@ -172,13 +174,21 @@ def _run(one: Order, load: Callable[[str], Any], device: str) -> tuple[float, fl
 
 
 class Kept:
-    """A task's runs, in a file; a diverged run's loss is None there."""
+    """A task's runs of one length, in a file; a diverged run's loss is None there."""
 
-    def __init__(self, path: Path, task: Task) -> None:
-        self.path, self.task = path, task
+    def __init__(self, path: Path, task: Task, steps: int | None = None) -> None:
+        self.path, self.task, self.steps = path, task, steps
         self.rows: list[dict[str, Any]] = []
         if path.exists():
-            self.rows = json.loads(path.read_text())["runs"]
+            found = json.loads(path.read_text())
+            self.rows = found["runs"]
+            if steps not in (None, found["steps"]):
+                raise SystemExit(f"{path} has runs of {found['steps']} steps, not of {steps}")
+
+    @classmethod
+    def here(cls, folder: Path, task: Task, part: float | None = None) -> Kept:
+        steps = None if part is None else round(part * task.steps)
+        return cls(folder / f"rates_{task.name}.json", task, steps)
 
     def has(self, one: Order) -> bool:
         return any(_order(row, one.task) == one for row in self.rows)
@@ -189,7 +199,7 @@ class Kept:
         result = {
             "task": self.task.about,
             "machine": describe(device, 1),
-            "steps": round(PART * self.task.steps),
+            "steps": self.steps,
             "runs": sorted(self.rows, key=lambda row: (row["optimizer"], row["lr"], row["seed"])),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +227,27 @@ def means(curve: dict[float, list[float]]) -> dict[float, float]:
 def best(curve: dict[float, float]) -> float:
     """Return the rate of the lowest loss."""
     return min(curve, key=lambda lr: curve[lr])
+
+
+def best_settings(folder: Path, task: Task, names: Collection[str]) -> dict[str, Config]:
+    """Return the settings of each name at its best rate, as ``folder`` has them.
+
+    With settings of their own beside it, or the optimizer's defaults: "KFACAdam, defaults".
+    """
+    curves = Kept.here(folder, task).curves()
+    found: dict[str, Config] = {}
+    for name in names:
+        rated = name.removesuffix(_DEFAULTS)
+        if rated not in curves:
+            raise SystemExit(f"--rated {name}: its rates on {task.name} are not in {folder}")
+        settings = {} if name.endswith(_DEFAULTS) else _settings_of(name)
+        found[name] = {"lr": best(means(curves[rated])), **settings}
+    return found
+
+
+def _settings_of(optimizer: str) -> Config:
+    pair = next(p for p in PAIRS.values() if optimizer in (p.base, p.ours))
+    return pair.settings if optimizer == pair.base else pair.own
 
 
 def pairs_of(results: Kept) -> Iterator[tuple[Pair, dict[str, dict[float, float]]]]:

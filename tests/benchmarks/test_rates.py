@@ -51,3 +51,30 @@ def test_time_that_is_over_drops_the_runs_in_progress(tmp_path, capsys):
     rates.main([*ASKED, "--minutes", "0", "--out", str(tmp_path)])
     assert "8 runs are missing" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_two_pairs_with_one_optimizer_train_it_once(runs, tmp_path):
+    asked = ["digits-256", "--pairs", "AdamW", "SOAP", "--rates", "0.01", "--seeds", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, ("SOAP", 0.01), 0.7)
+        rates.main([*asked, "--out", str(tmp_path)])
+    assert [one.optimizer for one in runs] == ["AdamW", "KFACAdam", "SOAP"]
+
+
+def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
+        rates.main([*ASKED, "--part", "1", "--out", str(tmp_path)])
+    assert len(runs) == 8
+
+
+def test_settings_of_the_best_rate(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    task = TASKS["digits-256"]
+    found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
+    betas = {"beta1": 0.9, "beta2": 0.999}
+    assert found["AdamW"] == {"lr": 0.01, **betas}
+    assert found["KFACAdam"] == {"lr": 0.1, **betas}
+    assert found["KFACAdam, defaults"] == {"lr": 0.1}
+    with pytest.raises(SystemExit, match="--rated SGD: its rates on digits-256 are not in"):
+        rates.best_settings(tmp_path, task, ["SGD"])
