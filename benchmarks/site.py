@@ -435,7 +435,7 @@ def draw_strategies(plt: Any) -> None:
     # The workers of each layer; the first one owns its factors.
     chosen: dict[str, list[tuple[int, ...]]] = {
         "layer_wise": [(0,), (1,), (2,), (3,)],
-        "hybrid": [(0, 1), (1, 0), (2, 3), (3, 2)],
+        "hybrid": [(0, 2), (1, 3), (2, 0), (3, 1)],
         "opt": [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (3, 0, 1, 2)],
     }
     for name, layers in chosen.items():
