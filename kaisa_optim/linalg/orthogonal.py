@@ -38,6 +38,10 @@ _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in
 # Of an orthogonal direction's root mean square, over the square root of that of Adam's own. With
 # half of it steps are too short at AdamW's learning rates, with 1 too long at high ones.
 _SIZE = 0.8
+# The cosine with the momentum at which a direction has that length. A momentum of low rank has a
+# smaller one, and its steps are longer, by the fourth root: its gradient falls in few directions.
+_COSINE = 0.4
+_LEAST_COSINE = 0.01
 
 
 def narrow(matrices: Tensor) -> bool:
@@ -45,20 +49,21 @@ def narrow(matrices: Tensor) -> bool:
     return matrices.device.type == "cpu" and min(matrices.shape[1:]) <= _NARROW
 
 
-def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
+def orthogonalized(matrices: Tensor, momenta: Tensor, *, in_half: bool) -> Tensor:
     """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``, scaled; ``in_half`` by bfloat16 products.
 
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
     below 0.02 of M's norm (0.005 where the smaller side is above 256). The root mean square of the
-    result is 0.8 times the square root of that of M, so that Adam's learning rates carry over.
+    result is 0.8 √r (0.4 / c)^¼, with r that of M and c the cosine between the result and
+    ``momenta``, so that Adam's learning rates carry over.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
-    if len(matrices) <= at_once:
-        return _orthogonalized(matrices, in_half)
-    return torch.cat([_orthogonalized(part, in_half) for part in matrices.split(at_once)])
+    parts = zip(matrices.split(at_once), momenta.split(at_once), strict=True)
+    found = [_orthogonalized(*part, in_half) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
+def _orthogonalized(matrices: Tensor, momenta: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     # Without this scale, squares of very small or large numbers would be zero or infinite.
@@ -71,8 +76,17 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
     size = (largest * (norm / root)).sqrt_()
+    cosine = _cosine(momenta.mT if tall else momenta, found, now).clamp_(min=_LEAST_COSINE)
+    size *= (_COSINE / cosine).sqrt_().sqrt_()
     found.mul_(size * (_SIZE * root) / _or_one(now))
     return found.mT if tall else found
+
+
+def _cosine(left: Tensor, right: Tensor, norm: Tensor) -> Tensor:
+    """Return the cosine between matrices, ``[k, 1, 1]``; ``norm`` is that of the right ones."""
+    left = left / _or_one(torch.linalg.vector_norm(left, torch.inf, (1, 2), keepdim=True))
+    own = torch.linalg.vector_norm(left, dim=(1, 2), keepdim=True)
+    return (left * right).sum((1, 2), keepdim=True) / _or_one(own * norm)
 
 
 def polar(

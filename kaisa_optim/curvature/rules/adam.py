@@ -97,12 +97,12 @@ class AdamRule(RotatingRule):
             # correction, the first steps are shorter.
             adam = adam._replace(log1=-math.inf)
         projected = kronecker.into_basis(gradient, g, a)
-        found = direction(group.tensors, slots, projected, present, adam, self.nesterov)
+        found, momenta = direction(group.tensors, slots, projected, present, adam, self.nesterov)
         if orthogonalizes:
             # Orthogonalize before the direction is rotated back: the result is the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
-                found = orthogonal.orthogonalized(found, in_half=in_half)
+                found = orthogonal.orthogonalized(found, momenta, in_half=in_half)
             if in_half:  # the direction is rounded already
                 g, a = (None if basis is None else basis.bfloat16() for basis in (g, a))
         return kronecker.out_of_basis(found, g, a)
@@ -127,8 +127,10 @@ def direction(
     present: Tensor | None,
     adam: Settings,
     nesterov: bool,
-) -> Tensor:
-    """Take gradients, in the basis, into the moments at ``slots``; return Adam's direction there.
+) -> tuple[Tensor, Tensor]:
+    """Take gradients, in the basis, into the moments at ``slots``.
+
+    Return Adam's direction there, and the first moment that it follows.
 
     ``present`` says which blocks have a gradient; the others' moments stay as they are. With
     ``nesterov`` the direction is that of a first moment which takes the gradient in once more.
@@ -159,7 +161,7 @@ def direction(
     # 1 - β^t as it stands would lose its digits for a β near 1.
     rest1, rest2 = -torch.expm1(taken * adam.log1), -torch.expm1(count * adam.log2)
     scale = (second / rest2).sqrt_().add_(adam.eps)
-    return (first / rest1).div_(scale)
+    return (first / rest1).div_(scale), first
 
 
 def _take(moment: Tensor, gradient: Tensor, part: Number) -> None:

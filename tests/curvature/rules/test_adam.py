@@ -387,7 +387,7 @@ class Reference:
         found = (ahead / c1) / ((second / c2).sqrt() + self.group["eps"])
         found = q_g @ found @ q_a.T
         if self.orthogonal:
-            found = evened(found)
+            found = evened(found, q_g @ ahead @ q_a.T)
         return found, kept._replace(first=first, second=second, steps=steps)
 
     def taken_in(self, p: Tensor) -> Tensor:
@@ -415,10 +415,11 @@ FROM_FURTHER = (
 )
 
 
-def evened(matrix: Tensor) -> Tensor:
+def evened(matrix: Tensor, momentum: Tensor) -> Tensor:
     """Return the matrix with singular values that polynomials make alike.
 
-    Its root mean square is 0.8 times the square root of what the matrix has.
+    Its root mean square is 0.8 √r (0.4 / c)^¼, with r that of the matrix and c its cosine with the
+    momentum, of 0.01 at least.
     """
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     even = 0.98 * s / s.norm()
@@ -426,7 +427,10 @@ def evened(matrix: Tensor) -> Tensor:
         even = a * even + b * even**3 + c * even**5
     root = math.sqrt(matrix.numel())
     size = 0.8 * root * math.sqrt(float(s.norm()) / root)
-    return u @ (even * size / even.norm()).diag() @ v
+    found = u @ (even / even.norm()).diag() @ v
+    cosine = float((found * momentum / momentum.abs().max()).sum())
+    cosine /= float((momentum / momentum.abs().max()).norm())
+    return found * size * (0.4 / max(cosine, 0.01)) ** 0.25
 
 
 def turned(kept: Kept) -> Kept:
@@ -636,7 +640,7 @@ def test_the_first_direction_in_float32_is_one_of_signs(beta2, nesterov):
         adam = eigenbasis.settings({"betas": (0.9, beta2), "eps": 0.0})
         if apart:
             adam = eigenbasis.Settings(*(torch.full((2, 1, 1), number) for number in adam))
-        found = eigenbasis.direction(state, slice(None), gradient, None, adam, nesterov)
+        found, _ = eigenbasis.direction(state, slice(None), gradient, None, adam, nesterov)
         torch.testing.assert_close(found, gradient.sign(), rtol=1e-5, atol=0)
 
 
@@ -696,9 +700,11 @@ def test_orthogonalized_matrices(k, g, a, seed):
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
     scales = 10.0 ** torch.arange(-60, -60 + 60 * k, 60, dtype=torch.float64)
-    found = orthogonal.orthogonalized(matrices * scales[:, None, None], in_half=False)
-    for matrix, scale, one in zip(matrices, scales, found, strict=True):
-        wanted = evened(matrix * scale)
+    momenta = torch.randn(k, g, a, generator=generator, dtype=torch.float64) + matrices
+    scaled = [m * scales[:, None, None] for m in (matrices, momenta.flip(0))]
+    found = orthogonal.orthogonalized(*scaled, in_half=False)
+    for matrix, momentum, one in zip(*scaled, found, strict=True):
+        wanted = evened(matrix, momentum)
         ref.assert_close(one / wanted.norm(), wanted / wanted.norm(), what="a matrix")
         torch.testing.assert_close(one.norm(), wanted.norm())
 
@@ -714,10 +720,11 @@ def test_orthogonalized_at_the_ends_of_a_dtype(dtype, half):
     torch.manual_seed(0)
     matrix = torch.randn(6, 4, dtype=dtype)
     info = torch.finfo(dtype)
-    wanted = evened(matrix)
+    wanted = evened(matrix, matrix)
     for scale in (info.tiny * 10, info.tiny**0.5, 1e-20, 1e10, info.max**0.5, info.max / 10):
         given = matrix * scale
-        found = orthogonal.orthogonalized(given[None], in_half=half)[0] / scale**0.5
+        found = orthogonal.orthogonalized(given[None], given[None], in_half=half)[0]
+        found /= scale**0.5
         coarse = {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
         torch.testing.assert_close(found, wanted, **coarse)
 
@@ -759,16 +766,15 @@ def test_orthogonalized_in_float32(g, a, half):
     u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
     matrix = u * torch.logspace(0, -1.45 if a == 257 else -1, min(g, a)) @ v.T
     rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
-    found = orthogonal.orthogonalized(rows, in_half=half)
+    found = orthogonal.orthogonalized(rows, rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
     assert s.max() <= (1.25 if half else 1.21) * s.min()
-    wanted = evened(matrix.double()).float()
+    wanted = evened(matrix.double(), matrix.double()).float()
     assert (found[0] - wanted).norm() < (0.05 if half else 1e-3) * wanted.norm()
-    size = 0.8 * matrix.square().mean().sqrt().sqrt()
-    torch.testing.assert_close(found[0].square().mean().sqrt(), size)
+    torch.testing.assert_close(found[0].norm(), wanted.norm(), rtol=1e-3, atol=0)
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
     with mock.patch.object(orthogonal, "_AT_ONCE", 1):  # one after the other
-        again = orthogonal.orthogonalized(rows[:2], in_half=half)
+        again = orthogonal.orthogonalized(rows[:2], rows[:2], in_half=half)
     assert (again - found[:2]).norm() < (0.02 if half else 1e-5) * wanted.norm()
 
 
@@ -785,7 +791,8 @@ def test_orthogonalized_of_rank_one(half, monkeypatch):
 
     monkeypatch.setattr(orthogonal, "_towards_one", watched)
     for g in range(65, 130):
-        orthogonal.orthogonalized(torch.ones(1, g, 130), in_half=half)
+        ones = torch.ones(1, g, 130)
+        orthogonal.orthogonalized(ones, ones, in_half=half)
     assert min(norms) > 0.85 and max(norms) < 1.15
 
 
@@ -801,7 +808,7 @@ def test_directions_are_orthogonal_and_turned_back_in_what_multiplies_faster(
     monkeypatch.setattr(
         orthogonal,
         "orthogonalized",
-        lambda x, in_half: found.append(in_half) or real(x, in_half=in_half),
+        lambda x, m, in_half: found.append(in_half) or real(x, m, in_half=in_half),
     )
     monkeypatch.setattr(
         kronecker, "out_of_basis", lambda x, g, a: found.append((g.dtype, a.dtype)) or back(x, g, a)
@@ -988,7 +995,8 @@ def test_every_layer_kind(kind, orthogonal):
             vectors = 1 in expected.shape[1:]
             if orthogonal and not vectors and not {(kind, "a"), (kind, "g")} & DIAGONAL:
                 shorter = (1 - beta1 ** (i + 1)) * expected  # without bias correction
-                ref.assert_close(steps[name], torch.stack(list(map(evened, shorter))), what=name)
+                wanted = map(evened, shorter, q_g @ first @ q_a.mT)
+                ref.assert_close(steps[name], torch.stack(list(wanted)), what=name)
                 continue
             ref.assert_close(steps[name], expected, what=f"{name}, step {i}")
             if i == 0:
