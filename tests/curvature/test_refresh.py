@@ -983,9 +983,9 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     """Nor does autocast come in, under which some call step()."""
     seen: list[Any] = []
 
-    def spied(matrices: torch.Tensor, **how: bool) -> torch.Tensor:
+    def spied(*matrices: torch.Tensor, **how: bool) -> torch.Tensor:
         seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
-        return original(matrices, **how)
+        return original(*matrices, **how)
 
     original = orthogonal.orthogonalized
     monkeypatch.setattr(orthogonal, "orthogonalized", spied)
