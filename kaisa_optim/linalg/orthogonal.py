@@ -55,7 +55,8 @@ def orthogonalized(matrices: Tensor, momenta: Tensor, *, in_half: bool) -> Tenso
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
     below 0.02 of M's norm (0.005 where the smaller side is above 256). The root mean square of the
     result is 0.8 √r (0.4 / c)^¼, with r that of M and c the cosine between the result and
-    ``momenta``, so that Adam's learning rates carry over.
+    ``momenta``, so that Adam's learning rates carry over. c is at least 0.01; where the result does
+    not follow the momentum at all (c ≤ 0), it is 0.4.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
     parts = zip(matrices.split(at_once), momenta.split(at_once), strict=True)
@@ -76,7 +77,8 @@ def _orthogonalized(matrices: Tensor, momenta: Tensor, in_half: bool) -> Tensor:
     now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
     root = math.sqrt(wide[0].numel())
     size = (largest * (norm / root)).sqrt_()
-    cosine = _cosine(momenta.mT if tall else momenta, found, now).clamp_(min=_LEAST_COSINE)
+    cosine = _cosine(momenta.mT if tall else momenta, found, now)
+    cosine = torch.where(cosine > 0, cosine.clamp(min=_LEAST_COSINE), _COSINE)
     size *= (_COSINE / cosine).sqrt_().sqrt_()
     found.mul_(size * (_SIZE * root) / _or_one(now))
     return found.mT if tall else found

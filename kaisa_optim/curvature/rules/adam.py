@@ -130,7 +130,8 @@ def direction(
 ) -> tuple[Tensor, Tensor]:
     """Take gradients, in the basis, into the moments at ``slots``.
 
-    Return Adam's direction there, and the first moment that it follows.
+    Return Adam's direction there, and the first moment that it follows, which may be a view of the
+    state: not to be changed.
 
     ``present`` says which blocks have a gradient; the others' moments stay as they are. With
     ``nesterov`` the direction is that of a first moment which takes the gradient in once more.

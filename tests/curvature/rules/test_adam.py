@@ -419,7 +419,7 @@ def evened(matrix: Tensor, momentum: Tensor) -> Tensor:
     """Return the matrix with singular values that polynomials make alike.
 
     Its root mean square is 0.8 √r (0.4 / c)^¼, with r that of the matrix and c its cosine with the
-    momentum, of 0.01 at least.
+    momentum, of 0.01 at least, or 0.4 where it is not positive.
     """
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     even = 0.98 * s / s.norm()
@@ -430,7 +430,8 @@ def evened(matrix: Tensor, momentum: Tensor) -> Tensor:
     found = u @ (even / even.norm()).diag() @ v
     cosine = float((found * momentum / momentum.abs().max()).sum())
     cosine /= float((momentum / momentum.abs().max()).norm())
-    return found * size * (0.4 / max(cosine, 0.01)) ** 0.25
+    cosine = max(cosine, 0.01) if cosine > 0 else 0.4
+    return found * size * (0.4 / cosine) ** 0.25
 
 
 def turned(kept: Kept) -> Kept:
@@ -707,6 +708,19 @@ def test_orthogonalized_matrices(k, g, a, seed):
         wanted = evened(matrix, momentum)
         ref.assert_close(one / wanted.norm(), wanted / wanted.norm(), what="a matrix")
         torch.testing.assert_close(one.norm(), wanted.norm())
+
+
+@pytest.mark.parametrize("sign, factor", [(1, (0.4 / 0.16) ** 0.25), (-1, 1.0), (0, 1.0)])
+def test_only_a_direction_along_the_momentum_is_made_longer(sign, factor):
+    """Of an even matrix the result is the matrix itself; momenta stay as they are."""
+    turn = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
+    across = torch.tensor([[-0.8, -0.6], [0.6, -0.8]], dtype=torch.float64)  # of cosine 0
+    momentum = sign * 0.16 * turn + (1 - 0.16**2) ** 0.5 * across
+    kept = momentum.clone()
+    found = orthogonal.orthogonalized(turn[None], momentum[None], in_half=False)[0]
+    size = 0.8 * (0.5**0.5) ** 0.5 * factor
+    torch.testing.assert_close(found.square().mean().sqrt().item(), size)
+    assert torch.equal(momentum, kept)
 
 
 IN_HALF = pytest.mark.parametrize("half", [True, False], ids=["bf16", "full"])
