@@ -222,7 +222,9 @@ class GradientStack:
             if scale is not None:
                 copies = copies * scale
             if scale is None or copies.stride() != here.stride or copies.dtype != dtype:
-                room = torch.empty_strided(*here[:2], dtype=dtype, device=like[i].device)
+                room = torch.empty_strided(
+                    here.size, here.stride, dtype=dtype, device=like[i].device
+                )
                 copies = room.copy_(copies)
             result[i::kinds] = self._like_parameters(copies, self._layouts[i::kinds])
         return result
@@ -372,13 +374,10 @@ class Updates:
 
         ``alphas`` are those of the parameter groups.
         """
-        layers = [*self._terms, *(x for one in self.stacks for x in one.stack.layers)]
-        if not layers:
+        terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
+        if not terms:
             return
-        parts = [*self._terms.values(), *(one.products for one in self.stacks)]
-        rows = torch.cat([part.to(parts[0].device).view(-1, 2) for part in parts])
-        in_order = sorted(zip(layers, rows.unbind(), strict=True), key=lambda pair: pair[0].number)
-        self._scale = scale = clip_scale(dict(in_order), limit, alphas, group_of)
+        self._scale = scale = clip_scale(terms, limit, alphas, group_of)
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
 
@@ -458,9 +457,11 @@ def clip_scale(
 ) -> Tensor:
     """Return ν; ``terms`` are rows of :func:`products`.
 
-    The rows come in the layers' order, so that ν has the same bits on all ranks.
+    The rows are added up in the layers' order, so that ν has the same bits on all ranks.
     """
-    layers, rows = list(terms), torch.stack(list(terms.values()))
+    layers = sorted(terms, key=lambda layer: layer.number)
+    device = terms[layers[0]].device
+    rows = torch.stack([terms[layer].to(device) for layer in layers])
     used = alphas
     if not _are_same(alphas):  # of groups without covered parameters, too
         used = [alphas[group_of(p)] for layer in layers for p in layer.parameters]
