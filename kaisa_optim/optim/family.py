@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import invalid, invalid_because
-from . import arguments
+from . import arguments, notices
 from .lamb import LAMB
 from .mixin import KFACMixin
 from .muon import Muon
@@ -48,7 +48,7 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     for name, reason in _REFUSED.items():
         if issubclass(base, getattr(torch.optim, name)):
             raise invalid_because("base", f"{base.__name__} can't take K-FAC: {reason}")
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in base.__mro__):
+    if any(kind.__module__ == notices.ZERO_REDUNDANCY for kind in base.__mro__):
         why = (
             f"{base.__name__} spreads states over ranks and would lose K-FAC's in saves; give "
             'the class that it wraps, and for Adam, AdamW or LAMB let assignment="layer-wise" '

@@ -21,6 +21,8 @@ from .arguments import GROUP_KEYS, OF_ALL
 if TYPE_CHECKING:
     from .mixin import KFACMixin
 
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
+
 
 class Notices:
     """Warnings that come once for each optimizer, at its steps."""
@@ -162,8 +164,7 @@ def refuse_zero_redundancy(title: str) -> None:
 
     A layer would miss its bias, and ranks would wait for layers that the others do not have.
     """
-    module = "torch.distributed.optim.zero_redundancy_optimizer"
-    if any(caller.f_globals.get("__name__") == module for caller in _callers()):
+    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in _callers()):
         why = (
             f"{title} inside ZeroRedundancyOptimizer, which gives each rank a part of the "
             "parameters; build it without, and for Adam, AdamW or LAMB let "
