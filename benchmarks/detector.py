@@ -11,7 +11,6 @@ The gradients of nearly all anchors are tiny at first, since the class head begi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import warnings
 from collections import OrderedDict
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.applications.vision import torchvision
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from kaisa_optim import KFACSGD, KFACAdam
 
 CLASSES, SIDE, IMAGES, BATCH, WIDTH = 4, 128, 8, 2, 32
@@ -175,8 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs.append(train(name, seed, options.steps))
             print(runs[-1], flush=True)
             if options.out is not None:
-                result = {"machine": describe(), "steps": options.steps, "runs": runs}
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                keep(options.out, steps=options.steps, runs=runs)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 from datetime import date
 from importlib import metadata
@@ -29,6 +30,11 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         **_versions("kaisa_optim", "numpy", "kfac-pytorch", "pytorch-optimizer"),
     }
+
+
+def keep(path: Path, threads: int | None = None, **figures: Any) -> None:
+    """Write figures beside the machine that they come from."""
+    path.write_text(json.dumps({"machine": describe(threads=threads), **figures}, indent=1) + "\n")
 
 
 def _versions(*names: str) -> dict[str, str]:

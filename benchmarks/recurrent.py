@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 import warnings
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from kaisa_optim import KFACAdam
 
 TOKENS, WIDTH, LENGTH, DELAY, BATCH = 16, 64, 32, 8, 32
@@ -113,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs.append(train(unrolled, kfac, lr, seed, options.steps))
         print(runs[-1], flush=True)
         if options.out is not None:
-            result = {"machine": describe(), "steps": options.steps, "runs": runs}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            keep(options.out, steps=options.steps, runs=runs)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from transformers import BertConfig, BertForMaskedLM
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from kaisa_optim import KFACSGD, KFACAdam
 
 TURN = 10  # steps of one optimizer before the next one's
@@ -111,8 +110,7 @@ def main() -> None:
         for name, figures in of_all.items():
             print(f"  {name:9}", *(f"{key} {value:.2f}" for key, value in figures.items()))
     if options.out is not None:
-        record = {"machine": describe(threads=1), "results": results}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        keep(options.out, threads=1, results=results)
 
 
 if __name__ == "__main__":
