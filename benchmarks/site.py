@@ -12,12 +12,14 @@ import argparse
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import traffic
+from benchmarks.convergence.rates import Kept as Rated
+from benchmarks.convergence.rates import best, means
+from benchmarks.convergence.tasks import TASKS
 from benchmarks.messages import Source
 from benchmarks.papers_account import Papers
 from benchmarks.remedies import REMEDIES
@@ -139,26 +141,9 @@ def losses() -> str:
     return traffic.table(["task", *CONTESTANTS, "the baseline"], rows)
 
 
-def lamb() -> str:
-    found = kept("convergence_masked")
-    rows = []
-    for row in found["to the baseline's loss"]:
-        last = next(x for x in found["final"] if x["optimizer"] == row["optimizer"])
-        told = f"{row['of_its_steps']:.2f} / {row['of_its_seconds']:.2f}" if row["steps"] else ""
-        rows.append([row["optimizer"], told, f"{last['loss']:.3f}"])
-    base = next(x for x in found["final"] if x["optimizer"] == "LAMB")
-    rows.append(["LAMB", "1 / 1", f"{base['loss']:.3f}"])
-    return traffic.table(["optimizer", "steps / seconds to LAMB's loss", "last loss"], rows)
-
-
 def curve(task: str, optimizer: str) -> dict[float, float]:
     """Return the mean loss at the end of each learning rate; infinite where a run diverged."""
-    losses: dict[float, list[float]] = {}
-    for run in kept(f"rates_{task}")["runs"]:
-        if run["optimizer"] == optimizer:
-            loss = math.inf if run["loss"] is None else run["loss"]
-            losses.setdefault(run["lr"], []).append(loss)
-    return {lr: statistics.fmean(found) for lr, found in sorted(losses.items())}
+    return means(Rated.here(RESULTS, TASKS[task]).curves()[optimizer])
 
 
 def rates() -> str:
@@ -176,6 +161,17 @@ def rates() -> str:
             cells.append(" / ".join(texts) if any(texts) else "")
         rows.append([title, *cells])
     return traffic.table(["task", *(f"{lr:g}" for lr in columns)], rows)
+
+
+def lamb() -> str:
+    """Return the last losses on masked characters at each rate that was run."""
+    found = {name: curve("masked", name) for name in ("LAMB", "KFACLAMB", "AdamW")}
+    columns = sorted({lr for losses in found.values() for lr in losses})
+    rows = [
+        [name, *(f"{losses[lr]:.3f}" if lr in losses else "" for lr in columns)]
+        for name, losses in found.items()
+    ]
+    return traffic.table(["optimizer", *(f"{lr:g}" for lr in columns)], rows)
 
 
 def memory_limit() -> str:
@@ -379,8 +375,7 @@ def plot_rates(plt: Any) -> None:
         for name, colour, style in (("AdamW", OTHERS, "--"), ("KFACAdam", OURS, "-")):
             found = {lr: loss for lr, loss in curve(task, name).items() if loss < math.inf}
             axis.plot(list(found), list(found.values()), style, color=colour, label=name)
-            best = min(found, key=lambda lr: found[lr])
-            axis.plot(best, found[best], "o", color=colour)
+            axis.plot(best(found), min(found.values()), "o", color=colour)
         axis.set(xscale="log", yscale="log")
         axis.set_title(title, fontsize=9)
         axis.minorticks_off()

@@ -40,8 +40,8 @@ from .tasks import TASKS, Task
 RATES = (0.003, 0.01, 0.001, 0.03, 0.0003, 0.1)  # the most telling ones first
 FASTER = (0.1, 0.03, 0.3, 0.01, 1.0, 0.003)  # SGD's and Muon's
 NEAR = 1.1  # times the best loss: rates that end below it are about as good
-_DEFAULTS = ", defaults"
 WORTH = 1.5  # times the base's best loss: rates that a user of the base may have
+_DEFAULTS = ", defaults"  # ends the names of contestants whose rate alone is searched
 
 
 @dataclass(frozen=True)
