@@ -73,6 +73,16 @@ def test_layer_wise_spreads_moments_as_zero_does():
 # ---- DeepSpeed's ----
 
 
+def test_copies_of_the_weights_in_the_groups_are_refused():
+    """As DeepSpeed puts them there, whether it is installed or not."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    opt.param_groups[0]["params"] = [p.detach().clone() for p in model.parameters()]
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=f"Invalid param_groups: .* under ZeRO .*{INSTEAD}"):
+        opt.step()
+
+
 def deep(stage: int, rounded: bool = False) -> list[float]:
     """Return the losses of three steps under DeepSpeed, on one rank."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
