@@ -74,7 +74,7 @@ def compete(name: str, options: argparse.Namespace) -> None:
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     kept = Kept.read(stem.with_suffix(".json"), options.kept)
-    kept.best.update(best_settings(options.out, task, options.rated))
+    kept = kept.with_settings(best_settings(options.out, task, options.rated))
     outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept)
     score = task.score.name if task.score else None
     report(outcome, score)

@@ -67,6 +67,11 @@ class Kept:
         reached = [Reached(**one) for one in found.get("to the baseline's loss", ())]
         return cls({name: best[name] for name in names}, reached)
 
+    def with_settings(self, settings: dict[str, Config]) -> Kept:
+        """Return the same with new settings of some, whose runs are made again."""
+        reached = [r for r in self.reached if not settings.keys() & {r.baseline, r.optimizer}]
+        return Kept({**self.best, **settings}, reached)
+
     def of(self, baseline: str, optimizer: str) -> Reached | None:
         both = (
             one for one in self.reached if (one.baseline, one.optimizer) == (baseline, optimizer)
