@@ -1,0 +1,73 @@
+"""With ``normalization="kaisa"`` training goes as with kfac-pytorch, where that is installed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kaisa_optim import KFACSGD
+
+preconditioners = pytest.importorskip("kfac.preconditioner")
+
+SHARED = {
+    "factor_update_steps": 1,
+    "inv_update_steps": 3,
+    "damping": 0.003,
+    "factor_decay": 0.95,
+    "kl_clip": 0.001,
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12 * 16, 20),
+        nn.ReLU(),
+        nn.Linear(20, 5),
+    )
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(16, 3, 8, 8, generator=generator)
+        yield x, torch.randint(5, (16,), generator=generator)
+
+
+def backward(model, x, y):
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("outer", [True, False])
+def test_twenty_steps_agree(outer):
+    theirs, ours, first = network(), network(), network()
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    preconditioner = preconditioners.KFACPreconditioner(
+        theirs,
+        lr=lambda _: sgd.param_groups[0]["lr"],
+        compute_eigenvalue_outer_product=outer,
+        **SHARED,
+    )
+    optimizer = KFACSGD(
+        ours,
+        lr=0.1,
+        momentum=0.9,
+        normalization="kaisa",
+        compute_eigenvalue_outer_product=outer,
+        **SHARED,
+    )
+    for x, y in batches(20):
+        backward(theirs, x, y)
+        preconditioner.step()
+        sgd.step()
+        backward(ours, x, y)
+        optimizer.step()
+    for p, q, start in zip(theirs.parameters(), ours.parameters(), first.parameters(), strict=True):
+        assert (p - q).abs().max() <= 1e-5 * (p - start).abs().max()
