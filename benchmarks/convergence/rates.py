@@ -251,23 +251,23 @@ def _settings_of(optimizer: str) -> Config:
 
 
 def pairs_of(results: Kept) -> Iterator[tuple[Pair, dict[str, dict[float, float]]]]:
-    """Yield each pair that has runs, with the mean losses of its optimizers over the rate."""
+    """Yield each pair whose base has runs, with the mean losses of both over the rate."""
     curves = {name: means(curve) for name, curve in results.curves().items()}
     for pair in PAIRS.values():
-        of = {name: curves[name] for name in (pair.base, pair.ours) if name in curves}
-        if of:
-            yield pair, of
+        if pair.base in curves:
+            both = pair.base, pair.ours
+            yield pair, {name: curves[name] for name in both if name in curves}
 
 
 def report(results: Kept) -> None:
     """Print losses over the rate, and where ours is above its base."""
     for pair, curves in pairs_of(results):
         print(f"{results.task.name}: {pair.ours} for {pair.base}")
-        base = curves.get(pair.base, {})
+        base = curves[pair.base]
         for name, curve in curves.items():
             cells = []
             for lr, loss in curve.items():
-                worth = base.get(lr, math.inf) <= WORTH * min(base.values(), default=math.inf)
+                worth = base.get(lr, math.inf) <= WORTH * min(base.values())
                 worse = loss > 1.02 * base.get(lr, math.inf)
                 mark = "!" if worse and worth else "?" if worse else ""
                 cells.append(f"{lr:g}: {loss:.4g}{mark}")
