@@ -27,7 +27,7 @@ Kind = str | Callable[[Tensor], Tensor]
 
 
 class Counts(Protocol):
-    """How K counts."""
+    """The options that define K, and the number of terms that follows from them."""
 
     loss_reduction: str
     loss_terms: str | float
@@ -36,7 +36,7 @@ class Counts(Protocol):
 
 
 class Fisher:
-    """How the outputs of one forward pass are to be differentiated; raises where it can't be."""
+    """The way to differentiate the outputs of one forward pass; raises for invalid requests."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Fisher:
         _check(outputs, kind, exact, {"dim": dim, "weight": weight, "generator": generator})
         classes = kind == "cross_entropy"
         sides = outputs.dim()
-        if dim is None:  # torch's own for classes; for others where layers have their features
+        if dim is None:  # the dimension of classes in torch's losses, or of features in layers
             dim = min(1, sides - 1) if classes or sides > 3 else -1
         self.dim = dim % sides if -sides <= dim < sides else sides
         if self.dim == sides or (self.dim == 0 and sides > 1):
@@ -61,8 +61,8 @@ class Fisher:
                 "batch, that of the classes or features"
             )
             raise invalid_because("dim", why)
-        # As [examples, positions, width]; a single dimension holds one example's classes, or one
-        # number of each example.
+        # The shape is [examples, positions, width]. A single dimension holds one example's classes,
+        # or one number for each example.
         self._moved = outputs.movedim(self.dim, -1).shape
         if sides > 1:
             self.shape = (self._moved[0], self._moved[1:-1].numel(), self._moved[-1])
@@ -103,13 +103,13 @@ class Fisher:
         def scale(passes: Iterable[ForwardPass]) -> float:
             if summed:
                 return 1.0
-            # A mean over all losses; a number of terms is one of positions.
+            # The loss is a mean over all losses. A number in loss_terms counts positions.
             return sums.terms_of(passes) / max(1, self.count) if counted else 1 / self.width
 
         capture.draw(self.outputs, self.columns(relative=counted and not summed), scale)
 
     def columns(self, relative: bool) -> Iterator[Tensor]:
-        """Yield gradients of the outputs; ``relative`` weights count as shares of their sum."""
+        """Yield gradients of the outputs; if ``relative``, weights are shares of their sum."""
         if callable(self.kind):
             yield _own(self.kind, self.outputs)
             return
@@ -136,7 +136,7 @@ class Fisher:
         else:
             weight = weight.reshape(*self.shape[:2], 1)
         if relative:
-            # Their mean is 1, so that small numbers of half precision are not made smaller.
+            # Scale the weights to a mean of 1: small numbers of half precision get no smaller.
             total = weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
             weight = weight * (weight.numel() / total)
         return weight.sqrt()
@@ -226,7 +226,7 @@ def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) 
 def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
     try:
         called = inspect.signature(kind.forward if isinstance(kind, nn.Module) else kind)
-    except ValueError:  # a builtin, of which nothing is known
+    except ValueError:  # a builtin without a known signature
         return
     try:
         called.bind(None)

@@ -1,4 +1,4 @@
-"""The forward passes of a model: how many terms each one's loss averages, and which one runs."""
+"""The forward passes of a model: how many terms each pass's loss averages, and which pass runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class ForwardPass:
-    """One forward pass of the model, and how many terms its loss averages if it trains."""
+    """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
     __slots__ = (
         "closed",
@@ -40,11 +40,11 @@ class ForwardPass:
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
-        self.first = first  # the layer that began it, where the model itself was not called
-        self.started = False  # one of its layers is tapped or watched
-        self.closed = False  # only layers need gradients in it: no input, no other parameter
+        self.first = first  # the layer that began the pass, if the model itself was not called
+        self.started = False  # whether a layer of the pass is tapped or watched
+        self.closed = False  # whether only layers need gradients: no input, no other parameter
         self.reached: int | None = None  # the last backward pass that trains and came here
-        # Autograd numbers the nodes that a thread makes: those of this pass lie between.
+        # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.thread = threading.get_ident()
         self.start = _sequence_nr()
         self.end: int | None = None
@@ -106,7 +106,7 @@ def needs_gradient(value: Any) -> bool:
 
 
 def _positions(tensor: Tensor) -> int:
-    """Return tokens, or elements of a channel, which is last in sequences, second in images."""
+    """Return tokens, or elements per channel; channels are last in sequences, second in images."""
     if not tensor.is_floating_point() or tensor.dim() < 2:
         return tensor.numel()
     return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
@@ -120,13 +120,13 @@ class _Entered(NamedTuple):
 
 
 class _OfThread(threading.local):
-    """The calls that a thread is in: DataParallel runs its replicas in several."""
+    """The calls that a thread is in: DataParallel runs its replicas in several threads."""
 
     def __init__(self) -> None:
-        # Calls of the model, several of one that calls itself: all are one pass, that of the
-        # outermost which trains.
+        # Calls of the model; a model that calls itself has several. They share one pass, which
+        # begins with the outermost call that trains.
         self.calls: list[_Entered] = []
-        self.modes: list[_Entered] = []  # of attention
+        self.modes: list[_Entered] = []  # function modes that run a module's forward
 
 
 def _frame_of_call() -> FrameType:
@@ -145,14 +145,14 @@ def _is_running(frame: FrameType) -> bool:
 
 
 class ForwardPasses:
-    """Which forward pass a call of a layer belongs to; calls nest, and replicas have threads."""
+    """Finds the forward pass of a layer's call, although calls nest and replicas have threads."""
 
     def __init__(self) -> None:
         self.paused = 0
         self._local = _OfThread()
         self._recent: deque[ForwardPass] = deque(maxlen=1024)
         self._loose: ForwardPass | None = None
-        self._left_open: list[ForwardPass] = []  # until their own thread is here again
+        self._left_open: list[ForwardPass] = []  # passes that their own thread has yet to end
         self._recomputed: tuple[int, ForwardPass] | None = None
 
     def enter(self, mode: Any) -> None:
@@ -165,7 +165,7 @@ class ForwardPasses:
         return modes.pop().what if modes else None
 
     def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
-        """Note a call of the model: a pass of its own if no other runs and if it ``counts``."""
+        """Note a call of the model; it begins a pass if no pass runs and the call ``counts``."""
         self.break_off()
         calls = self._local.calls
         forward_pass = calls[-1].what if calls else None
@@ -193,7 +193,7 @@ class ForwardPasses:
             mode = modes[-1].what
             if mode is not None:
                 if mode is not _get_current_function_mode():
-                    break  # under another one, which has to end first
+                    break  # another mode is above this one, and has to end first
                 mode.__exit__(None, None, None)
             modes.pop()
 
@@ -214,7 +214,7 @@ class ForwardPasses:
         return forward_pass
 
     def again(self) -> ForwardPass | None:
-        """Return the forward pass of which a reentrant checkpoint runs a part again."""
+        """Return the forward pass that a reentrant checkpoint recomputes a part of, if any."""
         if graph_task() is None:
             return None
         node = torch._C._current_autograd_node()
@@ -229,8 +229,8 @@ class ForwardPasses:
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass through layers that are called without the model around them.
 
-        It lasts until a backward pass or until the layer that began it is called again; what one
-        backward pass recomputes is one.
+        The pass lasts until a backward pass, or until its first layer is called again. All layers
+        that one backward pass recomputes share one pass.
         """
         task = graph_task()
         if task is not None:
@@ -244,7 +244,7 @@ class ForwardPasses:
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
-        # A GPU's backward pass runs in another thread, which does not know where this one is.
+        # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
         if self._loose is not None:
             self._left_open.append(self._loose)
             self._loose = None

@@ -108,26 +108,26 @@ class Capture:
         self._sums = sums
         self._reduce = reduce
         self._precision = precision  # of float32 products
-        self._keep_errors = keep_errors  # until a step asks for them, instead of raising
+        self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
         self.error: Exception | None = None
         # Reads the basis in which second moments of a layer's gradients are wanted.
         self.basis_of: Callable[[Layer], Basis | None] | None = None
-        self.wanted = frozenset(layers)  # layers whose slot to gather it is
+        self.wanted = frozenset(layers)  # layers that gather in this step by their slot
         self.unseen = set(layers)  # layers without an average
         self.missing = set(layers)  # unseen layers that gather in any pass
-        self.sample: Sample | None = None  # of the rows of a pass; None: all
+        self.sample: Sample | None = None  # the rows of a pass that are read; None: all rows
         self.was_paused = False  # since the last reset
-        self.backwards = 0  # passes since then that reached a layer and trained it
-        self.draws = 0  # calls of draw since then
-        self.tapped = False  # a pass since then may gather
-        # A layer, and its positions and examples, of which K counts the former.
+        self.backwards = 0  # passes since the last reset that reached a layer and trained it
+        self.draws = 0  # calls of draw since the last reset
+        self.tapped = False  # whether a pass since the last reset may gather
+        # Name, positions and examples of a layer whose positions K counts as examples.
         self.misread: tuple[str, int, int] | None = None
         self._drawing: dict[Drawn, tuple[ForwardPass, Moments]] | None = None
-        # An input of every tap that gathers: differentiating by it runs them, and no parameter.
+        # An input of every tap that gathers: a derivative by it runs taps, but no parameter's node.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
-        self._begun: dict[Layer, int | None] = {}  # the pass that last found no gradient
-        self._looked: int | None = None  # the pass that last looked for gradients that are gone
-        # Layers that added anything since the last reset, and where their gradients are.
+        self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
+        self._looked: int | None = None  # the backward pass that last ran _drop_gone
+        # Layers with sums since the last reset, each with the tensors that hold its gradient.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
         self._others = _outside(model, layers)
         self._passes = ForwardPasses()
@@ -138,7 +138,7 @@ class Capture:
         self.shared = Shared()
         for layer in layers:
             layer.shared = self.shared
-        # Modules in which calls with each layer's parameters are watched, and those with hooks.
+        # Modules in which calls with each layer's parameters are watched; pairs that have hooks.
         self._watched = {layer: layer.watched_in for layer in layers}
         self._hooked = {(layer, module) for layer in layers for module in layer.watched_in}
         self._levels = dict.fromkeys(layers, 0)
@@ -178,7 +178,7 @@ class Capture:
         ]
 
     def search(self, model: nn.Module, levels: Mapping[Layer, int]) -> None:
-        """Watch each layer's calls so many levels around the modules that it is declared in."""
+        """Watch each layer's calls in the modules that are so many levels above its own."""
         changed = {layer: n for layer, n in levels.items() if n != self._levels[layer]}
         if not changed:
             return
@@ -248,7 +248,7 @@ class Capture:
 
     @property
     def due(self) -> bool:
-        """Layers gather in this step, also under a checkpoint, where no tap shows yet."""
+        """True if layers gather in this step; a checkpoint may have kept them from being tapped."""
         return bool(self.wanted or self.tapped or self._misses())
 
     def _misses(self) -> bool:
@@ -322,7 +322,7 @@ class Capture:
             mode.__exit__(None, None, None)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        """Return the output behind a tap, or as it is if its pass has no part in training."""
+        """Return the output behind a tap, or unchanged if the call has no part in training."""
         if self._is_idle(layer):
             return output
         covers = layer.covers_now()
@@ -345,8 +345,8 @@ class Capture:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
-            # If only layers need gradients, a backward pass through a layer with an input that
-            # needs one comes to a layer before it, too: only the first of them is watched.
+            # If only layers need gradients, a layer whose input needs one follows another layer.
+            # A backward pass reaches both: only the first layer is watched.
             follows = forward_pass.closed and forward_pass.started and x.requires_grad
             forward_pass.started = True
             if not gathers and not checkpointed:
@@ -364,7 +364,8 @@ class Capture:
         held = self._inputs.as_used(layer, x, WHOLE if checkpointed else part) if kept else None
         probe = self._probe if gathers else None
         self.tapped |= gathers
-        # Marked in place, it would pass for changed where a selective checkpoint keeps it.
+        # The mark would raise the output's version, and a selective checkpoint that keeps the
+        # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
@@ -450,7 +451,7 @@ class Capture:
             self._begun[layer] = task
             self._sums.drop(layer)
             if passage.outer is None and (task is None or task != self._looked):
-                self._looked = task  # once: what a hook clears within a pass, the next one drops
+                self._looked = task  # once a pass: the next pass drops what a hook clears in it
                 self._drop_gone(task)
         self._added[layer] = gradient
 

@@ -24,10 +24,10 @@ Covers = tuple[bool, bool]
 class Tap(torch.autograd.Function):
     """Identity on a layer's output, which in-place activations may follow.
 
-    The output is marked as changed in place, so that they may. Of a view, autograd would then copy
-    the gradient three times: it is returned as a new tensor if nothing else can see the old one.
-    There is no setup_context, since torch would look up its signature in every call: under torch's
-    transforms, nothing is tapped.
+    The output is marked as changed in place, so that activations may change it. For a view,
+    autograd would then copy the gradient three times: if nothing else can see the view, a new
+    tensor is returned. There is no setup_context, since torch would look up its signature in every
+    call. Torch's transforms need one, so that nothing is tapped under them.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.compiler.disable  # where a function is compiled that runs the backward pass
+    @torch.compiler.disable  # for compiled functions that run the backward pass
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         if ctx.record is not None:

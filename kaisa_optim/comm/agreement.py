@@ -26,7 +26,7 @@ def checksum(value: Any) -> int:
 def alike(world: int, total: float, squares: float) -> bool:
     """Return whether whole numbers, one a rank, are equal, from their sum and sum of squares.
 
-    In integers: the square of the sum has more digits than a float.
+    The comparison is in integers: the square of the sum has more digits than a float.
     """
     return world * int(squares) == int(total) ** 2
 
@@ -87,7 +87,7 @@ def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
-    """Raise on all ranks the errors of some."""
+    """Raise on all ranks the errors that some ranks have."""
     mine = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
     texts = ranks.gather_objects(None if error is None else mine, f"{doing} failed")
     if error is not None:

@@ -34,7 +34,7 @@ _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets tha
 
 
 class ReduceItem(NamedTuple):
-    """A flat tensor whose sum over all ranks its owner wants."""
+    """A flat tensor that is summed over all ranks for its owner."""
 
     key: Any  # the name under which the sum is returned
     owner: int
@@ -44,10 +44,10 @@ class ReduceItem(NamedTuple):
 
 
 class BroadcastItem(NamedTuple):
-    """Bytes that ``root`` has and the other members of its group want."""
+    """Bytes that ``root`` sends to the other members of its group."""
 
     root: int
-    size: int  # of all its cargo, as cargo_bytes tells
+    size: int  # bytes of all its cargo, by cargo_bytes
 
 
 class Cargo(Protocol):
@@ -61,7 +61,7 @@ C = TypeVar("C", bound=Cargo)
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share items, each of which one of them has."""
+    """Ranks that share items; each item starts on one of them."""
 
     members: Sequence[int]
     items: list[BroadcastItem]
@@ -86,7 +86,7 @@ class GatherItem(NamedTuple):
 
 class _Flight(NamedTuple):
     bucket: Bucket[ReduceItem]
-    sent: Tensor  # alive until it has arrived
+    sent: Tensor  # kept alive until the exchange ends
     received: Tensor
     scales: Tensor | None
     work: Any
@@ -102,9 +102,9 @@ class _Move(NamedTuple):
     """Parts of a flat buffer that are on their way in from other ranks."""
 
     flat: Tensor
-    parts: list[tuple[int, int]]  # of the buffer, where the received bytes belong
+    parts: list[tuple[int, int]]  # ranges of the buffer that the received bytes fill
     received: Tensor
-    sent: Tensor  # alive until the work is done
+    sent: Tensor  # kept alive until the work is done
     work: Any
     kind: str
 
@@ -123,7 +123,7 @@ class _Round(NamedTuple, Generic[C]):
 
     flat: Tensor
     relay: _Move | None  # brings the bytes that this rank is to pass on
-    moves: Moves  # from there to all
+    moves: Moves  # from the ranks that pass bytes on to all members
     targets: list[tuple[Tensor, Tensor]]  # tensors to fill, each with its part of the buffer
     cargo: list[C]
 
@@ -147,7 +147,7 @@ class _Arrival(NamedTuple, Generic[C]):
 def _is_group(group: Any) -> bool:
     if not dist.is_available():
         return False
-    # Ranks that are not in it have a placeholder.
+    # Ranks outside the group hold a placeholder.
     return isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -222,7 +222,7 @@ class Ranks:
         return numbers
 
     def gather_objects(self, mine: Any, during: str) -> list[Any]:
-        """Return the objects of all ranks, in the order of ranks; it is slow, so for rare cases."""
+        """Return all ranks' objects, in the order of ranks; the exchange is slow: use it rarely."""
         if self.world == 1:
             return [mine]
         all_ranks: list[Any] = [None] * self.world
@@ -461,12 +461,12 @@ class Ranks:
     ) -> Iterator[C]:
         """Give each group's items from their roots to all its members; yield cargo as it arrives.
 
-        All ranks exhaust the iterator. Groups have no rank in common. One may stand for all, if
-        the others' items are of the same sizes. ``cargo`` yields what belongs to each item of this
-        rank's group, in their order. It is asked for an item when its round begins, while earlier
-        rounds are still on their way; if ``ahead``, for all the rest before this rank waits for
-        another for the first time. Bytes that one root could not send to all in time go by way of
-        other members, and meanwhile the next round begins.
+        All ranks exhaust the iterator. Groups have no rank in common. One group may stand for all
+        groups if their items have the same sizes. ``cargo`` yields the cargo of each item of this
+        rank's group, in the order of the items. An item's cargo is made when its round begins,
+        while earlier rounds are still on their way. With ``ahead``, all remaining cargo is made
+        before this rank first waits for another. If a root could not send its bytes to all in time,
+        other members pass them on, and meanwhile the next round begins.
         """
         rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
         begun: deque[_Round[C]] = deque()

@@ -23,15 +23,15 @@ def is_sharded(tensor: Tensor | None) -> bool:
 
 
 class Shards(NamedTuple):
-    """Where the parts of one parameter are; ranks are those of K-FAC's group."""
+    """The places of one parameter's parts; ranks are numbered in K-FAC's group."""
 
     dim: int
     extents: tuple[tuple[int, int], ...]  # each rank's start and length along ``dim``
-    replicas: tuple[tuple[int, ...], ...]  # the copy of which each rank holds a part
+    replicas: tuple[tuple[int, ...], ...]  # for each rank, the copy that its part belongs to
     shape: tuple[int, ...]  # of the whole
 
     def sends(self, source: int, to: int) -> bool:
-        """Return whether ``to`` takes a part from ``source``, which holds some of the same copy."""
+        """Return whether ``source`` sends ``to`` a part: of the same copy, and not empty."""
         return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
@@ -42,7 +42,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
-    """Return how a parameter is sharded over ``ranks``: global ranks, which must be its mesh's."""
+    """Return how a parameter is sharded over ``ranks``, which must be its mesh's global ranks."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
@@ -125,8 +125,8 @@ def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | Non
 def waiting_gradients(model: nn.Module) -> dict[Tensor, Any]:
     """Return ``fully_shard``'s records of its parameters; a gradient may wait for reduction there.
 
-    Torch has no public view of them; where it moves them, only accumulation with a reduce_dtype
-    and without gradient synchronization is affected.
+    Torch has no public view of these records. If torch moves them, only accumulation with a
+    reduce_dtype and without gradient synchronization is affected.
     """
     records: dict[Tensor, Any] = {}
     for module in model.modules():

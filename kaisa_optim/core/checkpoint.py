@@ -1,7 +1,7 @@
 """K-FAC state inside the optimizer's own: flat tensors under ``state[parameter]["kfac_…"]``.
 
-Other homes get lost: torch.distributed.checkpoint keeps only the entries of parameters, and loads
-into them in place, so that their names and shapes must not depend on the moment.
+State in other places gets lost: torch.distributed.checkpoint keeps only the entries of parameters.
+It loads into them in place, so that names and shapes must be the same in every step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
 # Earlier versions could decompose beside the steps that followed, and kept copies of factors here.
 _FORMER = f"{PREFIX}under_way"
-_STATUS_SHAPES = (6,), (8,)  # earlier versions had two more, of such decompositions
+_STATUS_SHAPES = (6,), (8,)  # earlier versions had two more numbers, for such decompositions
 _CONVENTIONS = 8  # codes of the factors' meaning
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
-_MOMENTS = "exp_avg", "momentum"  # one of them is among the tensors of each gradient
+_MOMENTS = "exp_avg", "momentum"  # names of the first moment: a rule with moments has one of them
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
 
 
 def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> None:
-    """Refuse a state that is no optimizer's at all, such as a model's."""
+    """Refuse a state that is not an optimizer's, such as a model's."""
     if not isinstance(state, Mapping):
         what = f"it is of type {type(state).__name__}"
     elif missing := [key for key in keys if key not in state]:
@@ -62,7 +62,7 @@ def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None = None) -> None:
-    """Put every layer's tensors, as they stand, into the optimizer's state.
+    """Put every layer's tensors into the optimizer's state.
 
     Until the base has made an entry, the layer's tensors stay out: some bases take an absent entry
     for the sign of a first step. After a load, ``only`` has the parameters that had an entry in the
@@ -77,7 +77,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             return p in only
         return p.grad is not None or bool(state.get(p)) or p in known
 
-    # The count is in all entries: torch.distributed.checkpoint wants one for every parameter.
+    # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
     for p in kfac.registry.parameters:
         if has_entry(p):
             state[p][STEP] = kfac.step_count
@@ -96,7 +96,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
 
 
 def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
-    """Return the facts that entries follow from, and their presence: a user may empty some."""
+    """Return the facts that entries depend on, and which entries exist: users may empty some."""
     return (
         [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
         [p.grad is not None for p in kfac.registry.parameters],
@@ -330,15 +330,15 @@ def _faults(kind: str, tensor: Tensor) -> Iterator[str]:
 
 
 def _entries_of(layer: Layer, entries: Entries) -> list[dict[str, Tensor]]:
-    """Return where a layer's tensors may be: with its weight, or its bias if that was frozen."""
+    """Return the entries of weight and bias: the bias's has tensors if the weight was frozen."""
     own = (p for p in (layer.weight, layer.bias) if p is not None)
     return [entries[p] for p in own if p in entries]
 
 
 def _covers_after(layer: Layer, entries: Entries) -> tuple[bool, bool]:
-    """Return the covers of a layer once it has these entries: if possible, those of the save.
+    """Return the covers of a layer once it has these entries: the saved covers, if possible.
 
-    A layer that is wholly frozen keeps its factors until it is not, as in the run that was saved.
+    A wholly frozen layer keeps its factors until it trains again, as in the saved run.
     """
     now = layer.covers_now()
     for entry in _entries_of(layer, entries):
@@ -365,10 +365,10 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
 
 
 class Restored(NamedTuple):
-    """Names of layers that do not go on as they were."""
+    """Names of layers that start anew, wholly or in part."""
 
-    anew: list[str]  # there are no tensors of them
-    moments_anew: list[str]  # the moments are missing, or of another kind
+    anew: list[str]  # layers whose factors are missing, or do not fit
+    moments_anew: list[str]  # layers whose moments are missing, or of another kind
 
 
 def restore(kfac: Preconditioner, entries: Entries) -> Restored:
@@ -405,10 +405,10 @@ def _restore_layer(
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
         elif name.endswith("stale"):
-            # Nobody has looked whether the bases, which may be rounded, can be refined.
+            # The loaded bases may be rounded: decompose before a basis is refined.
             view.fill_(kfac.refresher.tolerance > 0)
         elif name.endswith("left_out"):
-            view.zero_()  # nobody has counted: all eigenvectors are multiplied by
+            view.zero_()  # not counted yet: multiply by all eigenvectors
         else:
             is_complete = is_complete and name.endswith("rejected")
     state = kfac.states[layer.name]
@@ -418,7 +418,7 @@ def _restore_layer(
     if state.has_state:  # a decomposition that was under way is done anew at once
         state.stale.update(side for side, step in zip("ag", begun, strict=False) if step >= 0)
     moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}
-    given = moments & entry.keys()  # a whole state has those of other ranks, too
+    given = moments & entry.keys()  # a consolidated state has other ranks' moments, too
     if moments & views.keys() - given if kfac.rule.makes_directions else given:
         restored.moments_anew.append(layer.name)
     return True

@@ -38,7 +38,7 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """How many of the trained parameters K-FAC covers, and which ones it does not, and why."""
+    """The number of trained parameters that K-FAC covers; the parameters that are left, and why."""
 
     covered: int
     total: int
@@ -51,7 +51,7 @@ class CoverageReport:
 
     @property
     def amount(self) -> str:
-        # Not 100 % where something is left.
+        # Never say 100 % while a parameter is left.
         percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
         return f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
 
@@ -118,7 +118,7 @@ def cover(
             continue
         kind = kind_of(module)
         reason = _why_not(module, kind, papers_only)
-        if kind is not None and kind.intercepts():  # it calls none of its parts as a module
+        if kind is not None and kind.intercepts():  # such a module calls no part as a module
             inner = [child for child in module.modules() if child is not module]
             claimed.update(inner)
             own += [p for child in inner for p in child._parameters.values() if p in trained]
@@ -158,7 +158,7 @@ def _note_uncovered(
 def _watched(
     name: str, module: nn.Module, reasons: dict[Tensor | None, str], *, by_shape: bool
 ) -> list[Layer]:
-    """Return layers of a module's parameters whose use is to be watched."""
+    """Return layers for a module's parameters; their use will be watched."""
     own = [p for p in module._parameters.values() if p is not None]
     if any(is_sharded(p) for p in own):
         title = type(module).__name__
@@ -297,7 +297,7 @@ def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
 
 
 class Homes:
-    """The modules that the groups' parameters are registered in; wrappers may replace either."""
+    """The modules that hold the groups' parameters; wrappers may replace modules or parameters."""
 
     def __init__(
         self, model: nn.Module, groups: list[dict[str, Any]], parameters: Collection[Tensor]

@@ -34,7 +34,7 @@ from . import gradients
 from .gradients import GradientStack, NewGradients, Places, Updates, Wire
 from .registry import Registry
 
-Precondition = Callable[..., NewGradients]  # of a stack, and of where its gradients are
+Precondition = Callable[..., NewGradients]  # takes a stack, and a reader of its gradients
 
 _KEPT_AT_ONCE = 8  # buckets of older bases that are kept beside the new ones
 
@@ -94,7 +94,7 @@ def damping_shifts(
 ) -> dict[Key, Tensor]:
     """Return the damping of each factor's diagonal, on all ranks."""
     means = rule.means(owned, layers)
-    if registry.splits_owners:  # each owner needs to know the other's
+    if registry.splits_owners:  # each owner needs the other owner's mean
         means = [ranks.sum_on_device(both, "second_order") for both in means]
     return rule.shifts(layers, damping_of, means)
 
@@ -133,7 +133,7 @@ def share_state(
     older: OlderBases,
     damping_of: Callable[[Layer], float],
 ) -> None:
-    """Bring the owners' new state to all gradient workers, and moments into it.
+    """Bring the owners' new state to all gradient workers, and express moments in the new bases.
 
     ``keys_of`` are the renewed factors of each layer. Layers go in chunks, since workers keep older
     bases until moments are rotated. A chunk takes layers of all columns in turn: each rank keeps
@@ -173,7 +173,7 @@ def _broadcast_state(
             own = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
             own.append((layer, side))
         groups = []
-        mine: list[list[Key]] = []  # of each item of this rank's column
+        mine: list[list[Key]] = []  # the factors of each item of this rank's column
         for column, by_root in columns.items():
             total = sum(rule.state_bytes(key) for own in by_root.values() for key in own)
             limit = side_by_side(total, len(by_root), ranks.bucket_bytes)
@@ -185,7 +185,7 @@ def _broadcast_state(
                 mine = [keys for _, keys in order]
             items = [BroadcastItem(root, sum(map(rule.state_bytes, keys))) for root, keys in order]
             groups.append(RankGroup(grid.workers_of(column), items))
-        # Lazy: triangles live from their packing to their arrival.
+        # A generator, so that a packed triangle lives only until it has arrived.
         cargo = ([_packed(rule, applied.by_key[key]) for key in keys] for keys in mine)
         for packed in ranks.broadcast(groups, cargo, device, "second_order"):
             rule.incoming(packed.factor, packed.tensors)
@@ -227,7 +227,7 @@ class GradientExchange:
     def allocate(self, applied: AppliedFactors) -> None:
         self._applied = applied
         self._places: dict[Layer, Places] = {}
-        self._stacks: dict[Layer, GradientStack] = {}  # of the last step, by their first layer
+        self._stacks: dict[Layer, GradientStack] = {}  # the last step's stacks, by first layer
         # Each column's buckets of the layers on one device, by the first of these layers.
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
         self._buckets = {}
@@ -278,9 +278,9 @@ class GradientExchange:
         return NewGradients(stack, new, raw.new_zeros(len(stack.layers), 2))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
-        """Hand new gradients from one of their workers to each row of ranks.
+        """Send new gradients along each row of ranks, from the gradient workers in the row.
 
-        The layers' state decides which gradients travel, not a rank's gradients: a missing one
+        The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
         counts as zero. Columns send side by side, and no column waits for another's products.
         """
         dtype = self._comm_dtype
@@ -321,7 +321,7 @@ class GradientExchange:
     def _wires(
         self, root: int, shapes: list[list[Layer]], precondition: Precondition
     ) -> list[Wire]:
-        """Return the new gradients that a root sends, or room for them elsewhere."""
+        """Return the new gradients that a root sends; on other ranks, empty tensors for them."""
         own = root == self._ranks.rank
         stacks = map(self.stack_of, shapes)
         new = (precondition(x) if own else NewGradients.awaited(x) for x in stacks)

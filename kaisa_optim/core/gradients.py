@@ -16,9 +16,9 @@ from ..plan.routes import cargo_bytes, chunks
 
 GradientOf = Callable[[Tensor], Tensor | None]
 
-# The clip's terms are scaled by this, since they would overflow float32 where a loss of 1e20 makes
-# gradients as long. A power of two changes no digit of the clip. Products that it makes zero are
-# far below any clip.
+# A scale of the clip's terms. With a loss of 1e20, gradients are as long, and plain terms would
+# overflow float32. A power of two changes no digit of the clip. Products that become zero by the
+# scale are far below any clip.
 _SHARE = 2.0**-64
 
 _PLAIN = Tensor, nn.Parameter  # exactly these types: subclasses may take views in other ways
@@ -64,12 +64,12 @@ def strides(parameter: Tensor) -> tuple[int, ...]:
 class Places(NamedTuple):
     """The places of a layer's parameters in its matrix gradient.
 
-    They are found once: this takes as long as a small layer's products. Parameters lie in memory as
-    they are, channels last or first.
+    They are found once, since finding them takes as long as a small layer's products. Views follow
+    the memory layout of the parameters, channels last or first.
     """
 
-    matrix: list[_View]  # of each parameter, in the layer's own ``[blocks, g, a]``
-    own: list[_View]  # of the same numbers, in a tensor like the parameter
+    matrix: list[_View]  # each parameter's view of the layer's ``[blocks, g, a]``
+    own: list[_View]  # the same numbers' view of a tensor like the parameter
 
     @classmethod
     def of(cls, layer: Layer) -> Places:
@@ -84,9 +84,9 @@ class Places(NamedTuple):
         return cls(*both)
 
     def of_block(self, layer: Layer) -> Places | None:
-        """Return the places of one block; ``None`` unless its parameters are blocks side by side.
+        """Return the places of one block; ``None`` unless parameters are blocks side by side.
 
-        They may be parts of a parameter, or have their blocks in another order.
+        A layer may cover only a part of a parameter, or have its blocks in another order.
         """
         whole = zip(self.own, layer.parameters, strict=True)
         if any(view.offset or view.size.numel() != p.numel() for view, p in whole):
@@ -122,7 +122,7 @@ class GradientStack:
             for view in places[layer].matrix
         ]
         self._own = [view for layer in layers for view in places[layer].own]
-        self._are_whole = self._own == self._layouts  # parts are the parameters as they are
+        self._are_whole = self._own == self._layouts  # each part is a whole parameter
         # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
@@ -145,7 +145,7 @@ class GradientStack:
         ]
         parts = self.parameter_parts(gradients)
         if self._are_alike and len(self.layers) > 1:
-            # Joined first, the parts of all layers take one copy into their places.
+            # Join the parts of all layers first: then one copy brings them to their places.
             kinds = len(self._matrix_of_each)
             for i, view in enumerate(self._matrix_of_each):
                 view.of(raw).copy_(self._joined(parts[i::kinds]))
@@ -163,7 +163,7 @@ class GradientStack:
     def _by_layer(self, blocks: Tensor) -> Sequence[Tensor]:
         if len(blocks) == len(self.layers):
             return blocks.unbind()
-        # A single block has no dimension for it, as in Places.
+        # Drop the dimension of a single block, as Places does.
         return [part[0] if len(part) == 1 else part for part in blocks.split(self.blocks)]
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
@@ -310,7 +310,7 @@ class Wire:
         return [self.new, self.one.products, *scales]
 
     def unpack(self) -> NewGradients:
-        """Return the gradients as all ranks have them: the sender takes the rounded ones, too."""
+        """Return the received gradients; the sender uses the rounded ones, too: all ranks agree."""
         new = self.new.to(self.one.new.dtype)
         if self.scales is not None:
             new = new * self.scales[:, None, None]
@@ -348,7 +348,7 @@ def wire_buckets(
 
 
 class Updates:
-    """The new gradients of one step: stacks of whole ones, and this rank's shards of others."""
+    """The new gradients of one step: stacks of whole gradients, and this rank's shards."""
 
     def __init__(self) -> None:
         self.stacks: list[NewGradients] = []
@@ -372,7 +372,7 @@ class Updates:
     def clip(self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]) -> None:
         """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait.
 
-        ``alphas`` are those of the parameter groups.
+        ``alphas`` has the α of each parameter group.
         """
         terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
         if not terms:
@@ -384,8 +384,8 @@ class Updates:
     def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return new gradients for the parameters that have one.
 
-        Several layers cover a part each of the parameters ``in_parts``. A part whose layer is not
-        among the stacks keeps its raw gradient.
+        Parameters ``in_parts`` are covered by several layers, each by a part. A part whose layer is
+        not among the stacks keeps its raw gradient.
         """
         return unstack(self.stacks, in_parts, scale=self._scale)
 
@@ -422,7 +422,7 @@ def unstack(
         targets += one.stack.parameter_parts([new[p] for p in parameters])
         sources += one.stack.matrix_parts(stacked)
     for dtype in dict.fromkeys(target.dtype for target in targets):
-        # One call a dtype: before torch 2.11, CUDA's took all targets to be of the first one's.
+        # One call a dtype: before torch 2.11, CUDA took all targets for the first one's dtype.
         same = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
         torch._foreach_copy_([t for t, _ in same], [s for _, s in same])
     for p in set(absent):
@@ -463,7 +463,7 @@ def clip_scale(
     device = terms[layers[0]].device
     rows = torch.stack([terms[layer].to(device) for layer in layers])
     used = alphas
-    if not _are_same(alphas):  # of groups without covered parameters, too
+    if not _are_same(alphas):  # leave out groups without covered parameters
         used = [alphas[group_of(p)] for layer in layers for p in layer.parameters]
     if _are_same(used):
         total: Any = rows.select(1, 0).sum() * _squared(used[0])
@@ -483,7 +483,7 @@ def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Te
 
 
 def _squared(alpha: Any) -> Any:
-    """Return α² as a scalar, since a CPU tensor meets tensors of other devices only so."""
+    """Return α² as a scalar: only a scalar CPU tensor goes with tensors of other devices."""
     return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 

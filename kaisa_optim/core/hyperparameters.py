@@ -33,7 +33,7 @@ class Hyperparameters:
         self.options = options
         self.sums = sums
         self._schedules: dict[str, Schedule] = {}
-        self._group_schedules = group_schedules  # of damping and factor_decay, one dict a group
+        self._group_schedules = group_schedules  # one dict a group, for damping and factor_decay
         for name in SCHEDULED:
             value = getattr(options, name)
             if callable(value):
@@ -74,7 +74,7 @@ class Hyperparameters:
         for group, schedules in zip(groups, self._group_schedules, strict=True):
             for name, settled in PER_GROUP.items():
                 schedule = schedules.get(name)
-                # Users and schedulers write here, too.
+                # Users and schedulers write into groups, too.
                 group[name] = settled(group[name] if schedule is None else schedule(self.steps))
             if self.options.moments != "eigenbasis":  # the eigenbasis has no use for a damping
                 refuse_lost_damping(group)
@@ -101,7 +101,7 @@ class Hyperparameters:
         return self.upcoming(name) if self.ranks.world == 1 else self._in_force[name]
 
     def next_intervals(self) -> dict[str, int]:
-        """Return the intervals of schedules in the next step, for ranks to compare."""
+        """Return the next step's values of scheduled intervals, for ranks to compare."""
         several = self.ranks.world > 1  # one rank needs no values of a step that may never come
         names = [name for name in _INTERVALS if several and name in self._schedules]
         return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
@@ -126,7 +126,8 @@ class Hyperparameters:
     def factor_update_steps(self) -> int:
         """The interval at which layers gather.
 
-        On several ranks a new one acts from the next step that updates factors or decompositions.
+        On several ranks, a new interval acts from the next step that updates factors or
+        decompositions.
         """
         return self._factor_update_steps
 
@@ -137,7 +138,7 @@ class Hyperparameters:
 
     @property
     def inv_update_steps(self) -> int:
-        """The interval at which layers are refreshed; a new one acts as for gathering."""
+        """The interval of refreshes; a new interval acts as told for ``factor_update_steps``."""
         return self._inv_update_steps
 
     @inv_update_steps.setter
@@ -146,7 +147,7 @@ class Hyperparameters:
 
     @property
     def statistics_fraction(self) -> float:
-        """The share of the examples, or of few examples' positions, that enters the factors."""
+        """The share of the examples that enters the factors; of positions, if examples are few."""
         return self._statistics_fraction
 
     @statistics_fraction.setter
@@ -213,7 +214,7 @@ def clip_lr(group: Group) -> Any:
 
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
-    """Return how to read a loss scale without waiting for the device."""
+    """Return a function that reads a loss scale without waiting for the device."""
     check("grad_scaler", scaler)
     if scaler is None:
         return None

@@ -17,7 +17,7 @@ from .options import Group
 
 def takes_muon(group: Group, p: Tensor) -> bool:
     """Return whether Muon takes a parameter of this group; else AdamW does."""
-    if isinstance(p, UninitializedParameter):  # it has a shape before it has a gradient
+    if isinstance(p, UninitializedParameter):  # its shape comes before its first gradient
         return True
     return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
 

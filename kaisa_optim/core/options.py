@@ -23,19 +23,19 @@ DEFAULT = object()  # stands for an option's own default
 
 _HALVES = (torch.bfloat16, torch.float16)
 
-# Unless told otherwise. With 1e-2, 1e-4 and refreshes every 100 steps KFACSGD took 1.67 times the
-# steps of its tuned self on Fashion-MNIST; with these it ended lower on all five tasks tried.
+# The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
+# its tuned self on Fashion-MNIST. With these values it ended lower on all five tasks tried.
 DAMPING, KL_CLIP = 5e-3, 1.5e-4
 MUON_DAMPING = 0.1
 
-# The factors of the first batches fit badly. On a character GPT these few refreshes took KFACAdam's
-# loss after 150 steps from 2.27 to 2.15. KFACSGD's, after half of a horizon at a learning rate of
-# 0.1, they took from 0.063 to 0.039 on a U-Net, from 1.324 to 1.283 on ResNet-8.
+# The factors of the first batches fit badly. These few refreshes took KFACAdam's loss after 150
+# steps from 2.27 to 2.15 on a character GPT. They took KFACSGD's loss, after half of a horizon at a
+# learning rate of 0.1, from 0.063 to 0.039 on a U-Net, and from 1.324 to 1.283 on ResNet-8.
 _EARLY = (5, 10, 25, 50)
 
-# Adam in the eigenbasis gains by every refresh, and refining a basis costs little. After half of a
-# horizon, with eigh every 100 steps and with these: character GPT 2.135 and 2.100, digits
-# autoencoder 0.214 and 0.187, the latter with refreshes every 20 steps 2.114 and 0.193.
+# Adam in the eigenbasis gains by every refresh, and refining a basis costs little. Losses after
+# half of a horizon, of a character GPT and of a digits autoencoder: 2.135 and 0.214 with eigh every
+# 100 steps, 2.114 and 0.193 with refining every 20 steps, 2.100 and 0.187 with these values.
 _TOLERANCE = 0.1
 _OFTEN, _SELDOM = 10, 50
 
@@ -531,7 +531,7 @@ class Options:
         raise AttributeError(f"{name} = {value!r}: options are settled; build another record")
 
     def described(self) -> dict[str, Any]:
-        """Return the values that ranks compare; a callable is no more than that here.
+        """Return the values that ranks compare; all callables count as equal.
 
         Parameter groups are compared with the groups. Each rank has a GradScaler of its own.
         """
@@ -561,7 +561,7 @@ class Options:
 
     @property
     def kaisa_scaling(self) -> bool:
-        """The papers' own scaling is asked for."""
+        """True if the papers' own scaling is asked for."""
         return bool(self.normalization == "kaisa")
 
     @property
@@ -572,7 +572,7 @@ class Options:
 
 # ---- names that do not exist ----
 
-# Arguments that kfac-pytorch has and this package has not, or under another name.
+# Arguments of kfac-pytorch that this package does not have, or has under another name.
 _FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
@@ -586,7 +586,7 @@ _FORMER = {
 
 
 def meant(name: str, ours: Iterable[str], theirs: Iterable[str], alike: float = 0.6) -> str | None:
-    """Return the name, of ours or the base's, that a misspelt one is near to."""
+    """Return the name in ``ours`` or in ``theirs`` that is nearest to a misspelt one, if any."""
     ours = list(ours)
     # SGD's dampening is as near to some spellings as damping is.
     near = difflib.get_close_matches(name, ours, 1, 0.9)

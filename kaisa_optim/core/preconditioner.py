@@ -28,7 +28,7 @@ from .registry import Registry, basis_reader
 from .status import Status, step_report, with_gradient, zeros_like_gradients
 from .store import FactorStore
 
-_NOTHING = AgreedStep()  # of a step without an exchange
+_NOTHING = AgreedStep()  # the agreement of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
@@ -51,7 +51,7 @@ class Preconditioner(Questions):
         identity: Mapping[str, Any] | None = None,
         compare: bool = True,
     ) -> None:
-        """Build it on all ranks; they compare models and options.
+        """Build the preconditioner on all ranks, which compare models and options.
 
         ``identity`` has further values that must be alike on all ranks. Without ``compare``, ranks
         compare in the first step only, so that one rank may build alone.
@@ -66,12 +66,12 @@ class Preconditioner(Questions):
         )
         self.steps = 0
         self._make_parts(options, group_schedules, known)
-        self.plan = StepPlan(-1)  # of the last step
+        self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
-        self.published_by: Any = None  # the facts that entries there followed from
+        self.published_by: Any = None  # the facts that the state's entries were made from
         self._refused: Exception | None = None  # an error that kept this rank from loading
         self._unsettled = False  # a state was loaded, and the other ranks were not yet asked
-        self._named: set[Layer] = set()  # as layers without statistics
+        self._named: set[Layer] = set()  # layers that a message named as without statistics
         self._compares = compare
         self.rebuild(groups)
         self._compares = True
@@ -210,8 +210,8 @@ class Preconditioner(Questions):
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> list[Layer]:
         """Bring averages and state up to date; return the layers with a new state.
 
-        Decompositions wait for all sums: an owner that began with the first would keep the others
-        waiting for its terms of the next.
+        Decompositions wait for all sums. If an owner decomposed after its first sums, the other
+        ranks would wait for its terms of the next sums.
         """
         layers, states = self.registry.layers, self.registry.states
         due = [layers[name] for name in plan.refresh]
@@ -258,7 +258,7 @@ class Preconditioner(Questions):
         self.steps += 1
         self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
-        self.sums.clear()  # of passes in a step without statistics, too
+        self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
         self._choose()
 
@@ -277,7 +277,7 @@ class Preconditioner(Questions):
         number = self.schedule.rounds_begun(self.steps, interval)
         self.capture.sample = sampling.sample_of(self.upcoming("statistics_fraction"), number)
         wanted = self.schedule.gathers(self.steps, interval)
-        # Not layers that had no pass for long: they may never have one, and ranks would always ask.
+        # Leave out layers without a pass for long: else ranks might exchange in every step.
         limit = _GIVEN_UP * interval
         self.capture.wanted = frozenset(
             layer
@@ -324,7 +324,7 @@ class Preconditioner(Questions):
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
         )
-        if former is not None:  # between a backward pass and its step
+        if former is not None:  # this may be between a backward pass and its step
             self._capture.resume(former)
         self.allocate()
         self._aim()
@@ -344,7 +344,7 @@ class Preconditioner(Questions):
             self.allocate()
 
     def reset(self, layer: Layer) -> None:
-        """Forget a layer's factors: they are estimated anew when it is next used."""
+        """Forget a layer's factors: they are estimated anew when the layer is next used."""
         self.registry.states[layer.name].reset()
         self.capture.missing.add(layer)
         self.capture.unseen.add(layer)
@@ -361,7 +361,8 @@ class Preconditioner(Questions):
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
         self.schedule = Schedule(registry.facts, at_once, self.options.early)
-        # One count for all layers' entries in the optimizer's state; views of the new stacks.
+        # All entries of the optimizer's state share one count. They are to have views of the new
+        # stacks: publish them anew.
         self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
         self.published_by = None
@@ -389,7 +390,8 @@ class Preconditioner(Questions):
         """Compare loaded states among ranks; layers that some rank lacks start anew on all."""
         if not self._unsettled:
             return
-        # Ranks that have loaded nothing hold this exchange, too: take part in it as one of them.
+        # Ranks that have loaded nothing begin their step with this exchange: join it, so that all
+        # ranks raise if only some have loaded.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
         self._ask_owners()
@@ -415,7 +417,7 @@ class Preconditioner(Questions):
         self._unsettled = False
 
     def _ask_owners(self) -> None:
-        """Let owners tell their flags once more in the next exchange."""
+        """Make owners send their flags once more in the next exchange."""
         for state in self.registry.states.values():
             state.deferred = bool(self.refresher.specs(1))
 
@@ -430,7 +432,7 @@ class Preconditioner(Questions):
 
 
 def name_unseen(capture: Capture, registry: Registry) -> None:
-    """Tell capture which layers lack an average; an exchange, a load or a reset changes it."""
+    """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
     capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
     capture.missing = {x for x in capture.unseen if states[x.name].waits}

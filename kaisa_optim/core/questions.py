@@ -64,7 +64,7 @@ class Questions(Hyperparameters):
     def coverage(self) -> CoverageReport:
         """Return how many of the trained parameters are covered, and why the others are not.
 
-        Before the first step it goes by shapes; afterwards, by the calls that were seen.
+        Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
         return reports.coverage(self.registry)
 
@@ -80,7 +80,7 @@ class Questions(Hyperparameters):
 
     @property
     def assignment(self) -> Assigned:
-        """Who works for which layer: a mapping from names to ranks that prints as a table."""
+        """The owners of each layer's factors: a mapping from layer names, printed as a table."""
         return Assigned(self.registry, self.ranks.grid)
 
     @property
@@ -97,7 +97,7 @@ class Questions(Hyperparameters):
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` if diagonal.
 
-        They are the state itself: ask for them again after a step, and do not change them.
+        Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
         return reports.factors(self.registry, self.owned, name)
 
@@ -111,13 +111,13 @@ class Questions(Hyperparameters):
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
 
-        It is the mean over whole intervals as they are now, with every layer in use: "factors" on
-        their way to their owners, "second_order" state (of corrected eigenvalues, sums) to the
-        gradient workers, "gradients" to receivers, and the "status" that ranks exchange. It follows
-        from shapes; no collective is called, and on one process nothing arrives. With
-        ``basis_tolerance`` it is the most that can arrive. Not in it are ``early_refreshes``, each
-        about as much as the first step, the numbers of AdaptiveDamping, and the gradients' own
-        all-reduce, as DistributedDataParallel's.
+        The mean is over whole intervals as they are now set, with every layer in use. "factors" go
+        to their owners, "second_order" state (sums, for corrected eigenvalues) to the gradient
+        workers, and "gradients" to receivers; "status" is the numbers that ranks exchange. The
+        bytes follow from shapes: no collective is called, and on one process nothing arrives. With
+        ``basis_tolerance`` the mean is an upper bound. It leaves out ``early_refreshes``, each
+        about as much as the first step, the numbers of AdaptiveDamping, and the all-reduce of
+        gradients, such as DistributedDataParallel's.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
         return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
@@ -134,16 +134,16 @@ class Questions(Hyperparameters):
     ) -> None:
         """Take G from labels drawn from the model's own distribution, and not from the data's.
 
-        Call it between the forward pass and ``loss.backward()``, on all ranks, with the
-        ``outputs`` that the loss is of. ``kind`` is the loss: "cross_entropy" of logits, "mse",
-        "bce" of logits; or a callable that draws by itself and returns of ``outputs`` the loss,
-        summed over the terms that K counts, or its gradient. In steps that gather statistics it
-        costs one backward pass, in others nothing; no ``.grad`` changes.
+        Call this method between the forward pass and ``loss.backward()``, on all ranks, with the
+        ``outputs`` that the loss is computed from. ``kind`` is the loss: "cross_entropy" of logits,
+        "mse", "bce" of logits; or a callable of ``outputs`` that draws labels by itself and returns
+        the loss, summed over the terms that K counts, or the loss's gradient. A call costs one
+        backward pass in steps that gather statistics, in others nothing; no ``.grad`` changes.
 
-        ``dim`` is that of the classes (as in torch's cross_entropy by default) or features.
+        ``dim`` is the dimension of classes (by default as in torch's cross_entropy) or of features.
         ``weight`` has a number for each loss, 0 for padding. ``exact`` takes the expectation in
         place of a draw, with one backward pass for each number of an example's outputs.
-        ``generator`` draws; without one it is seeded by step and rank, whatever torch's seed is.
+        ``generator`` draws the labels; without one, step and rank are the seed, not torch's seed.
         """
         reports.check_draws(self.options)
         draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)

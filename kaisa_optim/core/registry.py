@@ -81,7 +81,7 @@ class Registry:
 
     @property
     def unseen(self) -> dict[str, str]:
-        """Parameters of layers of which calls have told nothing, and why."""
+        """Parameters of layers that had a gradient, but no call that K-FAC can read; and why."""
         layers = [x for x in self.active if self.states[x.name].unseen]
         why = {
             p: f"{type(layer.module).__name__} uses it in a way that no kind of layer knows"
@@ -157,14 +157,14 @@ class Registry:
         return values.pop()
 
     def values(self, name: str, groups: list[Group]) -> Callable[[Layer], float]:
-        """Return how to read the groups' value for an active layer."""
+        """Return a function that reads the groups' value for an active layer."""
         value, *others = {group[name] for group in groups}
         if not others:
             return lambda layer: value
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
-        """Return the settings of each layer's moments; all ranks refuse the same bad ones."""
+        """Return the settings of each layer's moments; all ranks refuse the same bad settings."""
         of_group = self._settings_of_groups(groups)
         if all(one == of_group[0] for one in of_group):
             return dict.fromkeys(self.active, of_group[0]) if of_group else {}

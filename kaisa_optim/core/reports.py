@@ -145,7 +145,7 @@ def _ranks(ranks: range) -> str:
 
 
 def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tensor]:
-    """Return the running averages of a layer, both of which must be on this rank."""
+    """Return the running averages of a layer; both must be on this rank."""
     layer = registry.layers.get(name)
     if layer is None:
         raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
@@ -166,7 +166,7 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
 
 
 def describe(kfac: Questions) -> str:
-    """Return the text that ``repr`` gives of a preconditioner."""
+    """Return the text of a preconditioner's ``repr``."""
     options, rule = kfac.options, kfac.rule
     how = options.compute_method
     if isinstance(rule, rules.MuonRule):
@@ -238,7 +238,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: 
 
 
 def coverage(registry: Registry) -> CoverageReport:
-    """Return what K-FAC covers now, of all trained parameters."""
+    """Return the report on the trained parameters that K-FAC covers now."""
     named = unwrapped(registry.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
     sizes = {names[p]: p.numel() for p in registry.parameters if p in names}
@@ -254,7 +254,7 @@ def coverage(registry: Registry) -> CoverageReport:
 
 
 def poor_coverage(found: CoverageReport) -> str:
-    """Return a warning of a model of which much is left, unless its user has asked for that."""
+    """Return a warning if much of a model is left; parameters that options leave do not count."""
     left = sum(one.size for one in found.left.values())
     if left <= (1 - _ENOUGH) * found.total:
         return ""
@@ -263,14 +263,14 @@ def poor_coverage(found: CoverageReport) -> str:
 
 
 def poor_uses(kfac: Questions) -> str:
-    """Return a warning of a model of which calls have told too little, once the search is over."""
+    """Return a warning, once the search for calls is over, if too many parameters are left."""
     over = any(x.unseen >= PATIENCE and not x.has_average for x in kfac.states.values())
     found = coverage(kfac.registry) if over else None
     return poor_coverage(found) if found is not None else ""
 
 
 def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
-    """Return a warning of factors whose eigenvectors hold a CPU up for long, if there are any."""
+    """Return a warning that names factors whose eigenvectors take a CPU long, if there are any."""
     if options.compute_method != "eigen" or isinstance(rule, rules.MuonRule):
         return ""
     layers = registry.layers.values()
@@ -299,7 +299,7 @@ def name_layers_without_statistics(
         if states[layer.name].has_average or layer in named:
             continue
         unseen = states[layer.name].unseen
-        # Calls around its module are searched first; of layers by use, coverage() tells.
+        # Search calls around the layer's module first; coverage() reports layers by use.
         if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):
             continue
         if any(p.grad is not None for p in layer.parameters):
@@ -313,7 +313,7 @@ def name_layers_without_statistics(
 
 
 def no_capture(step: int) -> RuntimeError:
-    """Return the error for a step with gradients that no layer has statistics of."""
+    """Return the error for a step with gradients, but without statistics of any layer."""
     return RuntimeError(
         f"step {step} is due for statistics, but no covered layer saw a backward pass. "
         "Gradients must come from .backward() through this very model, once per step. If it, "

@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     """The result of comparing loaded states."""
 
     absent: list[Layer]  # layers whose averages some rank lacks
-    in_part: list[Layer]  # layers that only some ranks have gathered statistics of since
+    in_part: list[Layer]  # layers whose statistics, since the load, only some ranks gathered
     lacks_half_products: bool
 
 
@@ -44,7 +44,7 @@ class Status:
         self._noted: tuple[list[str], Tensor] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._silent = 0  # gathering steps since a layer saw a backward pass
-        self._failure: Exception | None = None  # of the base's step, since the last exchange
+        self._failure: Exception | None = None  # error of the base's step since the last exchange
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
     # ---- the model ----
@@ -86,7 +86,7 @@ class Status:
     def note_failure(self, error: Exception) -> None:
         """Keep an error of the base's step for the next exchange, where all ranks raise it.
 
-        Raised by this rank alone, it would leave the others waiting.
+        If this rank raised the error alone, the other ranks would wait.
         """
         if self._ranks.world == 1:
             raise error
@@ -156,13 +156,13 @@ class Status:
             self._registry.states[name].deferred = False
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
-        """Return whether no pass has reached a layer for so long that all were due."""
+        """Return whether no pass reached any layer, in so many steps that every layer was due."""
         states = self._registry.states
         waiting = {x for x in capture.wanted if not states[x.name].missed}
         if agreed.captured:
             self._silent = 0
         elif waiting and agreed.has_gradients:
-            # Once layers have statistics, a step may leave out the layers whose slot it is.
+            # Once layers have statistics, it is fine if a step passes by the layers that are due.
             self._silent += 1
             none_yet = not any(state.has_average for state in states.values())
             return none_yet or self._silent >= gathering_steps
@@ -238,7 +238,7 @@ class Status:
         return self._codes
 
     def _compare_weights(self) -> None:
-        """Compare weights and gradients in the first step: there may be no wrapper."""
+        """Compare weights and gradients in the first step: perhaps no wrapper has aligned them."""
         whole = self._whole_weights()
         graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
         agreement.compare_tensors(
@@ -281,7 +281,7 @@ class Status:
             names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
             text = f"statistics that were not finite have been left out for {names}"
             agreement.warn(self._ranks, text, stacklevel=2)
-        # A layer with one failed factor, too: its older state goes with the other's new state.
+        # Renew a layer with one failed factor, too: its older state goes with the other's new one.
         return [name for name in plan.refresh if states[name].has_state], agreed.empty
 
     def _count_failures(self, names: Iterable[str], max_failures: int) -> None:

@@ -16,7 +16,7 @@ from .registry import Registry
 
 
 class FactorStore:
-    """The factors that this rank owns, and those that it applies."""
+    """The factors that this rank owns, and the factors that it applies."""
 
     def __init__(self, averages: RunningAverages, rule: Rule, refresher: Refresher) -> None:
         self.averages = averages

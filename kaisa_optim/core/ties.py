@@ -11,7 +11,7 @@ from ..layers import ElementwiseLayer, EmbeddingLayer, Layer, LinearLayer, Matri
 
 _MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
 
-Candidates = list[tuple[Layer, list[Tensor]]]  # with the trained parameters of its module
+Candidates = list[tuple[Layer, list[Tensor]]]  # a layer, and its module's trained parameters
 
 
 def tie(layers: Candidates, names: Mapping[Tensor, list[str]]) -> set[Tensor]:
@@ -38,7 +38,7 @@ def tie(layers: Candidates, names: Mapping[Tensor, list[str]]) -> set[Tensor]:
 
 
 def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candidates]:
-    """Return the layers of each weight that several modules share, if each of them has one.
+    """Return the layers of each weight that several modules share, if each module has a layer.
 
     Sharded weights are left out: calls see tensors that ``fully_shard`` gathers in their place.
     """
@@ -51,7 +51,7 @@ def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candi
 
 
 def _keep(primary: Layer, users: Candidates, layers: Candidates) -> Tensor:
-    """Let one layer stand for all that share its weight, which is watched in all modules."""
+    """Let one layer stand for all layers of its weight; its calls are watched in all modules."""
     primary.watched_in = tuple(dict.fromkeys(layer.module for layer, _ in users))
     for candidate in users:
         if candidate[0] is not primary:

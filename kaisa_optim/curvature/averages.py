@@ -33,7 +33,7 @@ class RunningAverages:
 
     def __init__(self, *, kaisa_scaling: bool, dtype: torch.dtype | None) -> None:
         self.kaisa_scaling = kaisa_scaling
-        self.dtype = dtype  # of storage; None: that of the arithmetic
+        self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
 
     def specs(self, key: StackKey, count: int) -> Specs:
         """Return the tensors of ``count`` factors of one shape on the rank that owns them."""
@@ -84,7 +84,7 @@ def _update_stack(
     # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
     diagonals = [v if stack.key.diagonal else v.diagonal(dim1=-2, dim2=-1) for v in values]
     finite = torch.cat(diagonals).sum(-1).isfinite()
-    # Where the host need not wait for the answer, it saves the pass over finite sums.
+    # On a CPU, the answer costs no wait and saves a pass over finite sums.
     if stack.key.device.type != "cpu" or not finite.all():
         for value, broken in zip(values, (~finite)[matrix].split(blocks), strict=True):
             value.masked_fill_(broken, 0)
@@ -115,7 +115,7 @@ def _update_stack(
 def _stand_in(factor: Factor) -> None:
     """Give blocks without rows so far, such as experts', the mean of the others' averages.
 
-    Damping alone would make their first steps far longer than those of the others.
+    Damping alone would make their first steps far longer than the other blocks' steps.
     """
     average, seen = factor["average"], factor["weight"] > 0
     matrix = (slice(None), *(None,) * (average.dim() - 1))
@@ -153,7 +153,7 @@ def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple
     value is taken as it is, also under a decay of 1, which keeps it from then on.
     """
     decay, rest = decays
-    if not isinstance(rest, Tensor):  # a number would be multiplied with a reciprocal
+    if not isinstance(rest, Tensor):  # torch would multiply a number by a rounded reciprocal
         rest = mass.new_full((), rest)
     grown = (mass * decay).add_(rest)
     step = rest / grown

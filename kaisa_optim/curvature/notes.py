@@ -33,7 +33,7 @@ class Notes:
 
 
 def _sent(notes: Tensor) -> tuple[Tensor, Any]:
-    """Return where the notes will be on the host, and the event of their arrival."""
+    """Return the host tensor that the notes are copied to, and the event of their arrival."""
     host = torch.empty(notes.shape, dtype=notes.dtype, device="cpu", pin_memory=True)
     host.copy_(notes, non_blocking=True)
     return host, torch.cuda.current_stream(notes.device).record_event()

@@ -35,8 +35,8 @@ from .stacks import (
     slots_of,
 )
 
-# Numbers of factors in one batch: on CPUs larger batches only take memory; elsewhere they take
-# fewer calls, and the host waits once for each batch that is decomposed.
+# Elements of the factors in one batch. On CPUs, larger batches only take memory. On other devices,
+# they take fewer calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
 
@@ -108,7 +108,7 @@ class Refresher:
         return {"stale": ((count,), torch.int32)} if self.tolerance or self._inverts else {}
 
     def allocate(self, owned: Factors) -> None:
-        self._notes.clear()  # of stacks that are gone
+        self._notes.clear()  # the notes are of former stacks
         for stack in owned.stacks.values():
             stack.allocate(self.specs(stack.count))
 
@@ -123,7 +123,7 @@ class Refresher:
     ) -> RefreshReport:
         """Renew the factors that this rank owns; all ranks call it alike.
 
-        ``shifts`` is the damping of each factor's diagonal, where the rule has any.
+        ``shifts`` is the damping of each factor's diagonal, if the rule damps factors.
         """
         report = RefreshReport()
         if not plan.refresh:
@@ -189,7 +189,7 @@ class Refresher:
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
     ) -> None:
-        """Store the good ones of new inverses; the host learns of others in the next step."""
+        """Store new inverses that succeeded; the host learns of failed ones in the next step."""
         average, diagonal = _averages(stack, factors), stack.key.diagonal
         shift = _joined_shifts(factors, shifts)
         (result, *_), good = decompose.attempt(average, shift, self._rule.method, diagonal=diagonal)
@@ -200,7 +200,7 @@ class Refresher:
     def _refine(
         self, stack: FactorStack, factors: list[Factor], applied: AppliedFactors, round: int
     ) -> None:
-        """Find new state from that of the last refresh, and note how well it fits."""
+        """Refine the last refresh's state, and note whether the result fits."""
         average = _averages(stack, factors)
         state, slots = _state(stack, factors, applied)
         names = ("values",) if stack.key.diagonal else ("values", "vectors")
@@ -225,7 +225,7 @@ class Refresher:
     def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
         """Return this rank's flags of the factors of deferred layers, A and G of each.
 
-        A flag of 1 says that the factor must be decomposed; 0 stands for factors of others.
+        A flag of 1 says that the factor must be decomposed; factors of other owners have 0.
         """
         flags: dict[FactorStack, list[int]] = {}
         answers = []
@@ -268,7 +268,7 @@ def _averages(stack: FactorStack, factors: list[Factor]) -> Tensor:
 def _state(
     stack: FactorStack, factors: list[Factor], applied: AppliedFactors
 ) -> tuple[dict[str, Tensor], Slots]:
-    """Return the place of the factors' state: their owner is one of the gradient workers."""
+    """Return the tensors and slots of the factors' state; an owner is a gradient worker, too."""
     places = [applied.by_key[f.layer, f.side] for f in factors]
     return applied.stacks[stack.key].tensors, slots_of(places)
 
@@ -276,7 +276,7 @@ def _state(
 def _note(factors: list[Factor], fits: Tensor) -> None:
     """Flag factors that do not fit: they must be decomposed in the next step."""
     kept, slots = factors[0].tensors, slots_of(factors)
-    # A sum that was left out: the next decomposition names it.
+    # Flag factors with a rejected sum, too: the next decomposition names them.
     kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
 
 

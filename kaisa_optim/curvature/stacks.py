@@ -40,9 +40,9 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Factor:
-    """One factor of one layer: its place in a stack, whose key and tensors it knows.
+    """One factor of one layer: its place in a stack, and the stack's key and tensors.
 
-    It has no reference to the stack: the circle of references would outlive a layout.
+    The factor has no reference to the stack: a circle of references would outlive a layout.
     """
 
     def __init__(self, layer: Layer, side: str, stack: FactorStack) -> None:
@@ -156,7 +156,7 @@ class AppliedFactors(Factors):
             self._put_group(members)
 
     def _put_group(self, layers: list[Layer]) -> None:
-        # First all A, then all G: each group's stay one slice where both are of one shape.
+        # First all A, then all G: each side stays one slice, even if both have one shape.
         a_factors = [self.put(layer, "a") for layer in layers]
         g_factors = [self.put(layer, "g") for layer in layers]
         group = LayerGroup(self.stacks[g_factors[0].key], self.stacks[a_factors[0].key], layers)
@@ -214,8 +214,8 @@ def slots_of(factors: Sequence[Factor]) -> Slots:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Copy the host's values to a device without waiting; the host may free its own at once."""
-    if device.type == "cuda":  # from other memory the driver may wait, or read freed memory
+    """Copy the host's values to a device without waiting; the host may free them at once."""
+    if device.type == "cuda":  # with unpinned memory the driver may wait, or read freed memory
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type in WITH_STREAMS)
 
@@ -273,7 +273,7 @@ def stack_key(layer: Layer, side: str) -> StackKey:
 
 
 def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
-    """Return layers by the shape of both their factors, in the order of their first."""
+    """Return layers grouped by both factors' shapes, in the order of each group's first layer."""
     return _grouped(layers, lambda layer: (stack_key(layer, "g"), stack_key(layer, "a")))
 
 

@@ -23,8 +23,8 @@ class LayerSums:
         self.a: Tensor | None = None
         self.g: Tensor | None = None
         self.projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)²
-        self.crossed: LayerSums | None = None  # of uses whose A is part of this G, and G of this A
-        # Rows of each section; passes under the papers' normalization.
+        self.crossed: LayerSums | None = None  # sums of crossed uses, with A and G exchanged
+        # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
         self.passes: set[ForwardPass] = set()
         self.drawn = False  # G has gradients of drawn labels
@@ -129,11 +129,11 @@ class FactorSums:
         return sum(sums.bytes() for sums in self.of_layer.values())
 
     def combine(self) -> None:
-        """Let the sums of crossed uses enter those of their layers, before a step reads them."""
+        """Let the sums of crossed uses enter their layers' sums, before a step reads them."""
         for layer, sums in self.of_layer.items():
             crossed, sums.crossed = sums.crossed, None
             if crossed is not None and sums.a is None:
-                # A and G are each other's factors, and their product is the same.
+                # A and G took each other's places, and their product is the same.
                 sums.a, sums.g, sums.count = crossed.a, crossed.g, crossed.count
             elif crossed is not None:
                 _combine(sums, crossed, layer)
@@ -206,7 +206,7 @@ class FactorSums:
         return shares
 
     def _scales(self, layer: Layer, side: str, sums: LayerSums, agreed: AgreedStep) -> list[float]:
-        """Return the factor of each section of a sum, on the host."""
+        """Return the scale of each section of a sum, on the host."""
         if self.kaisa_scaling:
             # Each rank's passes are averaged, then the ranks.
             both = zip(sums.count, agreed.givers[layer.name], strict=True)
@@ -219,15 +219,15 @@ class FactorSums:
 
 
 def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
-    """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums (A₂ and G₂ are those of crossed uses).
+    """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums; crossed uses have A₂ and G₂.
 
-    The weights are those of the two traces, and the product has the trace of the sum. Each block
-    has weights of its own.
+    The weights follow from the traces of A₁⊗G₁ and A₂⊗G₂, and the product has the trace of the sum.
+    Each block has weights of its own.
     """
     a1, a2, g1, g2 = sums.a, crossed.a, sums.g, crossed.g
     assert a1 is not None and a2 is not None and g1 is not None and g2 is not None
     a1, a2 = (x / _each(n, x) for x, n in ((a1, sums.count), (a2, crossed.count)))
-    if 0 in sums.count:  # blocks with crossed uses alone take their A, beside a G of zero
+    if 0 in sums.count:  # blocks with crossed uses alone take the A of these; their G₁ is zero
         empty = torch.tensor([n == 0 for n in sums.count], device=a1.device)
         a1 = torch.where(empty.view(-1, *(1,) * (a1.dim() - 1)), a2, a1)
     sums.count = [own or theirs for own, theirs in zip(sums.count, crossed.count, strict=True)]
@@ -237,10 +237,10 @@ def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
     first, second = of_a1 * of_g1, of_a2 * of_g2
     roots = first.sqrt() + second.sqrt()
     a_share, g_share = first.sqrt() / roots, (first + second) / of_a1 / roots
-    # Kept as large as the first A, a mean over rows.
+    # The result is as large as the first A, which is a mean over rows.
     a_shares = a_share, (1 - a_share) * of_a1 / of_a2
     g_shares = g_share * first.sqrt() / of_g1, g_share * second.sqrt() / of_g2
-    # A product may be zero, as all gradients may be; what is not finite must stay so.
+    # A product is zero if all gradients are zero. Sums that are not finite must stay so.
     zero = first == 0, second == 0
     sums.a = _mixed(a1, a2, a_shares, zero) * _each(sums.count, a1)
     sums.g = _mixed(g1, g2, g_shares, zero)
@@ -249,7 +249,7 @@ def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
 def _mixed(
     one: Tensor, other: Tensor, shares: tuple[Tensor, Tensor], zero: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return both moments' weighted sum; where one of the products is zero, the other's moment."""
+    """Return both moments' weighted sum; if one product is zero, the other product's moment."""
     shape = -1, *(1,) * (one.dim() - 1)
     both = one * shares[0].view(shape) + other * shares[1].view(shape)
     rest = torch.where(zero[0].view(shape), other, both)
@@ -281,7 +281,7 @@ def width(key: StackKey) -> int:
 
 
 def _on_layers_device(layer: Layer, moments: Moments) -> Moments:
-    """Move moments to the layer's device: DataParallel's replicas gather on others."""
+    """Move moments to the layer's device: DataParallel's replicas gather on other devices."""
     device = device_of(layer)
     if moments.g.device == device:
         return moments

@@ -97,7 +97,7 @@ class AttentionLayers(ProjectionLayer):
 class _AttentionMode(TorchFunctionMode):
     """Runs torch's own attention with its calls of ``linear`` tapped.
 
-    The function is torch's, its code unchanged, over a copy of its globals: nothing is patched
+    Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
     for other threads or other modules.
     """
 
@@ -125,7 +125,7 @@ class _AttentionMode(TorchFunctionMode):
             names.clear()  # functions and their globals are a circle, which would outlive the model
 
     def _tapped(self, batch: int) -> dict[str, Any]:
-        """Return the globals of torch's own functions, with watched ones in the place of some."""
+        """Return the globals of torch's own functions, with some functions exchanged for taps."""
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -144,7 +144,7 @@ class _AttentionMode(TorchFunctionMode):
             return out
 
         names["linear"] = linear
-        names["has_torch_function"] = lambda tensors: False  # already on its way
+        names["has_torch_function"] = lambda tensors: False  # this call is dispatched already
         for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
             function = names[name]
             names[name] = FunctionType(

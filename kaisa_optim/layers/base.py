@@ -36,18 +36,18 @@ class Moments(NamedTuple):
     rows: int
     positions: int
     blocks: slice
-    projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], where it is wanted
-    rows_of_block: Sequence[int] | None = None  # where blocks differ in their rows
+    projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], if wanted
+    rows_of_block: Sequence[int] | None = None  # each block's rows, if they differ
 
 
 class PassSettings(NamedTuple):
-    """How moments are taken of one call of a layer."""
+    """The settings of the moments of one call of a layer."""
 
     reduce: bool  # one row for each example: ā, Σ ∂L/∂s
-    dtype: torch.dtype  # of the moments
-    blocks: slice = slice(None)  # of the layer, that the call sees
+    dtype: torch.dtype  # the moments' dtype
+    blocks: slice = slice(None)  # the layer's blocks that the call sees
     mode: Any = None  # facts of the forward pass that the moments need, if any
-    part: Part = WHOLE  # of the pass
+    part: Part = WHOLE  # the part of the pass that is read
 
 
 # Eigenvectors of G and of A ``[blocks, n, n]``; None for a diagonal factor.
@@ -58,7 +58,7 @@ Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 class Shared:
     """The last input's moment, for the next layer that is given the very same input.
 
-    It is forgotten with the input, so that it lives no longer than the layers that want it.
+    The moment is dropped with its input, so that it lives no longer than the layers that use it.
     """
 
     def __init__(self) -> None:
@@ -90,12 +90,12 @@ class CoveredModule:
     """One module: its trained parameters, and the sizes of its factors."""
 
     in_papers = False  # among the kinds that the papers' own code preconditions
-    divided_by_positions = False  # papers' normalization: rows over the number of positions
+    divided_by_positions = False  # the papers' normalization divides rows by the positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
     without_input = False  # A is the identity, and kept as a diagonal
     multiplies = True  # its weight is a matrix, or kernel, that multiplies the input
-    reads_input = True  # output_rows, too
+    reads_input = True  # output_rows reads the input, too
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps a tensor made of its input, and not the input
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
@@ -107,7 +107,7 @@ class CoveredModule:
     number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
     blocks: int = 1
-    in_shape: tuple[int, ...]  # of one row of one block, as the weight stores it
+    in_shape: tuple[int, ...]  # shape of one row of one block, as the weight stores it
     outputs: int  # rows of one block's weight matrix
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
@@ -119,7 +119,7 @@ class CoveredModule:
         self.module = module
         self.weight: nn.Parameter | None = module._parameters.get("weight")
         self.bias: nn.Parameter | None = module._parameters.get("bias")
-        self.trained = (False, False)  # weight and bias: in the optimizer's groups
+        self.trained = (False, False)  # whether weight and bias are in the optimizer's groups
         self.covers = (False, False)
         self.wide = math.inf  # a side wider than this is diagonal
         self.shared = Shared()  # one for all layers of a model, once they are captured
@@ -137,7 +137,7 @@ class CoveredModule:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The covered ones, weight first."""
+        """The covered parameters, weight first."""
         return self._parameters
 
     @property
@@ -188,7 +188,7 @@ class CoveredModule:
 
 
 class RowsOfModule(CoveredModule):
-    """How a module's tensors become rows."""
+    """The rows of a module's input, and of its output gradient."""
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return rows a, without the bias's 1, of a module's input (and its output's gradient)."""
@@ -211,14 +211,14 @@ class RowsOfModule(CoveredModule):
         return None
 
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        """Return dimensions of input and output alike that ``statistics_fraction`` may thin out.
+        """Return dimensions, alike in input and output, that ``statistics_fraction`` may thin out.
 
         The dimension of the examples comes first, then one of positions, if any.
         """
         return () if self.unbatched(output) else (0,)
 
     def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
-        """Return the part of a pass to take statistics of; under ``reduce``, of whole examples."""
+        """Return the part of a pass that statistics read; under ``reduce``, whole examples."""
         if sample is None:
             return WHOLE
         dims = self.row_dims(output)
@@ -383,7 +383,8 @@ class Layer(MomentsOfRows):
     ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
     for kinds that store their parameters differently or know a shorter way to a moment.
 
-    The factors' sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves that 1.
+    The factors' sizes follow ``covers``: a frozen bias appends no 1; a frozen weight leaves only
+    the 1 in A.
     """
 
     @classmethod
@@ -398,16 +399,16 @@ class Layer(MomentsOfRows):
 
     @classmethod
     def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
-        """Return a mode to run the module's forward under if its output alone tells too little.
+        """Return a mode to run the module's forward under, if the output alone tells too little.
 
-        It calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of these
-        ``layers`` and goes on with the tensor that ``tap`` returns.
+        The mode calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of
+        these ``layers``, and goes on with the tensor that ``tap`` returns.
         """
         return None
 
     @property
     def sections(self) -> int:
-        """Equal parts of its blocks that a call may see alone; most kinds see all in each call."""
+        """The number of equal parts of the blocks that a call may see alone; most kinds have 1."""
         return self.blocks if self.intercepts() else 1
 
     @classmethod
@@ -418,12 +419,12 @@ class Layer(MomentsOfRows):
 
     @property
     def primary(self) -> Layer:
-        """The layer whose statistics a call enters: itself, but for a further use of its weight."""
+        """The layer whose statistics a call enters: itself, or the layer whose weight it uses."""
         return self
 
     @property
     def crossed(self) -> bool:
-        """Return whether A of a call enters the G of the primary, and G the A."""
+        """Return whether a call's A enters the primary's G, and the call's G the primary's A."""
         return False
 
     # ---- the gradient as a matrix ----
@@ -453,7 +454,7 @@ class Layer(MomentsOfRows):
 
     @property
     def bias_rows(self) -> int:
-        """How many numbers of its bias are this layer's: some kinds share one."""
+        """The number of entries of the bias that are this layer's: some kinds share a bias."""
         return 0 if self.bias is None else self.bias.numel()
 
     def bias_view(self, tensor: Tensor) -> Tensor:
@@ -509,7 +510,7 @@ def _check_kind(kind: Any) -> None:
         raise TypeError(f"register_layer takes a subclass of Layer, not {kind!r}")
 
     if any(_overrides(kind, name) for name in ("moments", "layers_of", "unsupported")):
-        return  # it needs no rows, its layers are of another class, or there are none
+        return  # such a kind needs no rows, makes layers of another class, or makes none
     ways = {"input_rows": ("input_rows", "input_moment"), "output_rows": ("output_rows",)}
     lacking = [n for n, found in ways.items() if not any(_overrides(kind, x) for x in found)]
     if lacking:
@@ -523,7 +524,7 @@ def check_sizes(layer: Layer) -> None:
     """Refuse a layer whose kind has not said, or has said wrongly, how large it is."""
     kind = type(layer)
     title = f"{kind.__name__} of {layer.name!r}"
-    needed = {"in_shape": "a_dim_of", "outputs": "g_dim_of"}  # by these methods, unless overridden
+    needed = {"in_shape": "a_dim_of", "outputs": "g_dim_of"}  # attributes, and their readers
     for name, user in needed.items():
         if not hasattr(layer, name) and not _overrides(kind, user):
             raise invalid_because(title, f"it has no {name}; set it in __init__")
@@ -561,5 +562,5 @@ def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Return whether a module's forward is its class's own, not a subclass's or its instance's."""
     if "forward" in vars(module):
         return False
-    names = ("forward", "_conv_forward")  # the latter is what weight standardization overrides
+    names = ("forward", "_conv_forward")  # weight standardization overrides _conv_forward
     return all(getattr(type(module), n, None) is getattr(cls, n, None) for n in names)

@@ -27,7 +27,7 @@ from ..linalg.spectrum import Sizes
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch. GPUs
-# take fewer calls: those of a ResNet-50 took up to six times as long on an H100 with the former.
+# get fewer calls: with the CPUs' number, a ResNet-50's took up to six times as long on an H100.
 _PATCH_ELEMENTS = 1 << 24
 _PATCH_ELEMENTS_OF_GPUS = 1 << 27
 
@@ -39,7 +39,7 @@ _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 class _Spatial(Layer):
-    """A convolution of either direction: patches in, one row for each output position."""
+    """A plain or transposed convolution: each output position has a row, a patch of the input."""
 
     divided_by_positions = True
     cast_by_autocast = True
@@ -72,7 +72,7 @@ class _Spatial(Layer):
         rows_first = _channels_last(grad)
         grad = grad.flatten(2)
         columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
-        # Channel by channel, as memory has them: copied fast, and the product takes them so.
+        # Copy channel by channel, as memory has them: this is fast, and suits the product.
         return (columns if rows_first else columns.contiguous()).permute(0, 2, 3, 1)
 
     def _output_moment(
@@ -161,7 +161,7 @@ def _channels_last(x: Tensor) -> bool:
 def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
     """Return Σ a aᵀ over patches ``[batch, channels, *positions, *kernel]``, channels together.
 
-    They are copied as they lie, tap after tap; the moment is then put in order, which is smaller.
+    Patches are copied as they lie in memory, tap after tap. Only the smaller moment is reordered.
     """
     dims, channels = (patches.dim() - 2) // 2, patches.shape[1]
     taps = patches.shape[2 + dims :].numel()
@@ -183,7 +183,7 @@ class ConvLayer(_Spatial):
         super().__init__(name, module)
         # The papers' code knows 2-D convolutions of one group.
         self.in_papers = isinstance(module, nn.Conv2d) and module.groups == 1
-        # Padded by a copy, after which the input is not needed again.
+        # Such a forward pads a copy of its input, and does not keep the input.
         reach = zip(module.kernel_size, module.dilation, strict=True)
         uneven = module.padding == "same" and any(d * (k - 1) % 2 for k, d in reach)
         self.keeps_another = module.padding_mode == "circular" or uneven
@@ -211,9 +211,9 @@ class ConvLayer(_Spatial):
         padded, pad = x, self._padding()
         if plain and module.padding_mode != "zeros":
             padded, pad = self._padded(x), ((0, 0),) * self.dims
-        # Their owner may have set lists, and sizes are symbols while something is traced.
+        # A user may have set lists, and sizes are symbols under a trace.
         geometry = tuple(module.kernel_size), tuple(module.dilation), pad
-        # Units for half precision multiply patches sooner than fewer products are taken in float32.
+        # Hardware for half precision multiplies patches faster than float32 takes fewer products.
         fast = dtype == torch.float32 and takes_halves(x)
         if not plain or fast or not pays(tuple(map(int, padded.shape[2:])), *geometry):
             return super().input_moment(
@@ -256,11 +256,11 @@ class ConvLayer(_Spatial):
 class _Phase(NamedTuple):
     """Output positions of a transposed convolution, along one dimension, that meet the same taps.
 
-    To these it is a plain convolution of stride 1, its taps in reverse order.
+    At these positions, it is a plain convolution of stride 1 with its taps in reverse order.
     """
 
     taps: slice
-    # Taps, dilation, and zeros before and after; below 0, elements that no position meets.
+    # Taps, dilation, and zeros before and after; negative: elements that no position meets.
     plain: tuple[int, int, tuple[int, int]]
 
 
@@ -271,7 +271,7 @@ def _phases(
     """Return the phases of one dimension: taps that share their positions.
 
     Tap t brings element i to position s i + d t - p. Taps share positions if and only if their d t
-    leave one rest on division by s.
+    are equal modulo s.
     """
     apart = stride // math.gcd(stride, dilation)
     found = []
@@ -292,7 +292,7 @@ def _phases(
 class ConvTransposeLayer(_Spatial):
     """A transposed convolution is a plain one over its input with zeros between the elements.
 
-    Moments take it phase by phase, without these zeros; rows alone have them.
+    Moments are taken phase by phase, without these zeros; only rows have zeros.
     """
 
     def _phases_of(self, x: Tensor, grad: Tensor) -> list[tuple[_Phase, ...]]:
@@ -306,7 +306,7 @@ class ConvTransposeLayer(_Spatial):
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         phases = self._phases_of(x, grad)
         for of_dim, k in zip(phases, self.in_shape[1:], strict=True):
-            # The dimension in front goes, and its taps come last.
+            # Replace the first dimension of positions by its taps, which come last.
             sums = x.new_zeros(*x.shape[:2], *x.shape[3:], k)
             for phase in of_dim:
                 kernel, dilation, pad = phase.plain
@@ -323,7 +323,7 @@ class ConvTransposeLayer(_Spatial):
         for several in itertools.product(*self._phases_of(x, grad)):
             kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
             geometry = kernel, dilation, pad
-            if geometry not in known:  # of kernels as wide as their strides, all phases are alike
+            if geometry not in known:  # if kernels are as wide as strides, all phases are alike
                 known[geometry] = _reversed_moment(x, *geometry, self.blocks)
             taps = tuple(phase.taps for phase in several)
             moment[(_ALL, _ALL, *taps, _ALL, *taps)] = known[geometry]
@@ -345,7 +345,7 @@ class ConvTransposeLayer(_Spatial):
         for i in range(self.dims):
             reach = module.dilation[i] * (module.kernel_size[i] - 1)
             before = reach - int(module.padding[i])
-            # The gradient's size says what output_padding, or output_size=, came to in this call.
+            # The gradient's size tells this call's output_padding, or its output_size=.
             after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
             pad = [before, after, *pad]
         stuffed = F.pad(stuffed, pad)
@@ -359,8 +359,8 @@ class ConvTransposeLayer(_Spatial):
 def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
     """Return Σ u uᵀ over patches u of stride 1 with their taps in reverse order.
 
-    Its shape is ``[groups, C, *kernel, C, *kernel]``. Patches are made, since kernels are small
-    here; then nothing that borders leave out has to be subtracted.
+    The shape is ``[groups, C, *kernel, C, *kernel]``. Patches are formed, since kernels are small
+    here: so no position that the borders leave out has to be subtracted.
     """
     patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
     moment = second_moment(_rows(patches, groups).flatten(1, 2), x.dtype, diagonal=False)

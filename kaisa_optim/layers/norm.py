@@ -35,7 +35,7 @@ def _chunk(tensor: Tensor) -> int:
 
 
 class _Norm(Layer):
-    positions_dim = 1  # of the flat view
+    positions_dim = 1  # the dimension of positions in the flat view
     multiplies = False
     watchable = True
     reads_dense_only = True
@@ -58,7 +58,7 @@ class _Norm(Layer):
         return sum(covers)
 
     def _normalized(self, x: Tensor, frame: Any) -> Tensor:
-        """Return x̂, computed again since the module keeps none."""
+        """Return x̂, computed again since the module does not keep it."""
         raise NotImplementedError
 
     def _frame(self, x: Tensor, mode: Any, dtype: torch.dtype) -> Any:
@@ -77,9 +77,9 @@ class _Norm(Layer):
     ) -> list[Tensor]:
         """Return sums over this part's rows, ``[blocks]`` each, in ``dtype``.
 
-        They are the moment's one entry, or its entries (0, 0), (1, 0) and (1, 1). They are new
+        The sums are the moment's one entry, or its entries (0, 0), (1, 0) and (1, 1). They are new
         tensors, since the caller adds to them. There is no ``x`` if scales are not trained;
-        ``shifts`` says whether shifts are.
+        ``shifts`` says whether shifts are trained.
         """
         shift = self._flat(grad.to(dtype))
         columns = [shift] if shifts else []
@@ -93,7 +93,7 @@ class _Norm(Layer):
         return sums
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        """Return a view with three dimensions: batch, and positions and features as they lie."""
+        """Return a view of three dimensions: batch, then positions and features in memory order."""
         raise NotImplementedError
 
     def _squares(self, flat: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class _Norm(Layer):
             return Moments(grad.new_zeros(1, 1), grad.new_zeros(1, 1), 0, 0, blocks)
         assert x is not None or not covers[0]
         x = x if covers[0] else None
-        # Before the part is taken: the forward normalized by the whole batch.
+        # Read the frame before the part is taken: the forward normalized by the whole batch.
         frame = None if x is None else self._frame(x, how.mode, dtype)
         x, grad = None if x is None else part.of(x), part.of(grad)
         whole = self.unbatched(grad)
@@ -194,7 +194,7 @@ class _ChannelNorm(_Norm):
         return tensor.reshape(*tensor.shape[:2], -1)
 
     def _squares(self, flat: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(flat, dim=2).square_().sum(0)  # without their squares
+        return torch.linalg.vector_norm(flat, dim=2).square_().sum(0)  # no tensor of squares
 
 
 @register_layer(nn.GroupNorm)
@@ -217,7 +217,7 @@ class BatchNormLayer(_ChannelNorm):
         if not module.training and mean is not None and var is not None:
             wide = torch.promote_types(mean.dtype, torch.float32)
             return mean.to(wide, copy=True), (var.to(wide) + module.eps).rsqrt_()
-        # To look at what hooks have packed would run them: a checkpoint would recompute.
+        # Reading tensors that hooks have packed would run the hooks: a checkpoint would recompute.
         node = None if saving_hooks() is not None else output.grad_fn
         if node is None or node.name() not in _KEEP_STATISTICS:
             return None
@@ -226,7 +226,7 @@ class BatchNormLayer(_ChannelNorm):
 
     def _frame(self, x: Tensor, mode: _Frame | None, dtype: torch.dtype) -> _Frame:
         if mode is not None:
-            # A replica's forward has found the original's buffers.
+            # For a replica, these are the original module's statistics, on another device.
             return mode[0].to(x.device, dtype), mode[1].to(x.device, dtype)
         assert isinstance(self.module, _BatchNorm)
         x = self._flat(x)
@@ -254,13 +254,12 @@ class BatchNormLayer(_ChannelNorm):
             return super()._entries(x, grad, frame, dtype, shifts=shifts, reduce=reduce)
         if x.device.type != "cpu":
             return self._entries_of_gpus(x, grad, frame, dtype, shifts=shifts)
-        # The normalization's own backward has sums over a channel in one pass, in whatever order
-        # the numbers lie in memory.
+        # The normalization's own backward sums over a channel in one pass, in any memory layout.
         mean, scale = frame
         x, grad = x.to(dtype), grad.to(dtype)
         rows = (x - _by_channel(mean, x)).mul_(grad)
         if rows.is_contiguous():
-            squares = self._squares(self._flat(rows))  # sooner still
+            squares = self._squares(self._flat(rows))  # faster still
         else:
             squares, _ = _sums(rows, rows, torch.zeros_like(mean))
         squares.mul_(scale).mul_(scale)

@@ -1,9 +1,9 @@
 """Layers of single parameters, whose use in the forward pass is watched.
 
 A module that no kind knows may hold parameters of its own. The shape of a parameter tells its
-factors, so that they have their place before the first pass: a matrix has two dense ones, a stack
-of matrices two for each of them, and any other parameter one number for each of its entries. What
-a call does with the parameter tells its statistics (see ``uses`` and ``watch``).
+factors, so that they have their place before the first pass. A matrix has two dense factors, a
+stack of matrices two for each matrix. Any other parameter has one number for each of its entries.
+The calls that use the parameter tell its statistics (see ``uses`` and ``watch``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .base import Basis, Layer
 from .linear import SequenceRows
 from .probe import Product, probed
 
-# Modules of torch whose parameters stay raw, and why, where their calls tell too little.
+# Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
     nn.RNNBase: "fused kernels show none of its steps",
     nn.RNNCellBase: "fused kernels do not show what its weights give",
@@ -77,7 +77,7 @@ class ElementwiseLayer(WatchedLayer):
 class MatrixLayer(SequenceRows, WatchedLayer):
     """A matrix, or a stack of them such as experts', that multiplies rows.
 
-    ``transposed`` stores ``[inputs, outputs]``. A bias belongs to it where a product adds it.
+    ``transposed`` stores ``[inputs, outputs]``. A bias belongs to the layer if a product adds it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MatrixLayer(SequenceRows, WatchedLayer):
 
 
 class Declared(NamedTuple):
-    """The layers of the parameters that a module holds, and why there is none for some."""
+    """The layers of a module's parameters, and the reasons why some parameters have none."""
 
     layers: list[Layer]
     reasons: dict[Tensor, str]
@@ -142,7 +142,7 @@ def _of_product(name: str, module: nn.Module, product: Product) -> MatrixLayer:
 
 
 def _unshaped(p: Tensor) -> str:
-    """Return why no kind of layer has the shape of a parameter, if none has."""
+    """Return why no kind of layer fits a parameter's shape; an empty text if one fits."""
     if not p.is_floating_point():
         return "not real-valued"
     if p.numel() == 0:

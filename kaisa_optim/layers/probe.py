@@ -64,7 +64,7 @@ def _on_meta(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 class _Seen(TorchFunctionMode):
-    """The products in which weights took part."""
+    """Records the products of a call, with the weight of each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which part of a pass statistics are taken of: every n-th example, or position.
+"""The part of a pass that statistics read: every n-th example, or position.
 
 A strided slice is a view, follows from a count that all ranks know, and draws no random numbers.
 """
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
         n = shape[dim]
         if n < 2:
             return WHOLE
-        # The turn is not taken modulo the stride, so that few examples all have equally many turns.
+        # Not modulo the stride: if there are fewer examples, each must be read equally often.
         start = self.turn % min(n, self.stride)
         taken = len(range(start, n, self.stride))
         return Part(list(dims).index(dim), dim, start, self.stride, n, taken)

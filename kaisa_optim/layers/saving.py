@@ -1,4 +1,4 @@
-"""Who stands between autograd and the tensors that it keeps for a backward pass."""
+"""The hooks that pack the tensors which autograd saves for a backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of a layer's weight by other calls than its own kind's, with the rows of each.
+"""Uses of a layer's weight by other calls than its own kind's, with the rows of each use.
 
 A use is a layer that lives for one call. Its moments enter the sums of its ``primary``. Where the
 call's input meets the side of the weight that holds outputs of the primary, the use is ``crossed``:
@@ -58,11 +58,11 @@ class Use(Layer):
 
 
 class ProductUse(SequenceRows, Use):
-    """Rows times the weight, or times some of its rows, which then give some of the outputs."""
+    """Rows times the weight, or times some rows of the weight, which give some of the outputs."""
 
     def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
         super().__init__(primary, crossed=crossed)
-        self.first = first  # of the outputs that the call gives; None: all
+        self.first = first  # the first output that the call gives; None: all outputs
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         rows = super().output_rows(x, grad)
@@ -109,7 +109,7 @@ class GroupedUse(ProductUse):
 
     def __init__(self, primary: Layer, ends: Tensor, *, crossed: bool) -> None:
         super().__init__(primary, crossed=crossed)
-        self.ends = ends  # of each group
+        self.ends = ends  # the end of each group's rows
 
     def row_dims(self, output: Tensor) -> tuple[int, ...]:
         return ()
@@ -210,8 +210,8 @@ class TableUse(Use, EmbeddingLayer):
 class EntriesUse(Use):
     """Entries of the weight that scale or shift entries of an input.
 
-    ``dims`` are those of the output along which the entries lie, in order; along the others one
-    entry serves many. ``span`` are the entries that the call uses.
+    ``dims`` are the output's dimensions along which the entries lie, in order. Along its other
+    dimensions, one entry serves many numbers. ``span`` has the entries that the call uses.
     """
 
     def __init__(self, primary: Layer, dims: tuple[int, ...], span: slice, *, scales: bool) -> None:

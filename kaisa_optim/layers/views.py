@@ -10,16 +10,16 @@ from torch import Tensor
 class Place(NamedTuple):
     """A view of a matrix or of a stack of matrices."""
 
-    blocks: slice  # the matrices that it has
+    blocks: slice  # the matrices that the view has
     transposed: bool
-    first: int | None  # the first row of the matrix that it has; None: it has all rows
+    first: int | None  # the first row of the matrix that the view has; None: all rows
 
 
 class Entries(NamedTuple):
     """A view of entries, as it takes part in a sum or product."""
 
-    dims: tuple[int, ...]  # of the result, along which the entries lie
-    span: slice  # of the flat parameter
+    dims: tuple[int, ...]  # dimensions of the result along which the entries lie
+    span: slice  # the entries' place in the flat parameter
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:
@@ -58,7 +58,7 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
 
 
 def entries_of(view: Tensor, whole: Tensor, out: Tensor) -> Entries | None:
-    """Return which dimensions of ``out`` the entries of a view lie along; ``None``: no plain ones.
+    """Return the dimensions of ``out`` along which a view's entries lie; ``None`` for other views.
 
     The view holds entries of ``whole`` that lie one after the other, and broadcasts to ``out``.
     """
@@ -72,7 +72,7 @@ def entries_of(view: Tensor, whole: Tensor, out: Tensor) -> Entries | None:
     ahead = out.dim() - len(shape)
     if not in_order or ahead < 0:
         return None
-    # Copies of a view, as by repeat, may be longer than it.
+    # Copies of a view, as by repeat, may be longer than the view.
     dims = tuple(ahead + i for i, size in enumerate(shape) if size > 1)
     if any(out.shape[dim] != shape[dim - ahead] for dim in dims):
         return None

@@ -1,8 +1,8 @@
 """Watching the calls in a module's forward that use parameters of its own.
 
-A mode sees every torch function that runs under it. It knows some: products, tables, norms, sums
-and products of entries, convolutions. It finds a parameter among their arguments, itself or as a
-view, and taps the result as that layer's.
+A mode sees every torch function that runs under it. The mode knows some functions: products,
+tables, norms, sums and products of entries, convolutions. If a parameter or a view of it is among
+the arguments, the mode taps the result for the parameter's layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     """A parameter of a layer among a call's arguments."""
 
     layer: Layer
-    whole: Tensor  # the parameter, or what stands in for it, of which ``view`` is a view
+    whole: Tensor  # the parameter, or a tensor that stands in for it; ``view`` is a view of it
     view: Tensor
 
     @property
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 class WatchMode(TorchFunctionMode):
-    """Runs a module's forward with calls that use these layers' weights tapped."""
+    """Runs a module's forward, and taps the calls that use these layers' weights."""
 
     def __init__(self, layers: list[Layer], tap: Tap) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class WatchMode(TorchFunctionMode):
         crossed = used != own
         if place.first is not None and used == 0:  # a part of the inputs
             return out
-        # Input and output of a product with a bias of its own are known, and the bias is in it.
+        # A crossed use adds no bias; the bias of a layer by use belongs to its own product alone.
         if (crossed and layer.without_input) or (layer.covers[1] and (crossed or layer.by_use)):
             return out
         use = kind(layer, crossed=crossed)
@@ -260,7 +260,7 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
-    """Tap rows of a weight that are added to rows of as many positions."""
+    """Tap a table of positions: a weight that is added to rows of as many positions."""
     if found.view is not found.whole or out.dim() < 2 or out.shape[-2:] != found.whole.shape:
         return out
     indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
@@ -298,7 +298,7 @@ def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _norm(at: int) -> Callable[..., Any]:
-    """Return how to watch a norm whose weight is the argument ``at``."""
+    """Return a function that watches a norm whose weight is the argument ``at``."""
 
     def watch(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         out = func(*args, **kwargs)
@@ -315,10 +315,10 @@ def _norm(at: int) -> Callable[..., Any]:
 
 
 def _normalized(func: Any, args: Args, kwargs: Kwargs, at: int) -> Any:
-    """Return the output of a norm without its weight ``at`` this argument and the bias behind."""
+    """Return a norm's output without its weight, the argument ``at``, and the bias after it."""
     left = {at: "weight", at + 1: "bias"}
     if func is F.batch_norm and _argument(args, kwargs, 5, "training", False):
-        # A batch's own statistics need no running ones: a second call must not move these again.
+        # In training, this second call needs no running statistics, and must not move them again.
         left |= {1: "running_mean", 2: "running_var"}
     given = [None if i in left else value for i, value in enumerate(args)]
     named = {k: None if k in left.values() else value for k, value in kwargs.items()}
@@ -327,7 +327,7 @@ def _normalized(func: Any, args: Args, kwargs: Kwargs, at: int) -> Any:
 
 
 def _along(found: Found, out: Tensor, norm: Any) -> Found:
-    """Return entries as they broadcast: those of a group norm belong to channels."""
+    """Return entries as they broadcast; except for layer norm, they belong to channels."""
     if norm is F.layer_norm:
         return found
     return found._replace(view=found.view.view(-1, *(1,) * (out.dim() - 2)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .products import between, product
 
-_LEADING = 8  # one in so many eigenvectors is a leading one
+_LEADING = 8  # one in this many eigenvectors is a leading one
 _TURNS = 8  # refinements until each of the other eigenvectors has been multiplied once
 _ROUNDS = 2  # rounds of rotations among the leading eigenvectors
 
@@ -26,7 +26,7 @@ def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
 def refine_basis(
     factors: Tensor, vectors: Tensor, values: Tensor, turn: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Refine the eigenvalues and eigenvectors of factors F from those of slightly older factors.
+    """Refine slightly older factors' eigenvalues and eigenvectors for the factors F.
 
     Return values, vectors, and for each factor, ``[k]``, about the norm of QᵀFQ outside of its
     diagonal and the norm of F. The work is 0.3 of a decomposition's or less, as no product has all
@@ -37,7 +37,7 @@ def refine_basis(
     - The leading vectors rotate within their span until F is nearly diagonal there (Rayleigh-Ritz).
     - Of the other vectors, every eighth is multiplied with F; which ones depends on ``turn``. They
       get new eigenvalues; the eigenvalues of the rest are scaled so that all add up to F's trace.
-      Their norm outside of the diagonal stands for that of all the others.
+      The norm outside of the diagonal, measured on every eighth, stands for all other vectors.
 
     The leading vectors come first.
     """

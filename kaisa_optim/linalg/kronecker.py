@@ -82,7 +82,7 @@ def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor |
 def add_out_of_basis_(
     out: Tensor, gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None
 ) -> None:
-    """Add Q_G ∇ Q_Aᵀ to ``out`` as it is multiplied; all of one dtype, with a basis at least."""
+    """Add Q_G ∇ Q_Aᵀ to ``out`` in the last product; one dtype for all, and one basis at least."""
     if vectors_g is None:
         assert vectors_a is not None
         return _add_product_(out, gradient, vectors_a.mT)

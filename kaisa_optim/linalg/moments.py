@@ -25,9 +25,9 @@ _HALVED_MUCH = 1 << 27
 _HALVED_MUCH_ON_GPUS = 1 << 34
 _HALVED_MUCH_IN_HALF = 1 << 38
 _WIDE = 256  # columns from which oneDNN saves half
-_LEAST_HALVED = 128  # the fewest columns from which it does, with many rows
-_TALL = 32  # rows for each column that count as many
-_LONG = 4  # positions for each channel from which images are multiplied as they lie
+_LEAST_HALVED = 128  # columns from which oneDNN saves half if there are many rows
+_TALL = 32  # rows for each column from which rows are many
+_LONG = 4  # positions for each channel from which images are multiplied as they lie in memory
 _ALIGNED = 16  # columns of a product's tile
 _LEAST = 64  # rows, and columns, from which hardware for half precision pays
 _PARTS = 4
@@ -94,9 +94,9 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
 def sums_images(images: Tensor) -> bool:
     """Return whether :func:`moment_of_images` takes less time than the moment of their rows.
 
-    ``images`` are ``[batch, k, n, *size]``. It does not if batch and k are not one dimension in
-    memory, as images would be copied; nor with few positions, as products are mostly written and
-    read; nor with wide rows, whose moments save half of the work.
+    ``images`` are ``[batch, k, n, *size]``. The moment of rows takes less time in three cases.
+    Batch and k are not one dimension in memory: images would be copied. There are few positions:
+    products are mostly written and read. Rows are wide: their moments save half of the work.
     """
     if images.device.type != "cpu" or multiplies_slowly(images) or _in_brain_floats(images):
         return False
@@ -124,7 +124,7 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
 
 
 def fill_border(moment: Tensor, total: Tensor, count: int) -> None:
-    """Fill in the last row and column, those of the 1s."""
+    """Fill in the last row and column, which belong to the 1s."""
     moment[:, -1, :-1] = moment[:, :-1, -1] = total
     moment[:, -1, -1] = count
 
@@ -160,7 +160,7 @@ def _halves(rows: Tensor) -> bool:
 
 
 def _into(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
-    """L R in ``dtype``, or in float32 from half precision."""
+    """Return L R in ``dtype``, or in float32 from half precision."""
     return torch.bmm(left, right) if left.dtype == dtype else _into_float32(left, right)
 
 
@@ -192,7 +192,7 @@ def _in_brain_floats(rows: Tensor) -> bool:
 def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
     """Return the rows of each block of a wide symmetric matrix that is multiplied by parts.
 
-    A matrix beside a border has the same blocks as the matrix with it; the last one is a row less.
+    A matrix beside a border has the blocks of the matrix with the border, the last one a row less.
     """
     most = n + border - 1
     step = -(-most // (_PARTS * _ALIGNED)) * _ALIGNED

@@ -30,16 +30,16 @@ _FROM_FURTHER = (
 )
 _FAR = 256
 _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then stays below 0.01
-# The largest singular value begins at or below this. Beyond 1 the polynomials leave all bounds
-# soon, and bfloat16's rounding would take a matrix of rank one there.
+# The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
+# bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
-_NARROW = 64  # shorter side up to which CPUs make matrices orthogonal sooner in float32
-# Of an orthogonal direction's root mean square, over the square root of that of Adam's own. With
-# half of it steps are too short at AdamW's learning rates, with 1 too long at high ones.
+_NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
+# The root mean square of an orthogonal direction, over the square root of that of Adam's direction.
+# With half of this, steps are too short at AdamW's learning rates; with 1, too long at high rates.
 _SIZE = 0.8
 # The cosine with the momentum at which a direction has that length. A momentum of low rank has a
-# smaller one, and its steps are longer, by the fourth root: its gradient falls in few directions.
+# smaller cosine, and longer steps by the fourth root: its gradient falls in few directions.
 _COSINE = 0.4
 _LEAST_COSINE = 0.01
 
@@ -54,9 +54,9 @@ def orthogonalized(matrices: Tensor, momenta: Tensor, *, in_half: bool) -> Tenso
 
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
     below 0.02 of M's norm (0.005 where the smaller side is above 256). The root mean square of the
-    result is 0.8 √r (0.4 / c)^¼, with r that of M and c the cosine between the result and
-    ``momenta``, so that Adam's learning rates carry over. c is at least 0.01; where the result does
-    not follow the momentum at all (c ≤ 0), it is 0.4.
+    result is 0.8 √r (0.4 / c)^¼, so that Adam's learning rates carry over. r is the root mean
+    square of M, c the cosine between the result and ``momenta``, at least 0.01. If the result does
+    not follow the momentum at all (c ≤ 0), 0.4 takes the place of c.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
     parts = zip(matrices.split(at_once), momenta.split(at_once), strict=True)
@@ -85,7 +85,7 @@ def _orthogonalized(matrices: Tensor, momenta: Tensor, in_half: bool) -> Tensor:
 
 
 def _cosine(left: Tensor, right: Tensor, norm: Tensor) -> Tensor:
-    """Return the cosine between matrices, ``[k, 1, 1]``; ``norm`` is that of the right ones."""
+    """Return the cosine between matrices, ``[k, 1, 1]``; ``norm`` is the right matrices' norm."""
     left = left / _or_one(torch.linalg.vector_norm(left, torch.inf, (1, 2), keepdim=True))
     own = torch.linalg.vector_norm(left, dim=(1, 2), keepdim=True)
     return (left * right).sum((1, 2), keepdim=True) / _or_one(own * norm)
@@ -114,7 +114,7 @@ def polar(
         return polar(scale * matrices, None, polynomials, eps, in_half=in_half).mul_(scale)
     if root is not None and not in_half:
         root = root.to(matrices.dtype)
-    # In float32 unless R is in half: R would enlarge M's rounding most.
+    # Multiply in float32, unless R is in half precision: R would enlarge M's rounding most.
     x = between(None if root is None else root.mT, matrices, None)
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     tall = x.shape[1] > x.shape[2]

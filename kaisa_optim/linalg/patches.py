@@ -3,9 +3,9 @@
 Over all positions at which a patch meets the input, the patches' moment is the input's
 autocorrelation: taps δ and δ' meet at the shift δ' − δ, for every δ. For a kernel of 3×3 these are
 13 products of C×C and their mirror images, in place of one product of 9C×9C. The convolution leaves
-some of these positions out. They are subtracted again, so that the result is exact: a row of them
-meets a strip along the border, whose moment is the strip's own autocorrelation. Rows and columns
-cross at corners, which are added.
+some of these positions out. These are subtracted again, so that the result is exact: a row of them
+meets a strip along the border, and its moment is the strip's own autocorrelation. Rows and columns
+of such positions cross at corners, which are added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .products import multiplies_slowly
 from .spectrum import Sizes, half_of_shifts
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
-_FEW = 1 << 20  # numbers of lines, moved by each shift, that need no convolution
+_FEW = 1 << 20  # numbers of shifted lines up to which no convolution is needed
 _CALLS = 16  # the cost of a piece's calls, in products of channels with channels at a position
 _MOST_TAPS = 256  # the places of all pairs of taps are kept in memory
 _MOST_ROWS = 3  # products of channels with channels, for each one in the result
@@ -35,7 +35,7 @@ Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimensio
 # For each dimension in which positions are left out: its axis, and a tuple of _strips.
 Strip = tuple[tuple[int, int, int, int, int], ...]
 _Alike = list[tuple[tuple[Sizes, ...], list[Strip]]]
-# For pieces of equal shape: how many taps they cut, their kernel, and each one's axes and taps.
+# For pieces of equal shape: how many taps they cut, their kernel, and each piece's axes and taps.
 _Layout = tuple[tuple[Sizes, Sizes, tuple[tuple[Sizes, ...], ...]], ...]
 
 
@@ -50,10 +50,10 @@ def windows(
 
 @functools.lru_cache(_REMEMBERED)
 def pays(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> bool:
-    """Return whether this needs clearly fewer products of channels than patches would.
+    """Return whether :func:`patch_moment` needs clearly fewer products of channels than patches.
 
     It must also take little more memory than the result. Wide kernels without padding take much
-    more: the strips that they leave out are as wide as they are.
+    more: the strips that they leave out are as wide as the kernels.
     """
     taps = math.prod(kernel)
     positions = [
@@ -146,8 +146,8 @@ def _pairs_of_taps(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs of taps that meet a piece: their blocks' places, shifts and rows.
 
-    Shifts are those between the two taps in the dimensions that the piece does not cut; only shifts
-    from 0 on are kept. Rows count among the piece's own.
+    A shift is between the two taps, in the dimensions that the piece does not cut; only shifts from
+    0 on are kept. Rows are numbered within the piece.
     """
     taps, dims, cut = math.prod(kernel), len(kernel), {axis for axis, *_ in piece}
     at = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in kernel)).view(taps, dims)
@@ -214,7 +214,7 @@ def patch_sums(
 ) -> Tensor:
     """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
 
-    Dimensions beyond those of the kernel stay as they are.
+    Dimensions beyond the kernel's stay as they are.
     """
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
@@ -225,8 +225,7 @@ def patch_sums(
 def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
     """Return Σ x[c, q] x[c', q + s] at shifts s between taps, ``[groups, shifts, C, C]``.
 
-    Shifts are those from 0 on, with the last dimension's next to each other; the other shifts are
-    mirror images of these.
+    Shifts go from 0 on, in the last dimension fastest; the other shifts are mirror images.
     """
     if not kernel:
         rows = x.unflatten(1, (groups, -1)).transpose(0, 1)
@@ -236,7 +235,7 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
     geometry = tuple(map(int, x.shape[2:])), kernel, dilation
     channels, slow = x.shape[1] // groups, multiplies_slowly(x)
     if x.device.type == "cpu" and spectrum.pays(*geometry, channels, groups, len(x), slow):
-        with full_precision("cpu"):  # the setting is for rows, and these are no rows
+        with full_precision("cpu"):  # the user's setting is for rows, not for frequencies
             return spectrum.autocorrelation(x, kernel, dilation, groups)
     total: Tensor | None = None
     for images in x.split(_images_at_once(x)):
@@ -250,8 +249,8 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
 def _images_at_once(x: Tensor) -> int:
     """Return how many images are taken together.
 
-    On CPUs few enough that copies fit into memory that the process has already: fresh pages for
-    copies of all images took as long as the products.
+    On CPUs, images are so few that copies fit into memory that the process already has: fresh pages
+    for copies of all images took as long as the products.
     """
     if x.device.type != "cpu":
         return max(1, len(x))
@@ -259,7 +258,7 @@ def _images_at_once(x: Tensor) -> int:
 
 
 def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
-    """Return it as the gradient of a convolution's weight, with x as input and output gradient.
+    """Return the autocorrelation as a weight's gradient: x is both input and output gradient.
 
     The shape is ``[groups·C, C, *shifts]``, with shifts from 0 on in the first dimension.
     """
@@ -285,7 +284,7 @@ def _by_convolution(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 
 
 def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
-    """Return it for few short lines ``[batch, groups, C, n]``, faster than by a convolution."""
+    """Return the autocorrelation of short lines ``[batch, groups, C, n]``, faster if few."""
     lines = x.permute(1, 2, 0, 3)
     groups, channels, _, n = lines.shape
     moved = lines.new_empty(groups, kernel, *lines.shape[1:])
@@ -299,7 +298,7 @@ def _shifts_of_lines(x: Tensor, kernel: int, dilation: int) -> Tensor:
 
 
 def _pieces(size: Sizes, kernel: Sizes, dilation: Sizes, pad: Pairs) -> Iterator[Strip]:
-    """Yield all positions, rows of them that a convolution leaves out, and crossings of rows."""
+    """Yield all positions, rows of positions that a convolution leaves out, and their crossings."""
     strips = [
         list(_strips(*geometry)) for geometry in zip(size, kernel, dilation, pad, strict=True)
     ]
@@ -313,7 +312,7 @@ def _strips(n: int, k: int, d: int, pad: tuple[int, int]) -> Iterator[tuple[int,
     """Yield the positions of one dimension that are left out although taps meet the input there.
 
     Neighbours that the same taps meet, from ``start`` to ``stop``, are one strip. Its tuple goes on
-    with the place of the first position's first tap in the input, and the number of positions.
+    with the first position's first tap, as a place in the input, and the number of positions.
     """
     last = n + pad[1] - d * (k - 1)
     strip: tuple[int, int, int, int] | None = None

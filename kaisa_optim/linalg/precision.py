@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _SETTINGS = "highest", "high", "medium"  # torch's, of float32 products
-# Since torch 2.9 by backend: on CUDA, and on CPUs.
+# The same settings by backend, since torch 2.9: on CUDA, and on CPUs.
 _NEWER = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 _LEFT_OUT = 13  # bits of float32 that have no place in TF32
 _BELOW_HALF = (1 << _LEFT_OUT - 1) - 1
@@ -22,8 +22,8 @@ class _OfProcess:
     """A setting of the whole process, which several threads change for a while.
 
     The most precise level that has begun is in force; 0 is the most precise. When the last level
-    ends, the setting of before is put back. ``change`` returns the setting of before, or None if
-    nothing has to be changed.
+    ends, the former setting is put back. ``change`` returns the former setting, or None if nothing
+    has to be changed.
     """
 
     def __init__(self, change: Callable[[int], Any], put_back: Callable[[Any], None]) -> None:
@@ -76,7 +76,7 @@ _Level = tuple[Any, Any]  # an object that begins and ends, and its level
 class _Levels(AbstractContextManager[None]):
     """Begin each object at its level, and end them, the last one first.
 
-    It is entered for each layer's backward pass: ``contextmanager`` and ``ExitStack`` take longer.
+    This runs in each layer's backward pass: ``contextmanager`` and ``ExitStack`` take longer.
     """
 
     def __init__(self, levels: Sequence[_Level]) -> None:
@@ -218,7 +218,7 @@ def _put_back_cudnn(found: Any) -> None:
 
 
 def _change_onednn(level: int) -> str | None:
-    """Set oneDNN's convolutions to float32, at every level: statistics need no lower one here."""
+    """Set oneDNN's convolutions to float32, at every level: no lower precision is needed here."""
     conv = _conv(torch.backends.mkldnn)
     before: str = "none" if conv is None else conv.fp32_precision
     if before in ("none", "ieee"):
@@ -242,9 +242,9 @@ def _convolutions(device: str | None) -> Sequence[_OfProcess]:
 
 
 def _set(backend: Any, value: str) -> None:
-    """Set a backend's precision, or let it inherit again a value that it inherits.
+    """Set a backend's precision; let the backend inherit a value that its parent has, too.
 
-    A later change of the parent would else pass it by.
+    Else a later change of the parent would not reach the backend.
     """
     backend.fp32_precision = "none"
     if backend.fp32_precision != value:

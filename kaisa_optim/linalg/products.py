@@ -52,7 +52,7 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
     op = torch.ops.mkldnn._linear_pointwise
 
     def linear(x: Tensor, w: Tensor) -> Tensor:
-        # oneDNN copies an x that is not dense; a w that is not takes a thousand times as long.
+        # oneDNN copies an x that is not dense; such a w makes it take a thousand times as long.
         if not (w.is_contiguous() or w.mT.is_contiguous()):
             w = w.contiguous()
         found: Tensor = op(x, w, None, "none", [], "")
@@ -87,8 +87,8 @@ def multiplies_slowly(like: Tensor) -> bool:
 def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
     """Return whether float32 matrices are multiplied with matrices of ``dtype`` in that dtype.
 
-    They are for bfloat16, where the device has instructions for it: elsewhere it would take longer.
-    Float16 has too few exponents for preconditioned gradients.
+    They are for bfloat16, on devices with instructions for bfloat16: other devices would take
+    longer. Float16 has too few exponents for preconditioned gradients.
     """
     if dtype != torch.bfloat16 or like.dtype != torch.float32:
         return False
@@ -106,7 +106,7 @@ def _multiplies_brain_floats(device: torch.device) -> bool:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return L R of two stacks of as many matrices, by oneDNN where it pays."""
+    """Return L R of two stacks of equally many matrices, by oneDNN where it pays."""
     linear = _linear_for(left, right) if _is_much(left, right) else None
     if linear is None:
         return torch.bmm(left, right)
@@ -152,7 +152,7 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return torch.bmm(torch.bmm(left, middle), right)
-    # Nothing but Q_Gᵀ, on the way into a basis, has to be copied.
+    # Only Q_Gᵀ, on the way into a basis, has to be copied.
     stacks = zip(left, middle, right, strict=True)
     return torch.stack([linear(x, _turned_product(linear, y, z)) for x, y, z in stacks])
 
@@ -166,4 +166,4 @@ def _turned_product(
     return linear(right.mT, left)
 
 
-_onednn()  # at import, while tensors are real: the answer stays
+_onednn()  # ask at import, while tensors are real: the answer is cached

@@ -4,9 +4,9 @@ A shift changes only the phases of an image's Fourier transform X. For all shift
 Σ x[c, q] x[c', q + s] is therefore a sum of the products X[c]* X[c'] over the frequencies; zeros
 beyond the image, as far as shifts reach, keep its ends apart. So one product of channels with
 channels for each frequency takes the place of one for each position and shift. A real image needs
-only the first half of the frequencies. The transforms are products with small matrices: these leave
-frequencies first, as the next products need them, where a fast transform's result would have to be
-transposed.
+only the first half of the frequencies. The transforms are products with small matrices: their
+results have frequencies first, as the next products need them. A fast transform's result would have
+to be transposed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT = 1 << 20  # numbers of products that are kept until they are added up
 _MOST_KEPT = 8  # numbers of one wave's products, for each number of the result
 _MOST_PHASES = 1 << 19  # numbers of phases, which stay in memory
 # Costs in multiplications: of reading a number of an image again, and of writing a number of the
-# products, which images that are multiplied together share.
+# products. Images that are multiplied together share the cost of writing.
 _READ = 16
 _WRITTEN = 64
 _REMEMBERED = 1 << 7  # geometries; each step has the same ones
@@ -36,8 +36,8 @@ Sizes = tuple[int, ...]
 def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> Tensor:
     """Return Σ x[c, q] x[c', q + s] at all shifts s between taps, ``[groups, shifts, C, C]``.
 
-    ``x`` is ``[batch, groups·C, *size]``. Shifts are those from 0 on, with the last dimension's
-    next to each other; the other shifts are mirror images of these.
+    ``x`` is ``[batch, groups·C, *size]``. Shifts go from 0 on, in the last dimension fastest; the
+    other shifts are mirror images.
     """
     geometry = tuple(map(int, x.shape[2:])), kernel, dilation
     waves, *others = _transforms(*geometry, x.dtype, x.device)
@@ -64,7 +64,7 @@ def autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> T
 def pays(
     size: Sizes, kernel: Sizes, dilation: Sizes, channels: int, groups: int, batch: int, slow: bool
 ) -> bool:
-    """Return whether this takes less time on a CPU than products for each position and shift.
+    """Return whether a CPU takes less time by frequencies than for each position and shift.
 
     It must also take little more memory. ``slow``: products take twice the time of a convolution.
     """
@@ -84,7 +84,7 @@ def pays(
     cost += products * 3 + products * _WRITTEN // images + products * 2 * kept // batch
     if of_a_wave > max(_KEPT, _MOST_KEPT * result) or 2 * kept * frequencies > _MOST_PHASES:
         return False
-    # A convolution multiplies those below 0 in the last dimensions, too.
+    # A convolution multiplies shifts below 0 in the last dimensions, too.
     shifts = kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
     return (8 if slow else 4) * cost < 3 * shifts * math.prod(size) * channels
 
@@ -164,7 +164,7 @@ def _transforms(
 def _phases(
     size: Sizes, kernel: Sizes, dilation: Sizes, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the weights of all frequencies in each shift, ``[2, shifts, last one's, others']``."""
+    """Return frequencies' weights in each shift, ``[2, shifts, last dimension's, others']``."""
     padded, dims = _padded(size, kernel, dilation), len(size)
     taps = itertools.product(*(range(1 - k, k) for k in kernel))
     apart = torch.tensor([s for s in taps if s >= (0,) * dims], device="cpu")

@@ -25,14 +25,15 @@ class AdaptiveDamping:
     """Lowers the damping where the quadratic model foresees the loss well, and else raises it.
 
     This is the Levenberg–Marquardt rule of Martens & Grosse (2015, section 6.5). In every
-    ``interval``-th step, δ being what the optimizer added to the parameters,
+    ``interval``-th step, δ is the change of the parameters by the optimizer, and
 
         ρ = (loss after - loss before) / (∇ᵀδ + ½ δᵀFδ),
 
-    both losses of the step's own batch. For ρ > 3/4 the damping of every parameter group is
-    multiplied by ``decay ** interval`` (``decay`` is that of one step), for ρ < 1/4 or a loss that
-    is not finite it is divided by it, within ``minimum`` and ``maximum``. Where the model foresees
-    no decrease, as where momentum leads uphill, the damping stays. ::
+    with both losses on the step's own batch. For ρ > 3/4 the damping of every parameter group is
+    multiplied by ``decay ** interval``; ``decay`` is the factor for one step. For ρ < 1/4, or a
+    loss that is not finite, the damping is divided by ``decay ** interval``. ``minimum`` and
+    ``maximum`` bound the damping. If the model foresees no decrease, as where momentum leads
+    uphill, the damping stays. ::
 
         adaptive = AdaptiveDamping(optimizer)
         for x, y in batches:
@@ -76,9 +77,9 @@ class AdaptiveDamping:
         self.optimizer = optimizer
         self.ratio: float | None = None  # ρ of the last decision; NaN if no decrease was foreseen
         self._before: tuple[int, dict[Tensor, Tensor]] | None = None
-        self._foreseen: Tensor | None = None  # this rank's share
-        self._stepped = False  # the optimizer has, since the last call of step
-        self._former_join = optimizer._join_config  # torch leaves it as the last Join made it
+        self._foreseen: Tensor | None = None  # this rank's share of the foreseen change
+        self._stepped = False  # whether the optimizer has stepped since the last call of step
+        self._former_join = optimizer._join_config  # torch keeps the setting of the last Join
         self._attach()
 
     def _attach(self) -> None:
@@ -142,7 +143,7 @@ class AdaptiveDamping:
             return
         for group in self.optimizer.param_groups:
             damping = group["damping"]
-            # A bound stops a damping that moves towards it; it moves none back.
+            # A bound stops a damping that moves towards it, but moves no damping back.
             low, high = min(damping, self.minimum), max(damping, self.maximum)
             group["damping"] = min(max(damping * factor, low), high)
 

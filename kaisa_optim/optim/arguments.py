@@ -59,7 +59,7 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     first = [p for p in parameters_of(base).values() if p.kind not in variadic]
     given = "nn.Module | Iterable[Any] | None"
-    first[1:2] = [p.replace(annotation=given) for p in first[1:2]]  # none, of *args
+    first[1:2] = [p.replace(annotation=given) for p in first[1:2]]  # a base of *args has none
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
     for name, option in options_of(base).items():
@@ -139,7 +139,7 @@ def find_model(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
 
 
 def _given(params: Any, model: Any) -> str:
-    """Return in few words what stood in a model's place."""
+    """Return a short text for the object that was given in a model's place."""
     listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
     if listed and model is None:
         return "no model was given, but parameters"
@@ -162,7 +162,7 @@ def settle_moments(
 ) -> str:
     """Settle ``ours["moments"]`` and its two switches, in place.
 
-    Return the option that rules moments in the eigenbasis out where they are the default, if any.
+    Return the option that rules out the eigenbasis as the default, if any.
     """
     if base is Muon:
         for name, option in OPTIONS.items():
@@ -180,7 +180,7 @@ def settle_moments(
     why = _why_not_in_the_eigenbasis(base, asked, against)
     if asked is None:
         ours["moments"] = "parameters" if why else "eigenbasis"
-        if not why:  # by name it is Adam itself, in another basis
+        if not why:  # moments="eigenbasis", given by name, is Adam itself in another basis
             for name in OF_MOMENTS:
                 if ours.get(name) is None:
                     ours[name] = True
@@ -208,7 +208,7 @@ def _option_against(ours: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     for name, value, where in given:
         if differs(value, DAMPING if name == "damping" else OPTIONS[name].default):
             return f"{name}={value!r}{where}"
-    # A number may be what another optimizer left in a group that is used again.
+    # A number may come from another optimizer, whose group is used again.
     current = any(group.get("kl_clip_lr") == "current" for group in groups)
     return 'kl_clip_lr="current" in a parameter group' if current else ""
 

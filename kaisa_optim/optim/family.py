@@ -88,10 +88,11 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 
 @_sign
 class KFACAdam(KFACMixin, torch.optim.Adam):
-    """torch.optim.Adam with K-FAC inside: it works in the eigenbasis of K-FAC's factors.
+    """torch.optim.Adam with K-FAC inside: Adam works in the eigenbasis of K-FAC's factors.
 
-    Its directions are orthogonal ones there, with Nesterov's momentum; Adam's own with
-    ``moments="eigenbasis"``. With ``moments="parameters"`` it sees preconditioned gradients.
+    By default, directions are orthogonal in the eigenbasis, with Nesterov's momentum. With
+    ``moments="eigenbasis"`` they are Adam's own. With ``moments="parameters"`` Adam gets
+    preconditioned gradients.
     """
 
     _base = torch.optim.Adam
@@ -101,10 +102,10 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
 class KFACMuon(KFACMixin, Muon):
     """:class:`Muon` with K-FAC inside: momenta are made orthogonal in the metric of G.
 
-    Of a momentum M of a covered matrix or kernel it takes the step L polar(L M),
-    L = (G / ḡ + λI)^-½, with ḡ G's mean eigenvalue and λ the ``damping``:
+    For the momentum M of a covered matrix or kernel, the step is L polar(L M) with
+    L = (G / ḡ + λI)^-½. ḡ is G's mean eigenvalue, λ the ``damping``:
     ``KFACMuon([{"params": inner}, {"params": ends, "use_muon": False, "lr": 3e-3}], lr=0.02,
-    model=model)``. Arguments are Muon's, then K-FAC's but for those that need bases.
+    model=model)``. The arguments are Muon's, then K-FAC's without the options that need bases.
 
     AdamW takes embeddings, norms, parameters of fewer than two dimensions, and groups with
     ``use_muon=False``; matrices that K-FAC does not cover take Muon's own step.
@@ -134,8 +135,8 @@ class KFACMuon(KFACMixin, Muon):
 class KFACLAMB(KFACMixin, LAMB):
     """LAMB with K-FAC inside: its inner moments live in the eigenbasis of K-FAC's factors.
 
-    Inner directions are as :class:`KFACAdam`'s, also with ``moments="eigenbasis"``.
-    With ``moments="parameters"`` it sees preconditioned gradients, its clipping included.
+    By default and with ``moments="eigenbasis"``, inner directions are :class:`KFACAdam`'s.
+    With ``moments="parameters"``, LAMB and its clipping get preconditioned gradients.
     """
 
     _base = LAMB

@@ -23,9 +23,10 @@ Settings = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 class StepsOn(JoinHook):
-    """A rank without data still owns factors, decomposes and preconditions: it takes every step.
+    """Takes every step on a rank without data.
 
-    Its gradients and settings come from a rank that goes on, so that its weights stay alike.
+    Such a rank still owns factors, decomposes and preconditions. Its gradients and settings come
+    from a rank that has data, so that weights stay alike.
     """
 
     def __init__(self, optimizer: KFACMixin) -> None:
@@ -76,11 +77,11 @@ def _adopt(optimizer: KFACMixin, settings: Settings) -> None:
 
 
 def refuse_join_of_the_model_alone(optimizer: KFACMixin) -> None:
-    """Refuse the model's own join(): its ranks would answer to none of K-FAC's collectives."""
+    """Refuse the model's own join(): joined ranks would run none of K-FAC's collectives."""
     if optimizer.preconditioner.ranks.world == 1:
         return
     config: Any = getattr(optimizer._kfac_model, "_join_config", None)
-    # Torch leaves a wrapper's setting as its last Join made it.
+    # Torch keeps the setting that a wrapper's last Join made.
     entered = config is not optimizer._former_join and config.enable
     if entered and not optimizer._join_config.enable:
         raise RuntimeError(

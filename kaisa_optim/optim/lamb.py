@@ -72,7 +72,7 @@ class LAMB(Optimizer):
         backend: None takes apex's kernel for the tensors that suit it (CUDA, float32 or float16,
             contiguous or channels_last with strides equal, 1 to 2^31 - 1 elements), if its
             ``amp_C.multi_tensor_lamb`` can be imported, and PyTorch for the others; "torch" never
-            takes it; "apex" raises where it cannot be taken.
+            takes the kernel; "apex" raises where the kernel cannot be taken.
         maximize: ascend rather than descend.
 
     State, one layout for both backends and the same as apex's: ``exp_avg`` and ``exp_avg_sq`` in
@@ -258,7 +258,7 @@ def lamb(
 ) -> None:
     """Step [grads, params, exp_avgs, exp_avg_sqs] of one device and dtype in place.
 
-    The arguments are those of apex's kernel, in its order; but the gradients are only read.
+    The arguments are as in apex's kernel, in the same order; but the gradients are only read.
     ``grad_norm`` has one element, in the dtype of the arithmetic. ``max_grad_norm`` limits it; inf
     is "off".
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Load:
-    """One call of ``load_state_dict``, from the state that was given to what became of it."""
+    """One call of ``load_state_dict``: the given state, and the outcome of the load."""
 
     def __init__(self, optimizer: KFACMixin) -> None:
         self._kfac = optimizer.preconditioner
@@ -42,7 +42,7 @@ class Load:
         self.entries = checkpoint.take_out(self._kfac, loaded, groups)
         of_base = any("damping" not in group for group in loaded["param_groups"])
         self._fresh = not (of_base or loaded["state"] or any(self.entries.values()))
-        # A base optimizer's groups lack K-FAC's keys: those stay as they are here.
+        # A base optimizer's groups lack K-FAC's keys: these stay as they are in this optimizer.
         loaded["param_groups"] = [
             {
                 **{key: here[key] for key in GROUP_KEYS},
@@ -54,7 +54,7 @@ class Load:
         return loaded
 
     def warn(self, optimizer: KFACMixin) -> None:
-        """Name the layers that do not go on as they were."""
+        """Warn of layers whose factors or moments start anew."""
         missing, moments_anew = self.restored
         if moments_anew:
             names = ", ".join(map(repr, moments_anew))
@@ -110,7 +110,7 @@ def take_entries(state: Any) -> checkpoint.Entries:
 def set_base_state(
     optimizer: KFACMixin, state: dict[str, Any], set_state: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let the base set a loaded state, which it fills in if it is an older one.
+    """Let the base set a loaded state; the base completes a state of an older version.
 
     A state that lacks keys which the base reads is refused: a step would end in a KeyError.
     """

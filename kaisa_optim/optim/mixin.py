@@ -67,7 +67,7 @@ class KFACMixin(Optimizer, Joinable):
         super().__init__(given, *args, **theirs)
         self._start()
         notices.misspelt_keys(self, self.param_groups)
-        if against:  # one value of a search may rule the eigenbasis out where the others do not
+        if against:  # in a search, one value may rule out the eigenbasis, and other values not
             text = (
                 f'{against} leads to moments="parameters" in place of "eigenbasis", the default, '
                 'where it has no meaning; name moments="parameters" if that is meant, or leave '
@@ -81,7 +81,7 @@ class KFACMixin(Optimizer, Joinable):
         self._notices = notices.Notices()
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
-        # For which step entries were made room; None after a load, perhaps from the eigenbasis.
+        # The facts at the last _make_room; None after a load, perhaps from the eigenbasis.
         self._room: Room | None = None
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
@@ -111,7 +111,7 @@ class KFACMixin(Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Precondition the gradients and let the base class step with them.
 
-        ``closure`` runs first, with gradients enabled. ``p.grad`` is afterwards what it was before.
+        ``closure`` runs first, with gradients enabled. The step leaves ``p.grad`` unchanged.
         """
         loss = None
         if closure is not None:
@@ -120,7 +120,7 @@ class KFACMixin(Optimizer, Joinable):
         notices.refuse_late_process_group(self.preconditioner)
         notices.refuse_graph_capture()
         refuse_join_of_the_model_alone(self)
-        # Some call step() under autocast, which is for the model's passes.
+        # Some users call step() under autocast, which is for the model's passes.
         with (
             precision.without_autocast(self.join_device.type),
             _gradients(joined_gradients(self)),
@@ -163,7 +163,7 @@ class KFACMixin(Optimizer, Joinable):
     def _base_step(self) -> None:
         step: Any = self._base.step
         # Building any plain base optimizer wraps the class's step with the hooks that have run
-        # here already. Only that one layer goes: beneath may be others, such as no_grad.
+        # here already. Remove only that wrapper: others beneath it, such as no_grad, must stay.
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         try:
@@ -182,9 +182,9 @@ class KFACMixin(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> Any:
         """Return the hook of a rank that has joined: for ``Join([model, optimizer])``.
 
-        ``Join`` is torch.distributed.algorithms.Join; the wrapped model comes first. Such a rank
-        takes gradients, lr and K-FAC's settings in every step from one that goes on; its schedulers
-        stay where they were.
+        ``Join`` is torch.distributed.algorithms.Join; the wrapped model comes first. In every step,
+        the joined rank takes gradients, lr and K-FAC's settings from a rank that has data; its own
+        schedulers stay where they were.
         """
         return StepsOn(self)
 
@@ -253,7 +253,7 @@ class KFACMixin(Optimizer, Joinable):
             notices.misspelt_keys(self, [group])
 
     def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
-        """Return a schedule's value: that of a group which follows the schedule already."""
+        """Return a schedule's value, from a group that follows the schedule already, if any."""
         for group, schedules in zip(self.param_groups, self._group_schedules, strict=True):
             if schedules.get(name) is schedule:
                 return group[name]
@@ -270,14 +270,14 @@ class KFACMixin(Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state and K-FAC's; no collective is called.
 
-        On several ranks, K-FAC's is this rank's share, unless :meth:`consolidate_state_dict` has
-        brought all of it here since the last step. ``torch.distributed.checkpoint`` saves the
+        On several ranks, K-FAC's state is this rank's share, unless :meth:`consolidate_state_dict`
+        has brought all shares here since the last step. ``torch.distributed.checkpoint`` saves the
         shares of all ranks and needs no consolidation.
         """
         alone = self.preconditioner.ranks.world == 1
         if not alone and self._consolidated is None and not self._warned_of_share:
             self._warned_of_share = loading.warn_of_share(self.preconditioner)
-        # Before the user's own hooks, which see the state whole.
+        # Run before the user's own hooks, so that they see the whole state.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
             return super().state_dict()
@@ -302,15 +302,15 @@ class KFACMixin(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone.
 
-        On several ranks all must load one. Where one refuses what it was given, and goes on beside
-        others that have loaded theirs, all raise that in the next step.
+        On several ranks, all must load a state. If one rank refuses its state, and goes on beside
+        ranks that have loaded a state, all ranks raise the error in the next step.
         """
         load = loading.Load(self)
-        # After the user's own hooks, which may change the state, and for this call only.
+        # Run after the user's own hooks, which may change the state, and for this call only.
         handle = self.register_load_state_dict_pre_hook(load.separate)
         self._loaded = load
         try:
-            checkpoint.check_form(state_dict, keys=())  # hooks may yet make one of it
+            checkpoint.check_form(state_dict, keys=())  # hooks may still add the keys
             super().load_state_dict(state_dict)
         except Exception as error:
             self.preconditioner.refuse(error)

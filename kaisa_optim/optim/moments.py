@@ -57,7 +57,7 @@ def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 @contextmanager
 def without_limit(optimizer: Optimizer) -> Iterator[None]:
-    """Step LAMB on gradients that :func:`limited` has made."""
+    """Turn LAMB's limit off, for a step on gradients that :func:`limited` has made."""
     groups = optimizer.param_groups if isinstance(optimizer, LAMB) else []
     limits = [group["max_grad_norm"] for group in groups]
     try:

@@ -151,7 +151,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_muon(self, group: Group, params: list[Tensor]) -> None:
-        """Step matrices, those of one shape together."""
+        """Step matrices; matrices of one shape are stepped together."""
         places: dict[Any, list[Tensor]] = {}
         for p in params:
             _refuse_vector(p)
@@ -192,7 +192,7 @@ class Muon(Optimizer):
             return
         for p in params:
             state = self.state[p]
-            # A subclass keeps entries of its own there. A state of LAMB has no "step".
+            # An entry may hold a subclass's tensors alone. A state of LAMB has no "step".
             if "exp_avg" not in state or "step" not in state:
                 state.pop("momentum_buffer", None)  # left by Muon
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -259,7 +259,7 @@ def _refuse_vector(p: Tensor) -> None:
 
 
 def _adopt(saved: Group, here: Group) -> None:
-    """Complete a checkpoint's group: one of torch.optim.Muon lacks some options.
+    """Complete a checkpoint's group: a group of torch.optim.Muon lacks some options.
 
     A group without ``ns_steps`` is another optimizer's: its momentum and eps mean something else.
     """

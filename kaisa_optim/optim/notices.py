@@ -28,7 +28,7 @@ class Notices:
     """Warnings that come once for each optimizer, at its steps."""
 
     def __init__(self) -> None:
-        self._of_settings = self._of_order = self._of_uses = False  # were given
+        self._of_settings = self._of_order = self._of_uses = False  # whether each was given
 
     def look(self, optimizer: KFACMixin) -> None:
         """Warn of a setting that has no effect, or not the expected one."""
@@ -54,12 +54,12 @@ class Notices:
 
 
 def level_of_caller() -> int:
-    """Return how far it is from the function that asks to code that is neither torch's nor ours."""
+    """Return the stack level, for the caller, of code outside of torch and this package."""
     return 1 + len(list(_callers(2)))
 
 
 def _callers(depth: int = 1) -> Iterator[FrameType]:
-    """Yield frames from the function that asks on, as long as they are torch's or ours."""
+    """Yield frames from the caller outwards, as long as they are torch's or this package's."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
         "torch",
@@ -70,7 +70,7 @@ def _callers(depth: int = 1) -> Iterator[FrameType]:
 
 
 def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> None:
-    """Warn of keys of groups that nobody reads and that are near to a name; torch says nothing."""
+    """Warn of unread keys of groups that resemble a known name; torch says nothing."""
     keys = dict.fromkeys(key for group in groups for key in group)
     unread = [key for key in keys if key not in (*GROUP_KEYS, *optimizer.defaults)]
     # Schedulers' max_momentum is as near as 0.8.
@@ -119,7 +119,7 @@ def _unread_scale(kfac: Preconditioner) -> str:
         return ""
     for caller in _callers():
         if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
-            # Locals that are asked for live on with their frame, and all that a step has made.
+            # Reading a frame's locals would keep them alive, with all tensors of a step.
             continue
         scaler = caller.f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
@@ -136,7 +136,7 @@ def _beyond_the_clip(optimizer: KFACMixin) -> str:
     kfac = optimizer.preconditioner
     if kfac.kl_clip is None:
         return ""
-    # A tensor may be on a GPU; a hundredth is no more than a schedule's rounding.
+    # Leave out tensors, which may be on a GPU. A hundredth is no more than a schedule's rounding.
     beyond = [
         number
         for number, group in enumerate(optimizer.param_groups)
@@ -160,7 +160,7 @@ def _beyond_the_clip(optimizer: KFACMixin) -> str:
 
 
 def refuse_zero_redundancy(title: str) -> None:
-    """Refuse to be built by ZeroRedundancyOptimizer, where each rank is given some parameters.
+    """Refuse to be built by ZeroRedundancyOptimizer, which gives each rank some parameters only.
 
     A layer would miss its bias, and ranks would wait for layers that the others do not have.
     """
@@ -174,7 +174,7 @@ def refuse_zero_redundancy(title: str) -> None:
 
 
 def missing_process_group(group: Any) -> None:
-    """Warn under a launcher of a script without a process group: it trains many models apart."""
+    """Warn if a launcher runs a script without a process group: each process trains alone."""
     world = os.environ.get("WORLD_SIZE", "1")
     distributed = torch.distributed
     initialized = distributed.is_available() and distributed.is_initialized()

@@ -25,7 +25,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
-    """Refuse a second object that writes an optimizer's damping; schedulers may follow another."""
+    """Refuse a second object that writes an optimizer's damping; schedulers may be several."""
     for former in optimizer._damping_owners:
         schedules = isinstance(former, KFACParamScheduler)
         if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):

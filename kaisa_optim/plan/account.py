@@ -51,17 +51,17 @@ class Account:
     layers: Sequence[LayerFacts]
     grid: Grid
     method: str = "eigen"
-    split: str | None = "pi"  # of the damping, for inverses
+    split: str | None = "pi"  # the split of the damping, for inverses
     stored_product: bool = False
     moments: int = 0  # numbers kept for each number of a gradient
     counts_steps: bool = False  # moments have a count of their own, as Adam's
     checks: bool = False  # owners keep a flag for each factor that must be decomposed again
     refines: Collection[str] = ()  # layers whose refresh is checked in the step after it
     truncated: bool = False  # leading eigenvectors are counted
-    correction: str | None = None  # of the eigenvalues: by "examples", by "gradients"
-    factor_bytes: int | None = None  # of a number in a running average
-    state_bytes: int | None = None  # of a number in eigenvectors, inverses, products
-    wire_bytes: int | None = None  # of a number in factors and gradients on their way
+    correction: str | None = None  # eigenvalues are corrected by "examples" or "gradients"
+    factor_bytes: int | None = None  # bytes of a number in a running average
+    state_bytes: int | None = None  # bytes of a number in eigenvectors, inverses, products
+    wire_bytes: int | None = None  # bytes of a number in factors and gradients on their way
     scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
     bucket_bytes: int = 25 * 2**20
 
@@ -98,7 +98,7 @@ class Account:
         return usage
 
     def _state(self, factor: FactorFacts) -> Usage:
-        """Return the bytes that every gradient worker has of a factor."""
+        """Return the bytes that every gradient worker keeps for a factor."""
         itemsize = factor.layer.itemsize
         stored = self.state_bytes or itemsize
         if self.method != "eigen":
@@ -107,7 +107,7 @@ class Account:
         return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
 
     def _of_gradient(self, layer: LayerFacts) -> Usage:
-        """Return the bytes that every gradient worker has beside the factors."""
+        """Return the bytes that every gradient worker keeps beside the factors."""
         itemsize, blocks = layer.itemsize, layer.task.blocks
         usage = {"moments": self.moments * layer.gradient * itemsize}
         usage["counters"] = self.counts_steps * blocks * itemsize + self.truncated * blocks * 5 * 4
@@ -242,7 +242,7 @@ class Account:
         for itemsize, factors, bucket in self._buckets(average):
             wire = self.wire_bytes or itemsize
             scales = self._all_reduced(len(factors) * itemsize) if self.scaled else 0
-            # From every other rank its term of the part that this one adds up.
+            # Every other rank sends its term of the part that this rank adds up.
             _add(got, [scales + (world - 1) * wire * size for size in bucket.sizes])
             for owner, size in bucket.passed_on.items():
                 got[owner] += size * itemsize
@@ -251,7 +251,7 @@ class Account:
     def _buckets(
         self, average: list[LayerFacts]
     ) -> Iterator[tuple[int, list[FactorFacts], Bucket[FactorFacts]]]:
-        """Yield factors that travel together: the itemsize of their sums, them, their ways."""
+        """Yield the itemsize of sums, the factors that travel together, and their bucket."""
         for itemsize, layers in _by_place(average):
             factors = [factor for layer in layers for factor in layer.factors]
             limit = self.bucket_bytes // (self.wire_bytes or itemsize)

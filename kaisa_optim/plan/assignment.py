@@ -171,7 +171,7 @@ def choose(
     )
 
 
-# World sizes that show whether two choices of workers ever agree, or there is only ever one.
+# World sizes that show whether two choices of workers ever agree, or workers are always one.
 _WORLDS = (*range(2, 65), 1 << 40)
 
 
@@ -282,7 +282,7 @@ def assign(
 ) -> dict[str, Placement]:
     """Return the strategy's placement of each task, by the task's name, after checks.
 
-    ``load`` is the cost of earlier tasks on each rank (see `loads`); they stay where they are.
+    ``load`` is the cost of earlier tasks on each rank (see `loads`); these tasks keep their ranks.
     """
     together = colocated(strategy, grid, colocate)
     names: set[str] = set()
@@ -331,9 +331,9 @@ def loads(
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """Return the rank of each cost: the largest first, each to the emptiest rank.
 
-    ``load`` is there already. From an empty load, no rank gets more than 4/3 of the fullest rank's
-    load in the best balance (Graham 1969). Of equal costs and of equal ranks the first comes first,
-    so that all ranks find the same answer.
+    ``load`` is each rank's load before. From an empty load, no rank gets more than 4/3 of the
+    fullest rank's load in the best balance (Graham 1969). Among equal costs, and among equal ranks,
+    the first is taken first, so that all ranks find the same answer.
     """
     queue = [(there, rank) for rank, there in enumerate(load)]
     heapq.heapify(queue)

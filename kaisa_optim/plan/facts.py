@@ -18,11 +18,11 @@ class Shards(Protocol):
         """Return the shape of a rank's shard."""
 
     def sends(self, source: int, to: int) -> bool:
-        """Return whether one rank takes a shard from another."""
+        """Return whether rank ``to`` takes a shard from rank ``source``."""
 
 
 class LayerFacts(NamedTuple):
-    """One layer's task, and where it is done."""
+    """One layer's task, and the ranks that do it."""
 
     task: Task
     placement: Placement
@@ -65,7 +65,7 @@ class FactorFacts(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers of it travel: of a symmetric matrix, one triangle."""
+        """The count of numbers that travel: one triangle of a symmetric matrix."""
         return self.layer.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)
 
     @property

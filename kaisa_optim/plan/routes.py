@@ -44,9 +44,9 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
     """Return which rank adds up which part of a bucket of ``(owner, size)`` segments.
 
     Owners add up their own segments, unless one owns more than twice the mean: the terms of all
-    ranks would come to that owner alone. Other ranks then add up so much of its segments that it
-    receives, with their sums, as much as any other rank. So no rank receives more than about twice
-    the bucket, for any owners.
+    ranks would come to that owner alone. Other ranks then add up so much of that owner's segments
+    that the owner receives, with their sums, as much as any other rank. So no rank receives more
+    than about twice the bucket, for any owners.
     """
     total = sum(size for _, size in segments)
     owned = [0] * world
@@ -55,7 +55,7 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
     mean = _padded(-(-total // world))
     left = owned.copy()  # how much each owner still adds up of its own
     for rank in range(world):
-        if owned[rank] > 2 * mean:  # never of two ranks
+        if owned[rank] > 2 * mean:  # never in a world of two ranks
             left[rank] = (total - owned[rank]) // ((world - 2) * _ALIGN) * _ALIGN
     helpers = [rank for rank in range(world) if left[rank] == owned[rank]]
     rest = total - sum(left)
@@ -81,11 +81,11 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
 
 
 class Bucket(Generic[P]):
-    """Items that travel together, and the way of every piece of them."""
+    """Items that travel together, and the way of each piece."""
 
     def __init__(self, items: list[P], world: int) -> None:
         self.items = items
-        # By owner: segments that owners add up themselves then need no reordering.
+        # Sort by owner: segments that owners add up themselves then need no reordering.
         order = sorted(range(len(items)), key=lambda i: items[i].owner)
         self.start: dict[int, int] = {}
         segments, at = [], 0
@@ -98,7 +98,7 @@ class Bucket(Generic[P]):
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Shard]] = [[] for _ in range(world)]  # by rank
         self.sizes = [0] * world  # elements to add up, by rank
-        self.owned = [(0, 0)] * world  # from where to where each rank's items lie
+        self.owned = [(0, 0)] * world  # start and stop of each rank's items
         self.passed_on: Counter[int] = Counter()  # elements that owners get from other adders
         for piece in self.pieces:
             size = piece.stop - piece.start
@@ -173,7 +173,7 @@ def cargo_bytes(sizes: Iterable[int]) -> int:
 def chunks(
     items: Sequence[Any], size_of: Callable[[Any], int], limit: float
 ) -> Iterator[list[Any]]:
-    """Yield neighbours together, up to ``limit``; a single one may be larger."""
+    """Yield neighbours together, up to ``limit``; a single item may be larger."""
     chunk: list[Any] = []
     size = 0
     for item in items:
@@ -187,7 +187,7 @@ def chunks(
 
 
 def side_by_side(total: int, senders: int, limit: int) -> int:
-    """Return how much each sender puts into a call of ``limit``: all, if all senders' fits in."""
+    """Return how much each sender may put into a call: a part of ``limit`` if ``total`` is more."""
     return limit if total <= limit else limit // senders
 
 

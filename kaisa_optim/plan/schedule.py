@@ -25,8 +25,8 @@ def rounds(costs: Sequence[float], at_once: int) -> list[int]:
     """Return the round in which each layer is refreshed: ``at_once`` layers of like cost in each.
 
     With as many layers in a round as there are ranks, each rank has about one to decompose. If no
-    rank has two of them, all rounds together take no longer than the costliest layer and a fair
-    share of all. The layers' owners play no part: all assignments must give the same updates.
+    rank has two layers of a round, all rounds together take no longer than the costliest layer and
+    a fair share of all. Owners play no part: all assignments must give the same updates.
     Rounds have the order of their first layers.
     """
     costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -69,7 +69,7 @@ class Schedule:
         return self.refresh_slots(interval).get(step % interval, frozenset())
 
     def rounds_begun(self, step: int, interval: int) -> int:
-        """Return how often each layer has had a slot: from the step's number alone."""
+        """Return how many slots each layer has had; the step's number alone tells."""
         return step // interval + sum(early <= step for early in self._early)
 
     def gathering_slots(self, interval: int) -> Slots:

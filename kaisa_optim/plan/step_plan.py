@@ -22,10 +22,10 @@ class LayerState:
     has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # decompositions that failed in a row
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
-    missed_with_gradient: int = 0  # steps among them in which it had a gradient
+    missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
-    levels: int = 0  # of modules around its own in which its calls are watched, too
-    deferred: bool = False  # refreshed last time without a look: owners tell in the next exchange
+    levels: int = 0  # levels of modules, around its own, in which its calls are watched, too
+    deferred: bool = False  # the last refresh was unchecked: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
     def reset(self) -> None:
@@ -55,9 +55,9 @@ class StepReport(NamedTuple):
     checksum: int = 0  # of values that must be alike on all ranks
     terms: float = 0.0  # K of this rank
     lacks_half_products: bool = False
-    gradients: Sequence[bool] = ()  # of each layer: whether it has one
-    stale: Sequence[float] = ()  # of each factor of the deferred layers
-    rows: Sequence[float] = ()  # of each section of each layer
+    gradients: Sequence[bool] = ()  # whether each layer has a gradient
+    stale: Sequence[float] = ()  # flags of the deferred layers' factors
+    rows: Sequence[float] = ()  # number of rows of each section of each layer
 
     @classmethod
     def blank(cls, layers: int, deferred: int, sections: int) -> StepReport:
@@ -68,7 +68,7 @@ class StepReport(NamedTuple):
     def numbers(self) -> list[float]:
         """Return the report as numbers whose sums over the ranks tell all."""
         *head, gradients, stale, rows = self
-        squared = self.checksum**2  # with the checksums' sum, it tells whether they are equal
+        squared = self.checksum**2  # both sums together tell whether checksums are equal
         return [*head, squared, *gradients, *stale, *rows, *(n > 0 for n in rows)]
 
 
@@ -85,12 +85,12 @@ class AgreedStep:
     has_gradients: float = 0.0
     drawn: float = 0.0
     trained: float = 0.0
-    checksums: tuple[float, float] = (0.0, 0.0)  # their sum, and that of their squares
+    checksums: tuple[float, float] = (0.0, 0.0)  # sum of checksums, and sum of their squares
     lacks_half_products: float = 0.0
-    gradients: Mapping[str, float] = field(default_factory=dict)  # ranks that have one
+    gradients: Mapping[str, float] = field(default_factory=dict)  # ranks with a gradient
     stale: Sequence[float] = ()
-    rows: Mapping[str, list[float]] = field(default_factory=dict)  # of each section
-    givers: Mapping[str, list[float]] = field(default_factory=dict)  # ranks that have rows
+    rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section
+    givers: Mapping[str, list[float]] = field(default_factory=dict)  # ranks with rows of it
 
     @classmethod
     def of(
@@ -133,12 +133,12 @@ class AgreedStep:
 
 @dataclass
 class RefreshReport:
-    """One rank's outcome of a refresh, or that of all ranks: names of layers."""
+    """The outcome of a refresh on one rank, or on all ranks: names of layers."""
 
-    error: Exception | None = None  # of this rank alone
-    failed: set[str] = field(default_factory=set)  # their older state stays
-    empty: set[str] = field(default_factory=set)  # none of their statistics was finite
-    rejected: set[str] = field(default_factory=set)  # some of their statistics were not finite
+    error: Exception | None = None  # this rank's error
+    failed: set[str] = field(default_factory=set)  # layers whose older state stays
+    empty: set[str] = field(default_factory=set)  # layers without finite statistics
+    rejected: set[str] = field(default_factory=set)  # layers with statistics that were not finite
 
     def numbers(self, layers: Sequence[str]) -> list[float]:
         parts = self.failed, self.empty, self.rejected
@@ -146,7 +146,7 @@ class RefreshReport:
 
     @classmethod
     def of(cls, layers: Sequence[str], totals: Sequence[float]) -> RefreshReport:
-        """Read sums over the ranks of :meth:`numbers`, but for the first."""
+        """Read sums over the ranks of :meth:`numbers`, without the first number."""
         numbers = iter(totals)
         parts = [{name for name in layers if next(numbers)} for _ in range(3)]
         return cls(None, *parts)
@@ -158,13 +158,13 @@ class StepPlan:
 
     number: int  # of the step
     exchanges: bool = False  # ranks hold the status exchange
-    answered: tuple[str, ...] = ()  # deferred layers whose owners answer in it
+    answered: tuple[str, ...] = ()  # deferred layers whose owners answer in that exchange
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
     project: tuple[str, ...] = ()  # averaged layers whose eigenvalues examples can correct
     refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors that are found anew; the host waits
     refine: frozenset[FactorName] = frozenset()  # found from older state; checked next step
-    round: int = 0  # of refreshes; it grows from each slot of a layer to its next
+    round: int = 0  # round of refreshes, which grows from each slot of a layer to the next
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
     @property
@@ -183,7 +183,7 @@ class StepPlan:
 
 
 def due_layers(states: Mapping[str, LayerState], slot: Collection[str]) -> list[str]:
-    """Return the layers to refresh: in their slot, or because they need it."""
+    """Return the layers to refresh: in their slot, or stale, or without a state."""
     return [
         name
         for name, state in states.items()
@@ -202,9 +202,9 @@ def plan_step(
 ) -> StepPlan:
     """Return the plan of a step that all ranks agree on.
 
-    ``states`` are those after the exchange, of all layers in the model's order. ``slot`` has the
-    layers whose slot to be refreshed it is, ``refines`` layers whose refresh the host need not
-    check in the same step.
+    ``states`` are all layers' states after the exchange, in the model's order. ``slot`` has the
+    layers that are refreshed in this step by their slot. ``refines`` has layers whose refresh the
+    host need not check in the same step.
     """
     decompose: set[FactorName] = set()
     refine: set[FactorName] = set()

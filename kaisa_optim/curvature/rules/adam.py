@@ -1,7 +1,7 @@
 """Adam's moments in the eigenbasis of a layer's factors.
 
-New gradients are Adam's directions, turned back. The base optimizer's own moments stay empty for
-these parameters, and it steps along the directions.
+New gradients are Adam's directions, rotated back. The base optimizer's own moments stay empty for
+these parameters, and their weights move along the directions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
 
 
 class Settings(NamedTuple):
-    """How a layer's moments move; of several layers, each field may be a tensor."""
+    """The settings of a layer's moments; for several layers, each field may be a tensor."""
 
     keep1: Number  # share of the first moment that stays in a step
-    take1: Number  # share of the gradient that enters it
+    take1: Number  # share of the gradient that enters the first moment
     keep2: Number
     take2: Number
     log1: Number  # log β₁; -inf leaves out the bias correction
@@ -75,7 +75,7 @@ class AdamRule(RotatingRule):
         if rotations == (None, None):
             return
         state = applied.group_of[layer].tensors
-        # A squared gradient that overflowed would turn NaN by a zero of the rotation.
+        # Infinity, from a squared gradient, times a zero of the rotation would be NaN.
         state["exp_avg_sq"][slots].clamp_(max=torch.finfo(state["exp_avg_sq"].dtype).max / 4)
         squares = [None if r is None else r.square() for r in rotations]
         for name, by in (("exp_avg", rotations), ("exp_avg_sq", squares)):
@@ -130,11 +130,11 @@ def direction(
 ) -> tuple[Tensor, Tensor]:
     """Take gradients, in the basis, into the moments at ``slots``.
 
-    Return Adam's direction there, and the first moment that it follows, which may be a view of the
-    state: not to be changed.
+    Return Adam's direction in the basis, and the first moment that the direction follows. This
+    moment may be a view of the state: do not change it.
 
-    ``present`` says which blocks have a gradient; the others' moments stay as they are. With
-    ``nesterov`` the direction is that of a first moment which takes the gradient in once more.
+    ``present`` says which blocks have a gradient; the other blocks' moments stay as they are. With
+    ``nesterov``, the direction follows a first moment that takes in the gradient once more.
     """
     names = ("exp_avg", "exp_avg_sq", "adam_steps")
     moving = first, second, steps = tuple(at(state[name], slots) for name in names)
@@ -159,14 +159,14 @@ def direction(
     if nesterov:
         first, taken = first * adam.keep1, count + 1
         _take(first, gradient, adam.take1)
-    # 1 - β^t as it stands would lose its digits for a β near 1.
+    # A direct difference 1 - β^t would lose its digits for a β near 1.
     rest1, rest2 = -torch.expm1(taken * adam.log1), -torch.expm1(count * adam.log2)
     scale = (second / rest2).sqrt_().add_(adam.eps)
     return (first / rest1).div_(scale), first
 
 
 def _take(moment: Tensor, gradient: Tensor, part: Number) -> None:
-    """Add a part of the gradient, without a copy where the part is one for all."""
+    """Add a part of the gradient, without a copy if the part is one number."""
     if isinstance(part, Tensor):
         moment.add_(gradient * part)
     else:

@@ -27,7 +27,7 @@ class StepValues:
 
     damping_of: DampingOf
     decay_of: Callable[[Layer], float]
-    settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # of the base's moments
+    settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # settings of moments
     terms: float = 0.0  # K of all ranks
     graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step
 
@@ -39,7 +39,7 @@ class Rule(ABC):
     under the names that the specs give.
     """
 
-    method: str  # of the decomposition: "eigen", "inverse" or "root"
+    method: str  # the kind of decomposition: "eigen", "inverse" or "root"
     results: tuple[str, ...]  # names of the results; a diagonal factor has the first
     multiplied: tuple[str, ...]  # state that gradients are multiplied with
     makes_directions = False  # new gradients are the base's directions: moments are kept here
@@ -47,7 +47,7 @@ class Rule(ABC):
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype  # of storage; None: that of the arithmetic
+        self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
         # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
         self.half_products: bool | None = None
 
@@ -55,10 +55,10 @@ class Rule(ABC):
 
     @abstractmethod
     def state_specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors that gradient workers have of ``count`` factors of one shape."""
+        """Return the tensors that gradient workers keep for ``count`` factors of one shape."""
 
     def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        """Return the tensors that they have of ``count`` gradients of one shape."""
+        """Return the tensors that gradient workers keep for ``count`` gradients of one shape."""
         return {}
 
     def allocate(self, applied: AppliedFactors) -> None:
@@ -76,17 +76,17 @@ class Rule(ABC):
         return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
-        """Return the tensors that the owner sends, and that others fill."""
+        """Return the tensors that the owner sends and the other gradient workers fill."""
         return [factor[name] for name in self.state_specs(factor.key, factor.layer.blocks)]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
-        """Store the tensors that :meth:`outgoing` gave, on all ranks."""
+        """Store the tensors of :meth:`outgoing`; the owner does so, too."""
         return None
 
     # ---- refresh ----
 
     def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
-        """Return mean eigenvalues that the owners of A and of G must know of each other's."""
+        """Return the mean eigenvalues that the owners of A and of G must tell each other."""
         return []
 
     def shifts(
@@ -98,7 +98,7 @@ class Rule(ABC):
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
     ) -> None:
-        """Form what follows from the new state of these layers."""
+        """Form the tensors that follow from these layers' new state."""
         return None
 
     def settle(
@@ -117,10 +117,10 @@ class Rule(ABC):
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
-        """Return the new gradients of ``members``, stacked like ``gradient``; once a step each."""
+        """Return ``members``' new gradients, stacked as ``gradient``; call once a step for each."""
 
     def lacks_half_products(self, devices: Iterable[torch.device]) -> bool:
-        """Return whether some product that is asked for in bfloat16 would be none there."""
+        """Return whether products are asked for in bfloat16 that some device does not have."""
         if not (self.wants_half_products or self.dtype == torch.bfloat16):
             return False
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
@@ -139,7 +139,7 @@ class Rule(ABC):
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
         if self.half_products is None:
             return products.multiplies_in_half(dtype, like)
-        # As agreed, also if this rank's device has changed since: weights must not drift apart.
+        # Do as agreed, even if this rank's device has changed: weights must not drift apart.
         return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
     def _orthogonal_in_half(self, matrices: Tensor) -> bool:
@@ -165,7 +165,7 @@ class TriangleRule(Rule):
         return [moments.pack(self._symmetric(factor[self.method]))]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
-        # The owner unpacks its own, too, so that all ranks have the same bits.
+        # The owner unpacks its own triangle, too, so that all ranks have the same bits.
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
             factor[self.method].copy_(self._triangle(whole))
@@ -178,7 +178,7 @@ class TriangleRule(Rule):
 
 
 class EigenbasisRule(Rule):
-    """A rule whose state are eigenvalues and eigenvectors."""
+    """A rule that keeps eigenvalues and eigenvectors as its state."""
 
     method = "eigen"
     results = ("values", "vectors")
@@ -215,7 +215,7 @@ class EigenbasisRule(Rule):
 
 
 class RotatingRule(EigenbasisRule):
-    """A rule with tensors of gradients in the eigenbasis, which rotate with it."""
+    """A rule that keeps gradients' tensors in the eigenbasis, and rotates them with the basis."""
 
     rotates = True
 

@@ -50,7 +50,7 @@ class CholeskyRule(TriangleRule):
 
 
 def of_factors(layers: list[Layer], both: tuple[Tensor, Tensor]) -> dict[Key, Tensor]:
-    """Return numbers for A and for G, ``[blocks]`` of all layers, as those of each factor."""
+    """Return each factor's part of numbers for A and for G, ``[blocks]`` of all layers."""
     sizes = [layer.blocks for layer in layers]
     return {
         (layer, side): part

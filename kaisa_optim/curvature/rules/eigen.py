@@ -14,7 +14,7 @@ from .base import DampingOf, EigenbasisRule, StepValues, stored
 
 
 class EigenRule(EigenbasisRule):
-    """Divide by the eigenvalues' product, damped as it is now."""
+    """Divide by the eigenvalues' product, with the current damping."""
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
@@ -22,7 +22,7 @@ class EigenRule(EigenbasisRule):
         slots = group.slots_of(members)
         bases = self._bases(group, slots, gradient)
         projected = kronecker.into_basis(gradient, *bases)
-        if projected is gradient:  # by two diagonal factors; the caller needs the gradient
+        if projected is gradient:  # both factors are diagonal, and the caller needs the gradient
             projected = gradient.clone()
         self._divide(group, projected, members, slots, values)
         return kronecker.out_of_basis(projected, *bases)
@@ -41,7 +41,7 @@ class EigenRule(EigenbasisRule):
 
 
 class StoredProductRule(EigenRule):
-    """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of then."""
+    """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of that step."""
 
     def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
         return {"scale": ((count, g, a), self.dtype or dtype)}

@@ -37,9 +37,9 @@ class EkfacRule(RotatingRule):
         slots: Slots,
         rotations: tuple[Rotation, Rotation],
     ) -> None:
-        """Make S the diagonal of the rotated matrix, or v_G v_Aᵀ where it has no mass yet.
+        """Make S the diagonal of the rotated matrix, or v_G v_Aᵀ where S has no mass yet.
 
-        The squares of the rotations' entries keep S non-negative, and its sum.
+        The squares of the rotations' entries keep S non-negative, and keep its sum.
         """
         state = applied.group_of[layer].tensors
         g, a = (applied.by_key[layer, side]["values"] for side in "ga")
@@ -94,7 +94,7 @@ def _take_gradients(
     def share_of(layer: Layer) -> float:
         return 1 - (values.decay_of(layer) if layer.name in values.graded else 1.0)
 
-    # From v_G v_Aᵀ on, at full weight: one gradient says too little of its own variance.
+    # Start from v_G v_Aᵀ at full weight: one gradient says too little about its own variance.
     share = per_block(members, share_of, group.g.key)
     share = torch.where(_finite(new), share, 0)
     _approach(group, slots, new, share)
@@ -103,7 +103,7 @@ def _take_gradients(
 
 
 def _finite(new: Tensor) -> Tensor:
-    """Return which blocks are finite: a sum that is not must not stay in an average for ever."""
+    """Return which blocks are finite: other sums would stay in an average for ever."""
     return new.sum((1, 2)).isfinite()
 
 

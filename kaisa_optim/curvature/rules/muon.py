@@ -1,10 +1,10 @@
 """Muon's momentum, made orthogonal in the metric of K-FAC's output factors.
 
-Muon takes, of all steps Δ of spectral norm 1, the one along which the loss falls most: polar(M) of
-a momentum M. Here lengths are measured by G: of all Δ with ‖L⁻¹Δ‖ = 1, L = (G / ḡ + λI)^-½ and ḡ
-the mean eigenvalue of G, that is L polar(L M). Any other root of L², R Rᵀ = L², gives the same
-step, R polar(Rᵀ M): so a triangular one, by Cholesky, takes the place of an eigendecomposition. A
-is the identity.
+Among all steps Δ of spectral norm 1, Muon takes the one along which the loss falls most: polar(M)
+for a momentum M. Here G measures the length of a step: among all Δ with ‖L⁻¹Δ‖ = 1, the loss falls
+most along L polar(L M). L is (G / ḡ + λI)^-½, with ḡ the mean eigenvalue of G. Any other root R of
+L², with R Rᵀ = L², gives the same step R polar(Rᵀ M). So a triangular root, by Cholesky, takes the
+place of an eigendecomposition. A is the identity.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..stacks import Key, LayerGroup, Specs, by_place, per_block, present_blocks
 from .base import DampingOf, StepValues, TriangleRule
 from .cholesky import of_factors
 
-DAMPING = 0.1  # λ, of the mean eigenvalue
+DAMPING = 0.1  # λ, a share of the mean eigenvalue
 
 
 class Settings(NamedTuple):
-    """How a layer's momentum moves, and the step that is made of it."""
+    """The settings of a layer's momentum, and of the step from the momentum."""
 
     momentum: float
     nesterov: bool
@@ -56,7 +56,7 @@ class MuonRule(TriangleRule):
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
-        """Return the step of each of the members' settings apart; as a rule there is one."""
+        """Return the members' steps; if their settings differ, step each member alone."""
         own, *others = dict.fromkeys(values.settings_of[layer] for layer in members)
         if others:
             parts = gradient.split([layer.blocks for layer in members])
@@ -70,7 +70,7 @@ class MuonRule(TriangleRule):
         with precision.full_precision(gradient.device.type):
             momentum = group.tensors["momentum"]
             moved = momentum[slots].lerp(gradient, 1 - own.momentum)
-            if present is not None:  # the others' momenta stay as they are
+            if present is not None:  # the momenta of other blocks stay as they are
                 moved = torch.where(present[:, None, None], moved, momentum[slots])
             momentum[slots] = moved
             ahead = gradient.lerp(moved, own.momentum) if own.nesterov else moved

@@ -5,14 +5,15 @@ eigenvectors. If some pairs of eigenvectors are taken to lead, and σ is the lar
 
     Q_G (V / (s + γ)) Q_Aᵀ ≈ ∇ / (γ + σ) + Q_G (V ∘ (1 / (s + γ) - 1 / (γ + σ)) ∘ L) Q_Aᵀ,
 
-V = Q_Gᵀ ∇ Q_A, L 1 where a pair leads, else 0. It is exact for all that lead, and damps the others
-by at most σ too much, never too little. s is the product of a value of G's and one of A's, and most
-of those that are large have one of the largest of either as a factor. So L is two blocks: the first
-eigenvectors of G by all of A's that lead with any, the others of G that lead by the first of A's;
-or one, where that is less work. Of all sizes with σ at most τγ theirs are the least work. They are
-counted on the device, at refreshes and where the damping has fallen, and hold from the next step
-on: by then the host knows them without waiting. All workers of a layer have the same eigenvalues
-and damping, so they count alike.
+with V = Q_Gᵀ ∇ Q_A; L is 1 where a pair leads, else 0. The sum is exact for leading pairs. It damps
+the other pairs by at most σ too much, never too little. s is the product of an eigenvalue of G and
+one of A, and most large s have one of the largest eigenvalues of G or of A as a factor. So L is two
+blocks: the first eigenvectors of G with all leading ones of A, and the other leading ones of G with
+the first ones of A. One block takes their place if it is less work. Among all block sizes with σ at
+most τγ, the rule takes the sizes with the least work. The sizes are counted on the device, at
+refreshes and after the damping has fallen. They hold from the next step on: by then the host knows
+them without waiting. All workers of a layer have the same eigenvalues and damping, so they count
+alike.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, joined
 from .base import DampingOf, StepValues
 from .eigen import EigenRule
 
-_NOTCH = 1.1  # from one damping to the next lower one for which it is counted anew
-# Half of the multiplications, those of one way, that take as long as the calls for one more block;
-# that of GPUs is a guess.
+_NOTCH = 1.1  # ratio of a damping to the next lower one at which pairs are counted anew
+# Multiplications of one way, half of all, that take as long as the calls for one more block. The
+# number for GPUs is a guess.
 _CALLS_ON_CPU = 1 << 22
 _CALLS_ELSEWHERE = 1 << 28
 
 
 class Sides(NamedTuple):
-    """How wide a gradient is, and which of its bases are multiplied by: dense factors' own."""
+    """The sides of a gradient, and which factors are dense: only these have a basis."""
 
     g: int
     a: int
@@ -48,7 +49,7 @@ class Sides(NamedTuple):
     dense_a: bool = True
 
     def orders(self, rows: Count, columns: Count) -> tuple[Count, Count]:
-        """Return the multiplications by so many vectors of G and of A, with G's or A's first.
+        """Return the multiplications by vectors of G and of A: with G's first, and with A's first.
 
         The way back takes as many again.
         """
@@ -59,22 +60,22 @@ class Sides(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The numbers that are kept of a layer. Zeros leave nothing out."""
+    """Counts of eigenvectors, for one block of a layer. Zeros leave nothing out."""
 
-    idle_g: int  # of the last eigenvectors of G, those that lead with none
-    idle_a: int
-    short: int  # of the rows that lead, the last ones that leave columns out; 0: one block
-    spared: int  # the columns that these leave out
-    notch: int  # the damping that it was counted for
+    idle_g: int  # the last eigenvectors of G, which lead with none of A
+    idle_a: int  # the last eigenvectors of A, which lead with none of G
+    short: int  # the last leading rows, which leave columns out; 0: one block
+    spared: int  # the columns that these rows leave out
+    notch: int  # the damping that the counts are for, as a power of _NOTCH
 
 
 class Leading(NamedTuple):
     """The eigenvectors that gradients are multiplied by."""
 
-    rows: int  # of G
-    columns: int  # of A
-    first: int  # of these rows, those by all these columns
-    few: int  # the first columns, those by all these rows
+    rows: int  # leading eigenvectors of G
+    columns: int  # leading eigenvectors of A
+    first: int  # the first rows, which are multiplied by all columns
+    few: int  # the first columns, which are multiplied by all rows
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """Return the blocks, rows by columns; the first block has the first rows."""
@@ -86,7 +87,7 @@ class Leading(NamedTuple):
         return [upper, (slice(self.first, self.rows), slice(0, self.few))]
 
     def forms(self) -> list[Leading]:
-        """Return the forms in which this can be joined with others; one block has two."""
+        """Return the forms in which the blocks can be joined with others; one block has two."""
         if len(self.blocks()) > 1:
             return [self]
         return [self._replace(first=self.rows, few=0), self._replace(first=0, few=self.columns)]
@@ -105,9 +106,9 @@ class TruncatedRule(EigenRule):
     def __init__(self, dtype: torch.dtype | None, tolerance: float) -> None:
         super().__init__(dtype)
         self.tolerance = tolerance  # τ
-        self._known: dict[LayerGroup, list[Counts]] = {}  # "left_out", on the host
+        self._known: dict[LayerGroup, list[Counts]] = {}  # the tensor "left_out", on the host
         self._notes = Notes()
-        # Of each group by the first of some members.
+        # For each group, joined entries by the first of the members that they are for.
         self._runs: dict[
             LayerGroup, dict[Layer, tuple[tuple[Layer, ...], list[JoinedEntries] | None]]
         ] = {}
@@ -133,7 +134,7 @@ class TruncatedRule(EigenRule):
         ready, renewed = set(ready), set(renewed)
         due: dict[LayerGroup, dict[int, list[slice]]] = {}  # by notch
         for layer, group in applied.group_of.items():
-            if layer not in ready or 1 in group.shape[1:]:  # vectors have nothing to spare
+            if layer not in ready or 1 in group.shape[1:]:  # a vector leaves nothing out
                 continue
             notch = math.floor(math.log(damping_of(layer), _NOTCH))
             slots = group.slots[layer]
@@ -168,7 +169,7 @@ class TruncatedRule(EigenRule):
         group.tensors["left_out"][slots] = torch.nn.functional.pad(found, (0, 1), value=notch).int()
 
     def _runs_of(self, group: LayerGroup, members: Sequence[Layer]) -> list[JoinedEntries] | None:
-        """Return how these layers are multiplied; ``None`` where nothing is left out."""
+        """Return the joined entries of these layers; ``None`` if nothing is left out."""
         found, layers = self._runs.setdefault(group, {}), tuple(members)
         if layers[0] not in found or found[layers[0]][0] != layers:
             known = self._counts(group)
@@ -194,7 +195,7 @@ def _calls(group: LayerGroup) -> int:
 
 
 def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[JoinedEntries]:
-    """Return runs of neighbours that are multiplied together, if that takes no longer than apart.
+    """Return runs of neighbours; a run is multiplied together if that takes no longer than apart.
 
     A run multiplies by as many vectors as any of its entries needs. Entries in which nothing leads
     are in no run, unless other entries lie on both sides of them.
@@ -224,9 +225,9 @@ def runs_of(counts: Sequence[Counts], sides: Sides, calls: int) -> list[JoinedEn
 def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Tensor:
     """Return :class:`Counts` without the notch, ``[k, 4]``.
 
-    All pairs of a value of ``g`` ``[k, n]`` and one of ``a`` lead whose product is above ``floor``.
-    A second block has to save ``calls``, of which layers that are multiplied together would need
-    fewer. A diagonal factor has no vectors to leave out.
+    A pair of a value of ``g`` ``[k, n]`` and one of ``a`` leads if the product is above ``floor``.
+    A second block has to save ``calls`` multiplications, although layers that are multiplied
+    together would need fewer. A diagonal factor has no vectors to leave out.
     """
     g, a = _falling(g), _falling(a)
     rows, columns = _above(g, floor / a[:, :1]), _above(a, floor / g[:, :1])
@@ -235,8 +236,8 @@ def counted(g: Tensor, a: Tensor, floor: float, sides: Sides, calls: int) -> Ten
         idle_g = sides.g - rows if sides.dense_g else none
         idle_a = sides.a - columns if sides.dense_a else none
         return torch.cat([idle_g, idle_a, none, none], 1)
-    # Of each number of first rows, the columns that the others need, and the multiplications.
-    few = torch.maximum(_above(a, floor / g), columns.clamp(max=1))  # rounding may say none
+    # For each number of first rows: the columns that other rows need, and the multiplications.
+    few = torch.maximum(_above(a, floor / g), columns.clamp(max=1))  # rounding may find none
     first = torch.arange(sides.g, device=g.device).expand_as(few)
     upper, lower = sides.orders(first, columns), sides.orders(rows - first, few)
     work = torch.minimum(*upper) + torch.minimum(*lower) + (first > 0) * calls
@@ -284,7 +285,7 @@ def precondition(
                 curvature = g[some, r, None] * a[some, None, c]
                 # 1 / (s + γ) - 1 / (γ + σ), without a difference of nearly equal numbers.
                 steeper = (largest[some] - curvature).div_((curvature + own).mul_(flat[some]))
-                if len(steeper) > 1:  # a single layer's blocks have leading pairs alone
+                if len(steeper) > 1:  # a block of one entry has leading pairs only
                     steeper.mul_(_leads(r, c, *(x[some] for x in ones)))
                 bases = [
                     None if q is None else q[some, :, n]
