@@ -42,6 +42,7 @@ class Contest(NamedTuple):
 
 
 CONTESTS = (
+    Contest("masked BERT", "masked", "AdamW"),
     Contest("character GPT", "characters", "AdamW"),
     Contest("ResNet-8, batch 256", "resnet8-256", "SGD"),
     Contest("ResNet-8, batch 256", "resnet8-256", "AdamW"),
@@ -60,6 +61,17 @@ RATED = {
     "digits-256": "digits autoencoder",
     "fashion-256": "Fashion-MNIST autoencoder, 256",
     "fashion-8192": "Fashion-MNIST autoencoder, 8,192",
+    "masked": "masked BERT",
+}
+_FEW = ("digits-256", "unet-8")
+RATES = {  # of each picture, what its panels show: base, ours and task
+    "rates": [("AdamW", "KFACAdam", task) for task in RATED],
+    "rates_others": [
+        *(("SGD", "KFACSGD", task) for task in _FEW),
+        ("LAMB", "KFACLAMB", "masked"),
+        *(("Muon", "KFACMuon", task) for task in _FEW),
+        ("Muon", "KFACMuon", "masked"),
+    ],
 }
 CONTESTANTS = {
     "KFACAdam": "KFACAdam, defaults",
@@ -68,6 +80,8 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
+MASKED = ("LAMB", "KFACLAMB", "AdamW", "KFACAdam", "SOAP", "Muon", "KFACMuon")
+GAINERS = ("Muon", "SOAP", "KFACAdam", "KFACMuon")
 MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
 STEPS = {
     "KFACSGD": "KFACSGD",
@@ -123,6 +137,23 @@ def shares() -> str:
     return traffic.table(["task, baseline", *CONTESTANTS], rows)
 
 
+def gains() -> str:
+    """Return the shares of seconds of the better baseline of each task, for the README."""
+    rows = []
+    for file in dict.fromkeys(contest.file for contest in CONTESTS):
+        found = kept(f"convergence_{file}")
+        last = {row["optimizer"]: row for row in found["final"]}
+        own = [contest for contest in CONTESTS if contest.file == file]
+        contest = min(own, key=lambda contest: last[contest.baseline]["loss"])
+        seconds = found["steps"] * last[contest.baseline]["ms per step"] / 1000
+        parts = [reached(contest, CONTESTANTS[name]) for name in GAINERS]
+        texts = [f"{x[1]:.2f}" if x else "" for x in parts]
+        timed = [text for text in texts if text]
+        cells = [f"**{t}**" if timed[1:] and t == min(timed) else t for t in texts]
+        rows.append([contest.title, f"{contest.baseline}, {seconds:.0f} s", *cells])
+    return traffic.table(["task", "baseline", *GAINERS], rows)
+
+
 def losses() -> str:
     rows, seen = [], set()
     for contest in CONTESTS:
@@ -163,15 +194,18 @@ def rates() -> str:
     return traffic.table(["task", *(f"{lr:g}" for lr in columns)], rows)
 
 
-def lamb() -> str:
-    """Return the last losses on masked characters at each rate that was run."""
-    found = {name: curve("masked", name) for name in ("LAMB", "KFACLAMB", "AdamW")}
+def masked() -> str:
+    """Return the last losses on masked characters at each rate, and shares of AdamW's run."""
+    found = {name: curve("masked", name) for name in MASKED}
     columns = sorted({lr for losses in found.values() for lr in losses})
-    rows = [
-        [name, *(f"{losses[lr]:.3f}" if lr in losses else "" for lr in columns)]
-        for name, losses in found.items()
-    ]
-    return traffic.table(["optimizer", *(f"{lr:g}" for lr in columns)], rows)
+    contest = Contest("", "masked", "AdamW")
+    rows = []
+    for name, losses in found.items():
+        cells = [f"{losses[lr]:.3f}" if lr in losses else "" for lr in columns]
+        parts = reached(contest, f"{name}, defaults")
+        rows.append([name, *cells, f"{parts[0]:.2f} / {parts[1]:.2f}" if parts else ""])
+    head = ["optimizer", *(f"{lr:g}" for lr in columns), "to AdamW's loss"]
+    return traffic.table(head, rows)
 
 
 def memory_limit() -> str:
@@ -267,15 +301,16 @@ def slow_lines() -> str:
 
 
 TABLES = {
-    "convergence.md": {
+    ROOT / "README.md": {"gains": gains},
+    PAGES / "convergence.md": {
         "shares": shares,
         "losses": losses,
         "rates": rates,
-        "lamb": lamb,
+        "masked": masked,
         "memory": memory_limit,
     },
-    "step_time.md": {"steps": step_times, "ranks": two_ranks},
-    "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
+    PAGES / "step_time.md": {"steps": step_times, "ranks": two_ranks},
+    PAGES / "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
 }
 
 
@@ -288,11 +323,11 @@ def rewritten(page: str, name: str, table: str) -> str:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page and what it should be."""
-    for file, tables in TABLES.items():
-        page = (PAGES / file).read_text()
+    for path, tables in TABLES.items():
+        page = path.read_text()
         for name, make in tables.items():
             page = rewritten(page, name, make())
-        yield PAGES / file, page
+        yield path, page
     path = REFERENCE / "errors.md"
     page = rewritten(path.read_text(), "messages", messages())
     yield path, rewritten(page, "conflicts", conflicts())
@@ -369,22 +404,23 @@ def plot_convergence(plt: Any) -> None:
 
 def plot_rates(plt: Any) -> None:
     """Draw the last loss over the learning rate; a dot marks the best one."""
-    figure, axes = plt.subplots(2, 4, figsize=(11, 5), sharex=True, layout="constrained")
-    axes[-1, -1].set_axis_off()
-    for axis, (task, title) in zip(axes.flat, RATED.items(), strict=False):
-        for name, colour, style in (("AdamW", OTHERS, "--"), ("KFACAdam", OURS, "-")):
-            found = {lr: loss for lr, loss in curve(task, name).items() if loss < math.inf}
-            axis.plot(list(found), list(found.values()), style, color=colour, label=name)
-            axis.plot(best(found), min(found.values()), "o", color=colour)
-        axis.set(xscale="log", yscale="log")
-        axis.set_title(title, fontsize=9)
-        axis.minorticks_off()
-        low, high = axis.get_ylim()
-        axis.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
-    figure.supxlabel("learning rate", fontsize=9)
-    figure.supylabel("loss at the end", fontsize=9)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    _save(plt, figure, ROOT / "docs/images/rates.png")
+    for file, panels in RATES.items():
+        columns = len(panels) // 2
+        figure, axes = plt.subplots(2, columns, figsize=(2.75 * columns, 5), layout="constrained")
+        for axis, (base, ours, task) in zip(axes.flat, panels, strict=True):
+            for name, colour, style in ((base, OTHERS, "--"), (ours, OURS, "-")):
+                found = {lr: loss for lr, loss in curve(task, name).items() if loss < math.inf}
+                axis.plot(list(found), list(found.values()), style, color=colour, label=name)
+                axis.plot(best(found), min(found.values()), "o", color=colour)
+            axis.set(xscale="log", yscale="log")
+            axis.set_title(RATED[task], fontsize=9)
+            axis.legend(fontsize=7)
+            axis.minorticks_off()
+            low, high = axis.get_ylim()
+            axis.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+        figure.supxlabel("learning rate", fontsize=9)
+        figure.supylabel("loss at the end", fontsize=9)
+        _save(plt, figure, ROOT / f"docs/images/{file}.png")
 
 
 def plot_step_time(plt: Any) -> None:
