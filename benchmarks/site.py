@@ -202,7 +202,7 @@ def masked() -> str:
     rows = []
     for name, losses in found.items():
         cells = [f"{losses[lr]:.3f}" if lr in losses else "" for lr in columns]
-        parts = reached(contest, f"{name}, defaults")
+        parts = reached(contest, f"{name}, defaults") or reached(contest, name)
         rows.append([name, *cells, f"{parts[0]:.2f} / {parts[1]:.2f}" if parts else ""])
     head = ["optimizer", *(f"{lr:g}" for lr in columns), "to AdamW's loss"]
     return traffic.table(head, rows)
