@@ -148,8 +148,9 @@ def gains() -> str:
         seconds = found["steps"] * last[contest.baseline]["ms per step"] / 1000
         parts = [reached(contest, CONTESTANTS[name]) for name in GAINERS]
         texts = [f"{x[1]:.2f}" if x else "" for x in parts]
-        timed = [text for text in texts if text]
-        cells = [f"**{t}**" if timed[1:] and t == min(timed) else t for t in texts]
+        timed = [x[1] for x in parts if x]
+        least = f"{min(timed):.2f}" if timed[1:] else None
+        cells = [f"**{text}**" if text == least else text for text in texts]
         rows.append([contest.title, f"{contest.baseline}, {seconds:.0f} s", *cells])
     return traffic.table(["task", "baseline", *GAINERS], rows)
 

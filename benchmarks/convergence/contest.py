@@ -68,7 +68,7 @@ class Kept:
         return cls({name: best[name] for name in names}, reached)
 
     def with_settings(self, settings: dict[str, Config]) -> Kept:
-        """Return the same with new settings of some, whose runs are made again."""
+        """Return a copy with these settings, without the results of their optimizers."""
         reached = [r for r in self.reached if not settings.keys() & {r.baseline, r.optimizer}]
         return Kept({**self.best, **settings}, reached)
 

@@ -156,7 +156,9 @@ class Status:
             self._registry.states[name].deferred = False
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
-        """Return whether no pass reached any layer, in so many steps that every layer was due."""
+        """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
+        later in so many steps that every layer was due.
+        """
         states = self._registry.states
         waiting = {x for x in capture.wanted if not states[x.name].missed}
         if agreed.captured:

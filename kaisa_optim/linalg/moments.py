@@ -94,9 +94,10 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
 def sums_images(images: Tensor) -> bool:
     """Return whether :func:`moment_of_images` takes less time than the moment of their rows.
 
-    ``images`` are ``[batch, k, n, *size]``. The moment of rows takes less time in three cases.
-    Batch and k are not one dimension in memory: images would be copied. There are few positions:
-    products are mostly written and read. Rows are wide: their moments save half of the work.
+    ``images`` are ``[batch, k, n, *size]``. The moment of rows takes less time on other devices
+    than CPUs, for slow or bfloat16 products, and in three more cases. Batch and k are not one
+    dimension in memory: images would be copied. There are few positions: products are mostly
+    written and read. Rows are wide: their moments save half of the work.
     """
     if images.device.type != "cpu" or multiplies_slowly(images) or _in_brain_floats(images):
         return False

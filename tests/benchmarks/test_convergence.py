@@ -348,6 +348,7 @@ def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
     met = contest.contest(first, DATA, store, 2, (1, 2, 3), kept=newly)
     assert met.best == {**before.best, "rival": {"lr": 0.1}}
     assert met.reached != before.reached
+    assert kept.with_settings({"new": {"lr": 0.2}}).reached == kept.reached
     with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
         contest.contest(first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
     with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):

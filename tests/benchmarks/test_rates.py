@@ -78,3 +78,27 @@ def test_what_is_made_first_tells_most():
         for lr in (0.003, 0.01)
         for name in ("AdamW", "KFACAdam", "SOAP")
     ]
+
+
+def test_runs_in_the_file_are_not_made_again(tmp_path, monkeypatch):
+    """And each run that two pairs share is made once."""
+    filled(tmp_path, {("KFACAdam", 0.01): [0.5]})
+    asked = []
+
+    def made(orders, options):
+        asked.extend(orders)
+        yield from ((one, 1.0, 2.0) for one in orders)
+
+    monkeypatch.setattr(rates, "made", made)
+    pairs = ["--pairs", "AdamW", "SOAP", "--rates", "0.01", "0.03", "--seeds", "1"]
+    rates.main([TASK.name, *pairs, "--out", str(tmp_path)])
+    assert [(o.optimizer, o.lr) for o in asked] == [
+        ("AdamW", 0.01),
+        ("SOAP", 0.01),
+        ("AdamW", 0.03),
+        ("KFACAdam", 0.03),
+        ("SOAP", 0.03),
+    ]
+    found = Kept.here(tmp_path, TASK, 0.5).curves()
+    assert found["KFACAdam"] == {0.01: [0.5], 0.03: [1.0]}
+    assert (tmp_path / f"rates_{TASK.name}.png").stat().st_size > 1000
