@@ -80,7 +80,12 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
-MASKED = ("LAMB", "KFACLAMB", "AdamW", "KFACAdam", "SOAP", "Muon", "KFACMuon")
+MASKED = {
+    "LAMB": "LAMB",
+    "KFACLAMB": "KFACLAMB, defaults",
+    "AdamW": "AdamW",
+    **{name: CONTESTANTS[name] for name in ("KFACAdam", "SOAP", "Muon", "KFACMuon")},
+}
 GAINERS = ("Muon", "SOAP", "KFACAdam", "KFACMuon")
 MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
 STEPS = {
@@ -199,11 +204,11 @@ def masked() -> str:
     """Return the last losses on masked characters at each rate, and shares of AdamW's run."""
     found = {name: curve("masked", name) for name in MASKED}
     columns = sorted({lr for losses in found.values() for lr in losses})
-    contest = Contest("", "masked", "AdamW")
+    contest = next(contest for contest in CONTESTS if contest.file == "masked")
     rows = []
     for name, losses in found.items():
         cells = [f"{losses[lr]:.3f}" if lr in losses else "" for lr in columns]
-        parts = reached(contest, f"{name}, defaults") or reached(contest, name)
+        parts = reached(contest, MASKED[name])
         rows.append([name, *cells, f"{parts[0]:.2f} / {parts[1]:.2f}" if parts else ""])
     head = ["optimizer", *(f"{lr:g}" for lr in columns), "to AdamW's loss"]
     return traffic.table(head, rows)

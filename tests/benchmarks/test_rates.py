@@ -1,4 +1,6 @@
-"""Losses over the learning rate: what is kept of them, and what is told."""
+"""The benchmark of losses over learning rates: resumable, and in the order that tells most."""
+
+from __future__ import annotations
 
 import json
 import math
@@ -6,99 +8,104 @@ import math
 import pytest
 
 from benchmarks.convergence import rates
-from benchmarks.convergence.rates import Kept, Order
 from benchmarks.convergence.tasks import TASKS
 
-TASK = TASKS["digits-256"]
+ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
+LOSSES = {
+    ("AdamW", 0.01): 1.0,
+    ("AdamW", 0.1): math.inf,
+    ("KFACAdam", 0.01): 1.1,
+    ("KFACAdam", 0.1): 0.5,
+}
 
 
-def filled(folder, losses, part=0.5):
-    """Return a file's runs: of ``{(optimizer, lr): [loss of each seed]}``."""
-    kept = Kept.here(folder, TASK, part)
-    for (optimizer, lr), found in losses.items():
-        for seed, loss in enumerate(found, 1):
-            kept.add(Order(TASK.name, optimizer, lr, seed), loss, 1.0, "cpu")
-    return kept
-
-
-def test_runs_are_kept(tmp_path):
-    filled(tmp_path, {("AdamW", 0.01): [1.0, math.inf], ("KFACAdam", 0.1): [0.5]})
-    again = Kept.here(tmp_path, TASK, 0.5)
-    assert again.curves() == {"AdamW": {0.01: [1.0, math.inf]}, "KFACAdam": {0.1: [0.5]}}
-    assert again.has(Order(TASK.name, "AdamW", 0.01, 2))
-    assert not again.has(Order(TASK.name, "AdamW", 0.01, 3))
-    found = json.loads((tmp_path / f"rates_{TASK.name}.json").read_text())
-    assert found["steps"] == TASK.steps // 2 and len(found["runs"]) == 3
-    with pytest.raises(SystemExit, match=f"has runs of {TASK.steps // 2} steps, not of 200"):
-        Kept.here(tmp_path, TASK, 0.1)
-
-
-def test_the_best_rate_is_that_of_the_mean(tmp_path):
-    losses = {
-        ("KFACAdam", 0.01): [0.3, 0.3],
-        ("KFACAdam", 0.03): [0.1, math.inf],
-        ("SOAP", 0.01): [1.0],
-    }
-    filled(tmp_path, losses)
-    found = rates.best_settings(tmp_path, TASK, ["KFACAdam, defaults", "KFACAdam", "SOAP"])
-    assert found["KFACAdam, defaults"] == {"lr": 0.01}
-    assert found["KFACAdam"] == {"lr": 0.01, "beta1": 0.9, "beta2": 0.999}
-    assert found["SOAP"]["frequency"] == 10
-    with pytest.raises(SystemExit, match="--rated Muon: its rates on digits-256 are not in"):
-        rates.best_settings(tmp_path, TASK, ["Muon"])
-
-
-def test_where_ours_is_worse_is_marked(tmp_path, capsys):
-    """Only where a user of the base may be: at rates that end within 1.5 times its best loss."""
-    losses = {
-        ("AdamW", 0.001): [1.0],
-        ("AdamW", 0.01): [1.4],
-        ("AdamW", 0.1): [2.0],
-        ("KFACAdam", 0.001): [1.01],
-        ("KFACAdam", 0.01): [1.5],
-        ("KFACAdam", 0.1): [3.0],
-    }
-    rates.report(filled(tmp_path, losses))
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "digits-256: KFACAdam for AdamW" and len(told) == 3  # SOAP has no runs
-    assert "0.001: 1.01  0.01: 1.5!  0.1: 3?; within 1.1 of the best: 0.001-0.001" in told[2]
-    assert "!" not in told[1] and "?" not in told[1]
-
-
-def test_what_is_made_first_tells_most():
-    """All rates of the first seed come before the second seed's."""
-
-    class Options:
-        tasks, pairs, seeds, rates = ["digits-256"], ["AdamW", "SOAP"], [1, 2], [0.003, 0.01]
-
-    found = list(dict.fromkeys(rates.ordered(Options)))
-    assert [(o.optimizer, o.lr, o.seed) for o in found] == [
-        (name, lr, seed)
-        for seed in (1, 2)
-        for lr in (0.003, 0.01)
-        for name in ("AdamW", "KFACAdam", "SOAP")
-    ]
-
-
-def test_runs_in_the_file_are_not_made_again(tmp_path, monkeypatch):
-    """And each run that two pairs share is made once."""
-    filled(tmp_path, {("KFACAdam", 0.01): [0.5]})
-    asked = []
+@pytest.fixture
+def runs(monkeypatch):
+    """Orders that came, answered without training."""
+    seen: list[rates.Order] = []
 
     def made(orders, options):
-        asked.extend(orders)
-        yield from ((one, 1.0, 2.0) for one in orders)
+        for one in orders:
+            seen.append(one)
+            yield one, LOSSES[one.optimizer, one.lr], 1.0
 
     monkeypatch.setattr(rates, "made", made)
-    pairs = ["--pairs", "AdamW", "SOAP", "--rates", "0.01", "0.03", "--seeds", "1"]
-    rates.main([TASK.name, *pairs, "--out", str(tmp_path)])
-    assert [(o.optimizer, o.lr) for o in asked] == [
-        ("AdamW", 0.01),
-        ("SOAP", 0.01),
-        ("AdamW", 0.03),
-        ("KFACAdam", 0.03),
-        ("SOAP", 0.03),
-    ]
-    found = Kept.here(tmp_path, TASK, 0.5).curves()
-    assert found["KFACAdam"] == {0.01: [0.5], 0.03: [1.0]}
-    assert (tmp_path / f"rates_{TASK.name}.png").stat().st_size > 1000
+    return seen
+
+
+def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
+    assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
+    rates.main([*ASKED, "5", "--out", str(tmp_path)])
+    assert {one.seed for one in runs[8:]} == {5} and len(runs) == 12
+    kept = json.loads((tmp_path / "rates_digits-256.json").read_text())
+    assert kept["steps"] == TASKS["digits-256"].steps // 2
+    assert {row["loss"] for row in kept["runs"]} == {1.0, None, 1.1, 0.5}
+    assert (tmp_path / "rates_digits-256.png").exists()
+    # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
+    assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
+
+
+def test_time_that_is_over_drops_the_runs_in_progress(tmp_path, capsys):
+    rates.main([*ASKED, "--minutes", "0", "--out", str(tmp_path)])
+    assert "8 runs are missing" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_pairs_with_one_optimizer_train_it_once(runs, tmp_path):
+    asked = ["digits-256", "--pairs", "AdamW", "SOAP", "--rates", "0.01", "--seeds", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, ("SOAP", 0.01), 0.7)
+        rates.main([*asked, "--out", str(tmp_path)])
+    assert [one.optimizer for one in runs] == ["AdamW", "KFACAdam", "SOAP"]
+
+
+def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
+        rates.main([*ASKED, "--part", "1", "--out", str(tmp_path)])
+    assert len(runs) == 8
+
+
+def test_settings_of_the_best_rate(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    task = TASKS["digits-256"]
+    found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
+    betas = {"beta1": 0.9, "beta2": 0.999}
+    assert found["AdamW"] == {"lr": 0.01, **betas}
+    assert found["KFACAdam"] == {"lr": 0.1, **betas}
+    assert found["KFACAdam, defaults"] == {"lr": 0.1}
+    with pytest.raises(SystemExit, match="--rated SGD: its rates on digits-256 are not in"):
+        rates.best_settings(tmp_path, task, ["SGD"])
+
+
+def told(folder, capsys, losses):
+    """Return the report's lines of ``{(optimizer, lr): losses of the seeds}``."""
+    kept = rates.Kept.here(folder, TASKS["digits-256"], 0.5)
+    for (optimizer, lr), found in losses.items():
+        for seed, loss in enumerate(found):
+            kept.add(rates.Order("digits-256", optimizer, lr, seed), loss, 1.0, "cpu")
+    rates.report(kept)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_rates_that_no_user_of_the_base_has_are_marked_apart(tmp_path, capsys):
+    """The base ends at more than 1.5 times its best loss there."""
+    base = {("AdamW", lr): [loss] for lr, loss in ((0.001, 1.0), (0.01, 1.4), (0.1, 2.0))}
+    ours = {("KFACAdam", lr): [loss] for lr, loss in ((0.001, 1.01), (0.01, 1.5), (0.1, 3.0))}
+    lines = told(tmp_path, capsys, base | ours)
+    assert "0.001: 1.01  0.01: 1.5!  0.1: 3?; within 1.1 of the best: 0.001-0.001" in lines[2]
+    assert "!" not in lines[1] and "?" not in lines[1]
+
+
+def test_a_pair_without_runs_of_its_base_is_not_told_of(tmp_path, capsys):
+    losses = {("AdamW", 0.01): [1.0], ("KFACAdam", 0.01): [0.5]}
+    lines = told(tmp_path, capsys, losses)
+    assert lines[0] == "digits-256: KFACAdam for AdamW" and len(lines) == 3  # none for SOAP
+
+
+def test_the_best_rate_is_that_of_the_mean(tmp_path, capsys):
+    told(tmp_path, capsys, {("KFACAdam", 0.01): [0.3, 0.3], ("KFACAdam", 0.03): [0.1, math.inf]})
+    found = rates.best_settings(tmp_path, TASKS["digits-256"], ["KFACAdam, defaults"])
+    assert found == {"KFACAdam, defaults": {"lr": 0.01}}
