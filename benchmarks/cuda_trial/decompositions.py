@@ -28,7 +28,7 @@ def _refined(factor: Tensor, older: tuple[Tensor, Tensor]) -> Any:
 
 
 def _matrices(factor: Tensor) -> Any:
-    return orthogonal.orthogonalized(factor, factor, in_half=factor.device.type == "cuda")
+    return orthogonal.orthogonalized(factor, in_half=factor.device.type == "cuda")
 
 
 METHODS: dict[str, Callable[[Tensor, tuple[Tensor, Tensor]], Any]] = {

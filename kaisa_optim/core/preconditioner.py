@@ -447,6 +447,7 @@ def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> 
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
+        registry.rates(groups),
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),

@@ -163,6 +163,16 @@ class Registry:
             return lambda layer: value
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
+    def rates(self, groups: list[Group]) -> Callable[[Layer], float | Tensor]:
+        """Return a function that reads the learning rate of a layer's first parameter."""
+
+        def rate_of(layer: Layer) -> float | Tensor:
+            rate: float | Tensor = groups[self._group_of[layer.parameters[0]]]["lr"]
+            host = isinstance(rate, Tensor) and rate.device.type == "cpu"
+            return float(rate) if host else rate
+
+        return rate_of
+
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
         """Return the settings of each layer's moments; all ranks refuse the same bad settings."""
         of_group = self._settings_of_groups(groups)

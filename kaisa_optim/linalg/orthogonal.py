@@ -35,12 +35,8 @@ _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then s
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
-# The root mean square of an orthogonal direction, over the square root of that of Adam's direction.
-# With half of this, steps are too short at AdamW's learning rates; with 1, too long at high rates.
-_SIZE = 0.8
-# The cosine with the momentum at which a direction has that length. A momentum of low rank has a
-# smaller cosine, and longer steps by the fourth root: its gradient falls in few directions.
-_COSINE = 0.4
+# The cosine between Adam's direction and its momentum: of signs and normal numbers, √(2 / π).
+_ADAMS_COSINE = 0.8
 _LEAST_COSINE = 0.01
 
 
@@ -49,46 +45,54 @@ def narrow(matrices: Tensor) -> bool:
     return matrices.device.type == "cpu" and min(matrices.shape[1:]) <= _NARROW
 
 
-def orthogonalized(matrices: Tensor, momenta: Tensor, *, in_half: bool) -> Tensor:
-    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``, scaled; ``in_half`` by bfloat16 products.
+def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
+    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
 
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
-    below 0.02 of M's norm (0.005 where the smaller side is above 256). The root mean square of the
-    result is 0.8 √r (0.4 / c)^¼, so that Adam's learning rates carry over. r is the root mean
-    square of M, c the cosine between the result and ``momenta``, at least 0.01. If the result does
-    not follow the momentum at all (c ≤ 0), 0.4 takes the place of c.
+    below 0.02 of M's norm (0.005 where the smaller side is above 256).
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
-    parts = zip(matrices.split(at_once), momenta.split(at_once), strict=True)
-    found = [_orthogonalized(*part, in_half) for part in parts]
+    found = [_orthogonalized(some, in_half) for some in matrices.split(at_once)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _orthogonalized(matrices: Tensor, momenta: Tensor, in_half: bool) -> Tensor:
+def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     # Without this scale, squares of very small or large numbers would be zero or infinite.
-    largest = _or_one(torch.linalg.vector_norm(wide, torch.inf, (1, 2), keepdim=True))
-    wide = wide / largest
-    norm = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide *= _BELOW_ONE / _or_one(norm)
+    wide = wide / _largest(wide)
+    wide *= _BELOW_ONE / _or_one(_norm(wide))
     polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     found = _towards_one(wide, polynomials, in_half)
-    now = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
-    root = math.sqrt(wide[0].numel())
-    size = (largest * (norm / root)).sqrt_()
-    cosine = _cosine(momenta.mT if tall else momenta, found, now)
-    cosine = torch.where(cosine > 0, cosine.clamp(min=_LEAST_COSINE), _COSINE)
-    size *= (_COSINE / cosine).sqrt_().sqrt_()
-    found.mul_(size * (_SIZE * root) / _or_one(now))
     return found.mT if tall else found
 
 
-def _cosine(left: Tensor, right: Tensor, norm: Tensor) -> Tensor:
-    """Return the cosine between matrices, ``[k, 1, 1]``; ``norm`` is the right matrices' norm."""
-    left = left / _or_one(torch.linalg.vector_norm(left, torch.inf, (1, 2), keepdim=True))
-    own = torch.linalg.vector_norm(left, dim=(1, 2), keepdim=True)
-    return (left * right).sum((1, 2), keepdim=True) / _or_one(own * norm)
+def as_steep_as_adams(
+    directions: Tensor, momenta: Tensor, divisors: Tensor, limit: float | Tensor
+) -> Tensor:
+    """Scale directions, ``[k, g, a]``, so that losses fall along them as along Adam's own.
+
+    Adam divides momenta M by divisors D. Outside of any basis, its direction has a root mean square
+    of about ρ = ‖M‖ / ‖D‖, which rotations keep, and a cosine of 0.8 with M. A direction whose
+    cosine with M is c, at least 0.01, gets 0.8 ρ / c, or ``limit`` if this is less. A direction
+    that does not follow M (c ≤ 0) gets ρ. The directions are overwritten.
+    """
+    largest = _largest(momenta)
+    momenta = momenta / largest
+    norm, own = _norm(momenta), _or_one(_norm(directions))
+    cosine = (momenta * directions).sum((1, 2), keepdim=True) / (_or_one(norm) * own)
+    cosine = torch.where(cosine > 0, cosine.clamp(min=_LEAST_COSINE), _ADAMS_COSINE)
+    size = (norm / _or_one(_norm(divisors)) * largest * _ADAMS_COSINE / cosine).clamp(max=limit)
+    return directions.mul_(size * math.sqrt(directions[0].numel()) / own)
+
+
+def _norm(matrices: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+
+
+def _largest(matrices: Tensor) -> Tensor:
+    """Return the largest absolute value, or 1 for zeros."""
+    return _or_one(torch.linalg.vector_norm(matrices, torch.inf, (1, 2), keepdim=True))
 
 
 def polar(

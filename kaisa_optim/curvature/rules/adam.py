@@ -21,6 +21,12 @@ from .base import RotatingRule, Rotation, StepValues
 
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
 
+# An orthogonal step is at most as long, by its root mean square, as the larger of these two: a
+# length, and a share of the learning rate. Longer steps break training that Adam's steps of the
+# same fall do not. Muon's matched length is the share.
+_LONGEST = 0.003
+_SHARE = 0.2
+
 
 class Settings(NamedTuple):
     """The settings of a layer's moments; for several layers, each field may be a tensor."""
@@ -88,21 +94,19 @@ class AdamRule(RotatingRule):
         g, a = self._bases(group, slots, gradient)
         present = present_blocks(members, group)
         adam = _settings_of(members, group, values)
+        projected = kronecker.into_basis(gradient, g, a)
+        first, divisors = moved(group.tensors, slots, projected, present, adam, self.nesterov)
+        found = first / divisors
         # Tables and factors too wide for a basis have no singular values to equalize here; a
         # vector has one singular value.
         narrow = g is not None and a is not None
-        orthogonalizes = self.orthogonal and narrow and 1 not in gradient.shape[1:]
-        if orthogonalizes:
-            # An average of few gradients is long by chance: without the first moment's bias
-            # correction, the first steps are shorter.
-            adam = adam._replace(log1=-math.inf)
-        projected = kronecker.into_basis(gradient, g, a)
-        found, momenta = direction(group.tensors, slots, projected, present, adam, self.nesterov)
-        if orthogonalizes:
+        if self.orthogonal and narrow and 1 not in gradient.shape[1:]:
             # Orthogonalize before the direction is rotated back: the result is the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
-                found = orthogonal.orthogonalized(found, momenta, in_half=in_half)
+                found = orthogonal.orthogonalized(found, in_half=in_half)
+            limit = _limit(members, group, values)
+            found = orthogonal.as_steep_as_adams(found, first, divisors, limit)
             if in_half:  # the direction is rounded already
                 g, a = (None if basis is None else basis.bfloat16() for basis in (g, a))
         return kronecker.out_of_basis(found, g, a)
@@ -120,7 +124,25 @@ def _among(members: list[Layer], values: Any) -> Callable[[Layer], float]:
     return dict(zip(members, values, strict=True)).__getitem__
 
 
-def direction(
+def _limit(members: list[Layer], group: LayerGroup, values: StepValues) -> Number:
+    """Return the largest root mean square of these layers' orthogonal directions."""
+
+    def of(layer: Layer) -> Any:
+        rate = values.rate_of(layer)
+        if isinstance(rate, Tensor):  # on a device: do not wait for it
+            return (_LONGEST / rate).clamp(min=_SHARE)
+        return max(_LONGEST / rate, _SHARE) if rate > 0 else math.inf
+
+    limits = {layer: of(layer) for layer in members}
+    if not any(isinstance(limit, Tensor) for limit in limits.values()):
+        return group.common_or_each(members, limits.__getitem__)
+    like = group.g.key
+    each = (torch.as_tensor(limits[x], dtype=like.dtype, device=like.device) for x in members)
+    blocks = [one.reshape(1).expand(x.blocks) for one, x in zip(each, members, strict=True)]
+    return torch.cat(blocks)[:, None, None]
+
+
+def moved(
     state: dict[str, Tensor],
     slots: Slots,
     gradient: Tensor,
@@ -130,8 +152,8 @@ def direction(
 ) -> tuple[Tensor, Tensor]:
     """Take gradients, in the basis, into the moments at ``slots``.
 
-    Return Adam's direction in the basis, and the first moment that the direction follows. This
-    moment may be a view of the state: do not change it.
+    Return the first moment that the direction follows, and what Adam divides it by, both without
+    the bias of their beginning.
 
     ``present`` says which blocks have a gradient; the other blocks' moments stay as they are. With
     ``nesterov``, the direction follows a first moment that takes in the gradient once more.
@@ -161,8 +183,7 @@ def direction(
         _take(first, gradient, adam.take1)
     # A direct difference 1 - β^t would lose its digits for a β near 1.
     rest1, rest2 = -torch.expm1(taken * adam.log1), -torch.expm1(count * adam.log2)
-    scale = (second / rest2).sqrt_().add_(adam.eps)
-    return (first / rest1).div_(scale), first
+    return first / rest1, (second / rest2).sqrt_().add_(adam.eps)
 
 
 def _take(moment: Tensor, gradient: Tensor, part: Number) -> None:

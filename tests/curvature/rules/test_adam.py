@@ -382,12 +382,13 @@ class Reference:
         # Nesterov's: the moment that would be if the same gradient came once more.
         ahead = beta1 * first + take * projected if self.nesterov else first
         corrected = self.group.get("bias_correction", True)
-        c1 = 1.0 if self.orthogonal or not corrected else 1 - beta1 ** (steps + self.nesterov)
+        c1 = 1 - beta1 ** (steps + self.nesterov) if corrected else 1
         c2 = 1 - beta2**steps if corrected else 1
-        found = (ahead / c1) / ((second / c2).sqrt() + self.group["eps"])
-        found = q_g @ found @ q_a.T
+        divisors = (second / c2).sqrt() + self.group["eps"]
+        found = q_g @ (ahead / c1 / divisors) @ q_a.T
         if self.orthogonal:
-            found = evened(found, q_g @ ahead @ q_a.T)
+            limit = max(0.003 / float(self.group["lr"]), 0.2)
+            found = sized(evened(found), q_g @ (ahead / c1) @ q_a.T, divisors, limit)
         return found, kept._replace(first=first, second=second, steps=steps)
 
     def taken_in(self, p: Tensor) -> Tensor:
@@ -415,23 +416,21 @@ FROM_FURTHER = (
 )
 
 
-def evened(matrix: Tensor, momentum: Tensor) -> Tensor:
-    """Return the matrix with singular values that polynomials make alike.
-
-    Its root mean square is 0.8 √r (0.4 / c)^¼, with r that of the matrix and c its cosine with the
-    momentum, of 0.01 at least, or 0.4 where it is not positive.
-    """
+def evened(matrix: Tensor) -> Tensor:
+    """Return the matrix with singular values that polynomials make alike."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     even = 0.98 * s / s.norm()
     for a, b, c in FROM_FURTHER if min(matrix.shape) > 256 else TOWARDS_ONE:
         even = a * even + b * even**3 + c * even**5
-    root = math.sqrt(matrix.numel())
-    size = 0.8 * root * math.sqrt(float(s.norm()) / root)
-    found = u @ (even / even.norm()).diag() @ v
-    cosine = float((found * momentum / momentum.abs().max()).sum())
-    cosine /= float((momentum / momentum.abs().max()).norm())
-    cosine = max(cosine, 0.01) if cosine > 0 else 0.4
-    return found * size * (0.4 / cosine) ** 0.25
+    return u @ even.diag() @ v
+
+
+def sized(direction: Tensor, momentum: Tensor, divisors: Tensor, limit: float) -> Tensor:
+    """Give a direction the root mean square at which losses fall as they do by Adam's steps."""
+    cosine = float((direction / direction.norm() * momentum / momentum.norm()).sum())
+    cosine = max(cosine, 0.01) if cosine > 0 else 0.8
+    size = 0.8 * float(momentum.norm() / divisors.norm()) / cosine
+    return direction * min(size, limit) / direction.square().mean().sqrt()
 
 
 def turned(kept: Kept) -> Kept:
@@ -456,6 +455,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam Tensor lr": (KFACAdam, {"lr": torch.tensor(0.02)}),
     "Adam Nesterov": (KFACAdam, {"nesterov": True, "weight_decay": 0.1}),
     "Adam orthogonal": (KFACAdam, {"orthogonal": True, "eps": 1e-3}),
+    "Adam orthogonal, short steps": (KFACAdam, {"orthogonal": True, "lr": 1e-4}),
+    "Adam orthogonal, long steps": (KFACAdam, {"orthogonal": True, "lr": torch.tensor(0.03)}),
     "AdamW": (KFACAdamW, {"weight_decay": 0.5}),
     "AdamW orthogonal": (KFACAdamW, {"orthogonal": True, "nesterov": True, "weight_decay": 0.5}),
     "AdamW maximize": (KFACAdamW, {"maximize": True, "weight_decay": 0.5}),
@@ -641,8 +642,8 @@ def test_the_first_direction_in_float32_is_one_of_signs(beta2, nesterov):
         adam = eigenbasis.settings({"betas": (0.9, beta2), "eps": 0.0})
         if apart:
             adam = eigenbasis.Settings(*(torch.full((2, 1, 1), number) for number in adam))
-        found, _ = eigenbasis.direction(state, slice(None), gradient, None, adam, nesterov)
-        torch.testing.assert_close(found, gradient.sign(), rtol=1e-5, atol=0)
+        first, divisors = eigenbasis.moved(state, slice(None), gradient, None, adam, nesterov)
+        torch.testing.assert_close(first / divisors, gradient.sign(), rtol=1e-5, atol=0)
 
 
 # ---- plain Adam where the basis is the parameters' own ----
@@ -701,26 +702,57 @@ def test_orthogonalized_matrices(k, g, a, seed):
     generator = torch.Generator().manual_seed(seed)
     matrices = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
     scales = 10.0 ** torch.arange(-60, -60 + 60 * k, 60, dtype=torch.float64)
-    momenta = torch.randn(k, g, a, generator=generator, dtype=torch.float64) + matrices
-    scaled = [m * scales[:, None, None] for m in (matrices, momenta.flip(0))]
-    found = orthogonal.orthogonalized(*scaled, in_half=False)
-    for matrix, momentum, one in zip(*scaled, found, strict=True):
-        wanted = evened(matrix, momentum)
-        ref.assert_close(one / wanted.norm(), wanted / wanted.norm(), what="a matrix")
-        torch.testing.assert_close(one.norm(), wanted.norm())
+    found = orthogonal.orthogonalized(matrices * scales[:, None, None], in_half=False)
+    for matrix, one in zip(matrices, found, strict=True):
+        ref.assert_close(one, evened(matrix), what="a matrix")
 
 
-@pytest.mark.parametrize("sign, factor", [(1, (0.4 / 0.16) ** 0.25), (-1, 1.0), (0, 1.0)])
-def test_only_a_direction_along_the_momentum_is_made_longer(sign, factor):
-    """Of an even matrix the result is the matrix itself; momenta stay as they are."""
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), seeds, st.floats(-60, 60))
+def test_steps_as_steep_as_adams(k, g, a, seed, power):
+    """Each for itself, whatever the scale of its gradients; momenta stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    directions, momenta, divisors = torch.randn(
+        3, k, g, a, generator=generator, dtype=torch.float64
+    )
+    momenta = (momenta + directions) * 10**power
+    divisors = divisors.abs() * 10**power
+    limit = 1.5
+    kept = momenta.clone(), divisors.clone()
+    found = orthogonal.as_steep_as_adams(directions.clone(), momenta, divisors, limit)
+    for one, direction, momentum, divisor in zip(found, directions, momenta, divisors, strict=True):
+        torch.testing.assert_close(one, sized(direction, momentum, divisor, limit))
+        assert one.square().mean().sqrt() <= limit * (1 + 1e-12)
+    assert torch.equal(momenta, kept[0]) and torch.equal(divisors, kept[1])
+
+
+@pytest.mark.parametrize(
+    "cosine, size", [(0.16, 0.8 / 0.16), (1e-3, 0.8 / 0.01), (-0.16, 1.0), (0.0, 1.0)]
+)
+def test_lengths_by_the_cosine(cosine, size):
+    """Where the first step has Adam's signs; one against the momentum has Adam's own length."""
     turn = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
     across = torch.tensor([[-0.8, -0.6], [0.6, -0.8]], dtype=torch.float64)  # of cosine 0
-    momentum = sign * 0.16 * turn + (1 - 0.16**2) ** 0.5 * across
-    kept = momentum.clone()
-    found = orthogonal.orthogonalized(turn[None], momentum[None], in_half=False)[0]
-    size = 0.8 * (0.5**0.5) ** 0.5 * factor
-    torch.testing.assert_close(found.square().mean().sqrt().item(), size)
-    assert torch.equal(momentum, kept)
+    momentum = (cosine * turn + (1 - cosine**2) ** 0.5 * across)[None]
+    divisors = momentum.abs()
+    for limit in (math.inf, size / 2):
+        found = orthogonal.as_steep_as_adams(turn[None].clone(), momentum, divisors, limit)
+        torch.testing.assert_close(found.square().mean().sqrt().item(), min(size, limit))
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_limits_by_the_learning_rate(kind):
+    """Each layer has its own; a rate of zero, at which nothing moves, has none."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    rates = {"0": 0.0, "1": 0.001, "2": 0.1}
+    groups = [{"params": model[int(name)].parameters(), "lr": lr} for name, lr in rates.items()]
+    kfac = KFACAdam(groups, model=model, lr=0.01).preconditioner
+    (group,) = kfac.applied.groups
+    values: Any = SimpleNamespace(rate_of=lambda layer: kind(rates[layer.name]))
+    found = eigenbasis._limit(group.layers, group, values)
+    wanted = {"0": math.inf, "1": 3.0, "2": 0.2}
+    assert found.flatten().tolist() == pytest.approx([wanted[x.name] for x in group.layers])
+    same = eigenbasis._limit(group.layers[:1], group, values)
+    assert float(same) == pytest.approx(wanted[group.layers[0].name])
 
 
 IN_HALF = pytest.mark.parametrize("half", [True, False], ids=["bf16", "full"])
@@ -734,11 +766,9 @@ def test_orthogonalized_at_the_ends_of_a_dtype(dtype, half):
     torch.manual_seed(0)
     matrix = torch.randn(6, 4, dtype=dtype)
     info = torch.finfo(dtype)
-    wanted = evened(matrix, matrix)
+    wanted = evened(matrix)
     for scale in (info.tiny * 10, info.tiny**0.5, 1e-20, 1e10, info.max**0.5, info.max / 10):
-        given = matrix * scale
-        found = orthogonal.orthogonalized(given[None], given[None], in_half=half)[0]
-        found /= scale**0.5
+        found = orthogonal.orthogonalized(matrix[None] * scale, in_half=half)[0]
         coarse = {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
         torch.testing.assert_close(found, wanted, **coarse)
 
@@ -780,17 +810,14 @@ def test_orthogonalized_in_float32(g, a, half):
     u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
     matrix = u * torch.logspace(0, -1.45 if a == 257 else -1, min(g, a)) @ v.T
     rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
-    found = orthogonal.orthogonalized(rows, rows, in_half=half)
+    found = orthogonal.orthogonalized(rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
     assert s.max() <= (1.25 if half else 1.21) * s.min()
-    wanted = evened(matrix.double(), matrix.double()).float()
+    wanted = evened(matrix.double()).float()
     assert (found[0] - wanted).norm() < (0.05 if half else 1e-3) * wanted.norm()
-    cosine = F.cosine_similarity(found[0].flatten(), matrix.flatten(), dim=0)
-    size = 0.8 * matrix.square().mean().sqrt().sqrt() * (0.4 / cosine) ** 0.25
-    torch.testing.assert_close(found[0].square().mean().sqrt(), size)
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
     with mock.patch.object(orthogonal, "_AT_ONCE", 1):  # one after the other
-        again = orthogonal.orthogonalized(rows[:2], rows[:2], in_half=half)
+        again = orthogonal.orthogonalized(rows[:2], in_half=half)
     assert (again - found[:2]).norm() < (0.02 if half else 1e-5) * wanted.norm()
 
 
@@ -808,7 +835,7 @@ def test_orthogonalized_of_rank_one(half, monkeypatch):
     monkeypatch.setattr(orthogonal, "_towards_one", watched)
     for g in range(65, 130):
         ones = torch.ones(1, g, 130)
-        orthogonal.orthogonalized(ones, ones, in_half=half)
+        orthogonal.orthogonalized(ones, in_half=half)
     assert min(norms) > 0.85 and max(norms) < 1.15
 
 
@@ -824,7 +851,7 @@ def test_directions_are_orthogonal_and_turned_back_in_what_multiplies_faster(
     monkeypatch.setattr(
         orthogonal,
         "orthogonalized",
-        lambda x, m, in_half: found.append(in_half) or real(x, m, in_half=in_half),
+        lambda x, in_half: found.append(in_half) or real(x, in_half=in_half),
     )
     monkeypatch.setattr(
         kronecker, "out_of_basis", lambda x, g, a: found.append((g.dtype, a.dtype)) or back(x, g, a)
@@ -1007,11 +1034,12 @@ def test_every_layer_kind(kind, orthogonal):
                 first = beta1 * first + (1 - beta1) * p
                 second = beta2 * second + (1 - beta2) * p**2
             first, second = first / (1 - beta1 ** (i + 1)), second / (1 - beta2 ** (i + 1))
-            expected = q_g @ (first / (second.sqrt() + eps)) @ q_a.mT
+            divisors = second.sqrt() + eps
+            expected = q_g @ (first / divisors) @ q_a.mT
             vectors = 1 in expected.shape[1:]
             if orthogonal and not vectors and not {(kind, "a"), (kind, "g")} & DIAGONAL:
-                shorter = (1 - beta1 ** (i + 1)) * expected  # without bias correction
-                wanted = map(evened, shorter, q_g @ first @ q_a.mT)
+                momenta = q_g @ first @ q_a.mT
+                wanted = map(sized, map(evened, expected), momenta, divisors, itertools.repeat(0.2))
                 ref.assert_close(steps[name], torch.stack(list(wanted)), what=name)
                 continue
             ref.assert_close(steps[name], expected, what=f"{name}, step {i}")
