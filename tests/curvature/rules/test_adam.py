@@ -755,6 +755,19 @@ def test_limits_by_the_learning_rate(kind):
     assert float(same) == pytest.approx(wanted[group.layers[0].name])
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_the_rate_of_a_layer_is_its_weights(kind):
+    model = nn.Sequential(nn.Linear(3, 3))
+    groups = [
+        {"params": [model[0].bias], "lr": kind(0.25)},
+        {"params": [model[0].weight], "lr": kind(0.5)},
+    ]
+    opt = KFACAdam(groups, model=model)
+    registry = opt.preconditioner.registry
+    found = registry.rates(opt.param_groups)(registry.layers["0"])
+    assert isinstance(found, float) and found == 0.5
+
+
 IN_HALF = pytest.mark.parametrize("half", [True, False], ids=["bf16", "full"])
 
 
