@@ -399,7 +399,7 @@ _STEP = (
     Option("grafting", False, "bool", check_flag,
            "Give each preconditioned gradient its raw gradient's length: start from the base's "
            "lr, with kl_clip=None.",
-           conflicts=(_in_eigenbasis("its directions have Adam's length already"),),
+           conflicts=(_in_eigenbasis("its directions have a length of their own"),),
            unused_by=_BOTH, guide=_FIRST_STEPS),
     Option("warmup_steps", 0, "int", _whole(0, "a whole number of steps, 0 for none"),
            "Steps in which raw gradients give way to preconditioned ones.",

@@ -164,14 +164,14 @@ class Registry:
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
     def rates(self, groups: list[Group]) -> Callable[[Layer], float | Tensor]:
-        """Return a function that reads the learning rate of a layer's first parameter."""
+        """Return a function that reads the largest learning rate of a layer's parameters."""
 
-        def rate_of(layer: Layer) -> float | Tensor:
-            rate: float | Tensor = groups[self._group_of[layer.parameters[0]]]["lr"]
+        def rate_of(number: int) -> Any:
+            rate = groups[number]["lr"]
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             return float(rate) if host else rate
 
-        return rate_of
+        return lambda x: max(map(rate_of, {self._group_of[p] for p in x.parameters}))
 
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
         """Return the settings of each layer's moments; all ranks refuse the same bad settings."""

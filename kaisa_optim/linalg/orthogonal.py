@@ -35,7 +35,8 @@ _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then s
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
-# The cosine between Adam's direction and its momentum: of signs and normal numbers, √(2 / π).
+# About the cosine between Adam's direction and its momentum. Numbers of a normal distribution and
+# their signs have √(2 / π).
 _ADAMS_COSINE = 0.8
 _LEAST_COSINE = 0.01
 
@@ -74,13 +75,12 @@ def as_steep_as_adams(
 
     Adam divides momenta M by divisors D. Outside of any basis, its direction has a root mean square
     of about ρ = ‖M‖ / ‖D‖, which rotations keep, and a cosine of 0.8 with M. A direction whose
-    cosine with M is c, at least 0.01, gets 0.8 ρ / c, or ``limit`` if this is less. A direction
-    that does not follow M (c ≤ 0) gets ρ. The directions are overwritten.
+    cosine with M is c, at least 0.01, gets 0.8 ρ / c; one that does not follow M (c ≤ 0) gets ρ;
+    none gets more than ``limit``. Directions and momenta are overwritten.
     """
     largest = _largest(momenta)
-    momenta = momenta / largest
-    norm, own = _norm(momenta), _or_one(_norm(directions))
-    cosine = (momenta * directions).sum((1, 2), keepdim=True) / (_or_one(norm) * own)
+    norm, own = _norm(momenta.div_(largest)), _or_one(_norm(directions))
+    cosine = momenta.mul_(directions).sum((1, 2), keepdim=True) / (_or_one(norm) * own)
     cosine = torch.where(cosine > 0, cosine.clamp(min=_LEAST_COSINE), _ADAMS_COSINE)
     size = (norm / _or_one(_norm(divisors)) * largest * _ADAMS_COSINE / cosine).clamp(max=limit)
     return directions.mul_(size * math.sqrt(directions[0].numel()) / own)

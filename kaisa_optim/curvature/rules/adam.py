@@ -21,9 +21,9 @@ from .base import RotatingRule, Rotation, StepValues
 
 Number = float | Tensor  # a tensor has one entry a block, ``[count, 1, 1]``
 
-# An orthogonal step is at most as long, by its root mean square, as the larger of these two: a
-# length, and a share of the learning rate. Longer steps break training that Adam's steps of the
-# same fall do not. Muon's matched length is the share.
+# The largest root mean square of an orthogonal step is this length, or this share of the learning
+# rate if that is more: longer steps broke training that Adam's own steps do not. The share is the
+# length of Muon's directions where it takes AdamW's rates.
 _LONGEST = 0.003
 _SHARE = 0.2
 
@@ -96,11 +96,14 @@ class AdamRule(RotatingRule):
         adam = _settings_of(members, group, values)
         projected = kronecker.into_basis(gradient, g, a)
         first, divisors = moved(group.tensors, slots, projected, present, adam, self.nesterov)
-        found = first / divisors
+        del projected
         # Tables and factors too wide for a basis have no singular values to equalize here; a
         # vector has one singular value.
         narrow = g is not None and a is not None
-        if self.orthogonal and narrow and 1 not in gradient.shape[1:]:
+        if not self.orthogonal or not narrow or 1 in gradient.shape[1:]:
+            found = first.div_(divisors)
+        else:
+            found = first / divisors
             # Orthogonalize before the direction is rotated back: the result is the same.
             in_half = self._orthogonal_in_half(found)
             with precision.full_precision(found.device.type):
@@ -127,19 +130,21 @@ def _among(members: list[Layer], values: Any) -> Callable[[Layer], float]:
 def _limit(members: list[Layer], group: LayerGroup, values: StepValues) -> Number:
     """Return the largest root mean square of these layers' orthogonal directions."""
 
-    def of(layer: Layer) -> Any:
-        rate = values.rate_of(layer)
-        if isinstance(rate, Tensor):  # on a device: do not wait for it
-            return (_LONGEST / rate).clamp(min=_SHARE)
-        return max(_LONGEST / rate, _SHARE) if rate > 0 else math.inf
+    rates = {layer: values.rate_of(layer) for layer in members}
+    host = {x: _limit_at(rate) for x, rate in rates.items() if not isinstance(rate, Tensor)}
+    if len(host) == len(rates):
+        return group.common_or_each(members, host.__getitem__)
+    like = group.g.key  # some are on a device: do not wait for them
+    limits = [
+        torch.full((x.blocks,), _LONGEST, dtype=like.dtype, device=like.device) for x in members
+    ]
+    for limit, rate in zip(limits, rates.values(), strict=True):
+        limit.div_(rate.to(like.device) if isinstance(rate, Tensor) else rate).clamp_(min=_SHARE)
+    return torch.cat(limits)[:, None, None]
 
-    limits = {layer: of(layer) for layer in members}
-    if not any(isinstance(limit, Tensor) for limit in limits.values()):
-        return group.common_or_each(members, limits.__getitem__)
-    like = group.g.key
-    each = (torch.as_tensor(limits[x], dtype=like.dtype, device=like.device) for x in members)
-    blocks = [one.reshape(1).expand(x.blocks) for one, x in zip(each, members, strict=True)]
-    return torch.cat(blocks)[:, None, None]
+
+def _limit_at(rate: float) -> float:
+    return max(_LONGEST / rate, _SHARE) if rate > 0 else math.inf
 
 
 def moved(
@@ -152,8 +157,8 @@ def moved(
 ) -> tuple[Tensor, Tensor]:
     """Take gradients, in the basis, into the moments at ``slots``.
 
-    Return the first moment that the direction follows, and what Adam divides it by, both without
-    the bias of their beginning.
+    Return the first moment that the direction follows, and what Adam divides it by. The bias of
+    both is corrected, if the settings say so.
 
     ``present`` says which blocks have a gradient; the other blocks' moments stay as they are. With
     ``nesterov``, the direction follows a first moment that takes in the gradient once more.
