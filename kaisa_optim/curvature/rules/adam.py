@@ -129,7 +129,6 @@ def _among(members: list[Layer], values: Any) -> Callable[[Layer], float]:
 
 def _limit(members: list[Layer], group: LayerGroup, values: StepValues) -> Number:
     """Return the largest root mean square of these layers' orthogonal directions."""
-
     rates = {layer: values.rate_of(layer) for layer in members}
     host = {x: _limit_at(rate) for x, rate in rates.items() if not isinstance(rate, Tensor)}
     if len(host) == len(rates):
