@@ -447,11 +447,22 @@ def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> 
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
-        registry.rates(groups),
+        rates(registry, groups),
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),
     )
+
+
+def rates(registry: Registry, groups: list[Group]) -> Callable[[Layer], float | Tensor]:
+    """Return a function that reads the largest learning rate of a layer's parameters."""
+
+    def rate_of(number: int) -> Any:
+        rate = groups[number]["lr"]
+        host = isinstance(rate, Tensor) and rate.device.type == "cpu"
+        return float(rate) if host else rate
+
+    return lambda layer: max(map(rate_of, {registry.group_of(p) for p in layer.parameters}))
 
 
 def make_rule(options: Options) -> Rule:

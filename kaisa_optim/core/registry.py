@@ -163,16 +163,6 @@ class Registry:
             return lambda layer: value
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
-    def rates(self, groups: list[Group]) -> Callable[[Layer], float | Tensor]:
-        """Return a function that reads the largest learning rate of a layer's parameters."""
-
-        def rate_of(number: int) -> Any:
-            rate = groups[number]["lr"]
-            host = isinstance(rate, Tensor) and rate.device.type == "cpu"
-            return float(rate) if host else rate
-
-        return lambda x: max(map(rate_of, {self._group_of[p] for p in x.parameters}))
-
     def settings(self, groups: list[Group]) -> dict[Layer, Any]:
         """Return the settings of each layer's moments; all ranks refuse the same bad settings."""
         of_group = self._settings_of_groups(groups)
