@@ -8,7 +8,6 @@ or another part, with one rate for all parameters (Muon's companion keeps a rate
 gets ``rates_TASK.json``, written after each run, and ``rates_TASK.png``: runs that are in the file
 are not made again. After M minutes the runs in progress are dropped.
 
-
 --data is as in ``python -m benchmarks.convergence``; it may come from the variable KAISA_DATA.
 """
 
