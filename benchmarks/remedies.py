@@ -72,7 +72,6 @@ REMEDIES = {
         "process group's time-out."
     ),
     "needs the model first": "Pass the model as the first argument.",
-    "True belongs to moments": "Leave the option out, or take another base or other moments.",
     "can't take K-FAC": "Take a dense base, such as SGD, Adam, AdamW or RAdam.",
     "please consider SparseAdam": "Build the embedding without sparse=True.",
     "does not support complex": "Give complex parameters to another optimizer.",

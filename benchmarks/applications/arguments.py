@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 BASE = {
     "lr": "the peak learning rate",
     "momentum": "of SGD and Muon",
-    "nesterov": "of SGD and Muon; of K-FAC as below",
+    "nesterov": "of SGD and Muon",
     "betas": "of Adam and LAMB, such as '(0.9, 0.999)'",
     "eps": "of Adam and LAMB",
     "weight_decay": "as the optimizer's own argument",

@@ -47,7 +47,6 @@ PRESETS: dict[str, Defaults] = {
         "KFACLAMB": {
             "lr": 6e-3,
             "ends_lr": None,
-            "moments": "parameters",
             "normalization": "kaisa",
             **_KFAC,
         },
@@ -58,7 +57,6 @@ PRESETS: dict[str, Defaults] = {
         "KFACLAMB": {
             "lr": 4e-3,
             "ends_lr": None,
-            "moments": "parameters",
             "normalization": "kaisa",
             **_KFAC,
         },

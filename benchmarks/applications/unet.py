@@ -44,7 +44,6 @@ PRESETS: dict[str, Defaults] = {
         "KFACAdam": {
             "epochs": 30,
             "lr": 1e-4,
-            "moments": "parameters",
             "damping": 0.003,
             "factor_update_steps": 20,
             "inv_update_steps": 200,

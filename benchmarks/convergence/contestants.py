@@ -235,7 +235,7 @@ _FAR = {"lr": between(1e-3, 1e-1)}  # for those whose best rates are above Adam'
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
 _TWO_RATES = {**_FAR, "lr_rest": between(3e-4, 3e-2)}
 _MUON = {**_TWO_RATES, "momentum": one_of(0.9, 0.95)}
-_EIGENBASIS = {
+_DIRECTIONS = {
     **_ADAM,
     **_FAR,
     "often": one_of(5, 10),
@@ -276,31 +276,10 @@ CONTESTANTS = {
             {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99), **_PLAIN},
             adams=False,
         ),
-        Contestant(
-            "KFACAdam, parameters",
-            _ours(KFACAdam, moments="parameters"),
-            {**_ADAM, **_PLAIN},
-        ),
-        Contestant("KFACAdam", _ours(KFACAdam), _EIGENBASIS),
-        Contestant("KFACAdam, eigenbasis", _ours(KFACAdam, moments="eigenbasis"), _EIGENBASIS),
-        Contestant(
-            "KFACAdam, eigenbasis, Nesterov",
-            _ours(KFACAdam, moments="eigenbasis", nesterov=True),
-            _EIGENBASIS,
-        ),
-        Contestant(
-            "KFACLAMB, parameters",
-            _ours(KFACLAMB, moments="parameters"),
-            {**_ADAM, **_FAR, **_PLAIN},
-        ),
-        Contestant("KFACLAMB", _ours(KFACLAMB), _EIGENBASIS),
-        Contestant("KFACLAMB, eigenbasis", _ours(KFACLAMB, moments="eigenbasis"), _EIGENBASIS),
+        Contestant("KFACAdam", _ours(KFACAdam), _DIRECTIONS),
+        Contestant("KFACLAMB", _ours(KFACLAMB), _DIRECTIONS),
         _defaults("KFACSGD", KFACSGD, between(1e-3, 1), momentum=0.9),
         _defaults("KFACAdam", KFACAdam, _FAR["lr"]),
-        _defaults("KFACAdam, parameters", KFACAdam, _ADAM["lr"], moments="parameters"),
-        _defaults("KFACAdam, eigenbasis", KFACAdam, _FAR["lr"], moments="eigenbasis"),
         _defaults("KFACLAMB", KFACLAMB, _FAR["lr"]),
-        _defaults("KFACLAMB, parameters", KFACLAMB, _FAR["lr"], moments="parameters"),
-        _defaults("KFACLAMB, eigenbasis", KFACLAMB, _FAR["lr"], moments="eigenbasis"),
     )
 }

@@ -109,7 +109,7 @@ def resnet50(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def bert_large(settings: Settings) -> Iterator[dict[str, Any]]:
     task = (SHORT if settings.rehearse else TASKS)["bert-large"]
-    lean = LEAN | {"moments": "parameters", "lr": 1e-3}
+    lean = LEAN | {"lr": 1e-3}
     some = {
         "LAMB": plain(LAMB, lr=1e-3),
         "KFACLAMB": kfac(KFACLAMB, lr=1e-3),
@@ -138,7 +138,7 @@ def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
     some = {"AdamW": plain(torch.optim.AdamW, lr=1e-3)}
     some |= peers("Muon")
     some |= {"KFACAdam": kfac(KFACAdam, lr=1e-3)}
-    some["KFACAdam, inverse, bfloat16"] = kfac(KFACAdam, lr=1e-3, moments="parameters", **LEAN)
+    some["KFACAdam, inverse, bfloat16"] = kfac(KFACAdam, lr=1e-3, **LEAN)
     some["KFACMuon"] = kfac_muon
     yield from compete(Contest(task, some | peers("SOAP"), LONG, 30, "KFACMuon"), settings)
 

@@ -39,8 +39,6 @@ RULES: dict[str, Build] = {
     "KFACSGD, bfloat16": lambda m, o: KFACSGD(m, lr=0.01, inv_dtype=torch.bfloat16, **o),
     "KFACSGD, a quarter": lambda m, o: KFACSGD(m, lr=0.01, statistics_fraction=0.25, **o),
     "KFACAdam": lambda m, o: KFACAdam(m, lr=1e-3, **o),
-    "KFACAdam, eigenbasis": lambda m, o: KFACAdam(m, lr=1e-3, moments="eigenbasis", **o),
-    "KFACAdam, parameters": lambda m, o: KFACAdam(m, lr=1e-3, moments="parameters", **o),
     "KFACLAMB": lambda m, o: KFACLAMB(m, lr=1e-3, **o),
     "KFACMuon": lambda m, o: KFACMuon(m, lr=0.01, **o),
 }

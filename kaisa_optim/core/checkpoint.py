@@ -27,7 +27,7 @@ _FORMER = f"{PREFIX}under_way"
 _STATUS_SHAPES = (6,), (8,)  # earlier versions had two more numbers, for such decompositions
 _CONVENTIONS = 8  # codes of the factors' meaning
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
-_MOMENTS = "exp_avg", "momentum"  # names of the first moment: a rule with moments has one of them
+_MOMENTUM = "momentum"  # the name of a rule's moment
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
@@ -107,7 +107,7 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
 def make_room(state: State, stepped: Container[Tensor]) -> None:
     """Remove entries that hold K-FAC's tensors alone where the base has to step and begin its own.
 
-    Such a parameter had its moments in the eigenbasis, until its layer lost its state or was loaded
+    K-FAC kept the moments of such a parameter, until its layer lost its state or was loaded
     elsewhere. Parameters in ``stepped`` take no step of the base: the base's tensors are removed
     there, so that it starts anew if the parameter ever comes back to it.
     """
@@ -417,8 +417,8 @@ def _restore_layer(
     state.failures, state.levels = failures, code // _CONVENTIONS
     if state.has_state:  # a decomposition that was under way is done anew at once
         state.stale.update(side for side, step in zip("ag", begun, strict=False) if step >= 0)
-    moments = {f"{PREFIX}{layer.tag}{name}" for name in _MOMENTS}
-    given = moments & entry.keys()  # a consolidated state has other ranks' moments, too
-    if moments & views.keys() - given if kfac.rule.makes_directions else given:
+    name = f"{PREFIX}{layer.tag}{_MOMENTUM}"
+    given = name in entry  # a consolidated state has other ranks' moments, too
+    if name in views and not given if kfac.rule.makes_directions else given:
         restored.moments_anew.append(layer.name)
     return True

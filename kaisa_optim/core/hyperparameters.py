@@ -76,8 +76,7 @@ class Hyperparameters:
                 schedule = schedules.get(name)
                 # Users and schedulers write into groups, too.
                 group[name] = settled(group[name] if schedule is None else schedule(self.steps))
-            if self.options.moments != "eigenbasis":  # the eigenbasis has no use for a damping
-                refuse_lost_damping(group)
+            refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
             setattr(self, name, schedule(self.steps))
 

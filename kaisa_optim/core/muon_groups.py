@@ -14,6 +14,9 @@ from ..linalg.orthogonal import MuonStep
 from .coverage import beside_matrices
 from .options import Group
 
+# Keys of a group that :func:`settings` reads.
+OF_STEP = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+
 
 def takes_muon(group: Group, p: Tensor) -> bool:
     """Return whether Muon takes a parameter of this group; else AdamW does."""

@@ -33,10 +33,6 @@ MUON_DAMPING = 0.1
 # learning rate of 0.1, from 0.063 to 0.039 on a U-Net, and from 1.324 to 1.283 on ResNet-8.
 _EARLY = (5, 10, 25, 50)
 
-# Adam in the eigenbasis gains by every refresh, and refining a basis costs little. Losses after
-# half of a horizon, of a character GPT and of a digits autoencoder: 2.135 and 0.214 with eigh every
-# 100 steps, 2.114 and 0.193 with refining every 20 steps, 2.100 and 0.187 with these values.
-_TOLERANCE = 0.1
 _OFTEN, _SELDOM = 10, 50
 
 
@@ -168,9 +164,9 @@ def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
-def _moments(name: str, value: Any) -> str:
+def _method(name: str, value: Any) -> str:
     # KFACMuon asks for "metric"; users can't.
-    return "metric" if value == "metric" else str(_one_of("parameters", "eigenbasis")(name, value))
+    return "metric" if value == "metric" else str(_one_of("eigen", "inverse")(name, value))
 
 
 def _unchecked(name: str, value: Any) -> Any:
@@ -204,7 +200,7 @@ class Option:
     follows: Callable[[Options], Any] | None = None  # the value that None stands for
     off: Any = DEFAULT  # the value that goes with every other option
     conflicts: tuple[Conflict, ...] = ()
-    unused_by: tuple[str, ...] = ()  # "eigenbasis" (of the moments), "muon"
+    unused_by: tuple[str, ...] = ()  # "muon"
     own_of_rank: bool = False  # ranks may set different values
     guide: str = ""  # page and anchor in docs/guides
 
@@ -220,24 +216,12 @@ def differs(value: Any, default: Any) -> bool:
     return value is not default and not (plain and value == default)
 
 
-def _refined(options: Options) -> float:
-    """Return the tolerance within which bases of Adam's moments are refined."""
-    rounded = options.inv_dtype in _HALVES
-    refines = options.moments == "eigenbasis" and not (rounded or options.kaisa_scaling)
-    return _TOLERANCE if refines else 0.0
-
-
 def _refresh_interval(options: Options) -> int:
-    given = options.basis_tolerance
-    tolerance = _refined(options) if given is None else given
-    refines = options.moments == "eigenbasis" and bool(tolerance)
-    return _OFTEN if refines or options.moments == "metric" else _SELDOM
+    return _OFTEN if options.compute_method == "metric" else _SELDOM
 
 
 def _early_refreshes(options: Options) -> tuple[int, ...]:
-    """Return early steps where the first batches' bases would else be kept for long."""
-    if options.moments == "eigenbasis":
-        return _EARLY
+    """Return early steps where the first batches' state would else be kept for long."""
     every = options.inv_update_steps
     seldom = not callable(every) and every >= _SELDOM
     return _EARLY if seldom and not options.kaisa_scaling else ()
@@ -250,16 +234,11 @@ def _split(options: Options) -> str | None:
 
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
-_BOTH = ("eigenbasis", "muon")
+_MUON = ("muon",)
 # Pages of docs/guides, with the heading's anchor.
 _FIRST_STEPS = "tuning.md#the-first-steps"
-_KEEPING_MOMENTS = "optimizer.md#options-of-kfacadam-and-kfaclamb"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' scaling leaves K out")
 _INVERSE = ("inverse",)
-
-
-def _in_eigenbasis(reason: str, remedy: str = Conflict.remedy) -> Conflict:
-    return Conflict("moments", ("eigenbasis",), reason, remedy)
 
 
 # fmt: off
@@ -267,7 +246,7 @@ _CURVATURE = (
     Option("damping", DAMPING, _FLOAT, _real(_above_zero, "a number above 0, such as 1e-3"),
            "γ, added to the curvature; a parameter group may have its own. Of KFACMuon, a share of "
            "G's mean eigenvalue, 0.1 by default.",
-           "group", schedulable=True, unused_by=("eigenbasis",)),
+           "group", schedulable=True),
     Option("factor_decay", 0.95, _FLOAT, _real(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
            "β of the factors' running average; a parameter group may have its own. 0: the newest "
            "statistics replace the average.",
@@ -283,7 +262,7 @@ _CURVATURE = (
            conflicts=(_WITHOUT_K,), guide="losses.md#what-k-is"),
     Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
            '"expand": one row for each position; "reduce": one row for each example.',
-           conflicts=(_WITHOUT_K,), unused_by=("muon",)),
+           conflicts=(_WITHOUT_K,), unused_by=_MUON),
     Option("statistics_fraction", 1.0, _FLOAT,
            _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
                  "examples"),
@@ -300,12 +279,11 @@ _CURVATURE = (
                Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
                Conflict("compute_eigenvalue_outer_product", (True,),
                         "corrected eigenvalues are no product"),
-               Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs"),
-               _in_eigenbasis("Adam's second moment is in their place")),
-           unused_by=_BOTH, guide="methods.md#corrected-eigenvalues"),
+               Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs")),
+           unused_by=_MUON, guide="methods.md#corrected-eigenvalues"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',
-           unused_by=_BOTH),
+           unused_by=_MUON),
     Option("grad_scaler", None, "Any", _grad_scaler,
            "The GradScaler, number or callable that gives the scale of the losses.",
            "optimizer", own_of_rank=True, guide="precision.md"),
@@ -320,8 +298,7 @@ _REFRESHES = (
            "The interval, in steps, at which a layer's statistics are gathered.",
            "optimizer", schedulable=True),
     Option("inv_update_steps", None, f"{_STEPS} | None", _interval,
-           "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon "
-           "and for moments in an eigenbasis that is refined.",
+           "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon.",
            "optimizer", schedulable=True, follows=_refresh_interval,
            guide="tuning.md#cheaper-refreshes"),
     Option("staggered", None, "bool | int | None", _staggered,
@@ -331,30 +308,28 @@ _REFRESHES = (
            follows=lambda options: not options.kaisa_scaling),
     Option("early_refreshes", None, "Iterable[int] | None", _step_numbers,
            "Further steps in which everything is gathered and refreshed. None: (5, 10, 25, 50) "
-           "with moments in the eigenbasis and where inv_update_steps is 50 or more; else none, "
-           'and none if normalization is "kaisa".',
+           "where inv_update_steps is 50 or more; else none, and none if normalization is "
+           '"kaisa".',
            follows=_early_refreshes),
-    Option("compute_method", "eigen", "str", _one_of("eigen", "inverse"),
-           '"eigen": eigendecompositions; "inverse": inverses by Cholesky.',
-           conflicts=(_in_eigenbasis("moments live in eigenvectors"),), unused_by=_BOTH),
+    Option("compute_method", "eigen", "str", _method,
+           '"eigen": eigendecompositions; "inverse": inverses by Cholesky.', unused_by=_MUON),
     Option("damping_split", None, "str | None", _one_of("pi", "full"),
            'The damping of inverses: "pi", divided between A and G, or "full", on both. '
            'None: "pi", or "full" if normalization is "kaisa".',
-           follows=_split, unused_by=("muon",),
+           follows=_split, unused_by=_MUON,
            conflicts=(Conflict("compute_method", ("eigen",),
                                "the eigenbasis applies the exact damping"),)),
     Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
-           conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
-                      _in_eigenbasis("Adam's second moment is in their place")),
-           unused_by=_BOTH),
+           conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
+           unused_by=_MUON),
     Option("basis_tolerance", None, "float | None",
            _real(lambda x: 0 <= x < 1, "a share in [0, 1), such as 0.1, or 0 for a new "
                  "decomposition at every refresh"),
            "The share outside of the diagonal up to which eigenvectors are refined, not found "
-           "anew. None: 0.1 with moments in the eigenbasis, unless inv_dtype is a half precision "
-           'or normalization "kaisa", else 0.',
-           follows=_refined, off=0.0, unused_by=("muon",), guide="tuning.md#cheaper-refreshes",
+           "anew. None: 0.",
+           follows=lambda options: 0.0, off=0.0, unused_by=_MUON,
+           guide="tuning.md#cheaper-refreshes",
            conflicts=(
                Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
                Conflict("normalization", ("kaisa",), "the papers find them anew"),
@@ -371,9 +346,8 @@ _REFRESHES = (
                Conflict("eigenvalue_correction", ("examples", "gradients"),
                         "corrected eigenvalues do not tell which eigenvectors lead"),
                Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
-               Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors"),
-               _in_eigenbasis("moments live in all eigenvectors")),
-           unused_by=_BOTH, guide="tuning.md#leading-eigenvectors-alone"),
+               Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors")),
+           unused_by=_MUON, guide="tuning.md#leading-eigenvectors-alone"),
     Option("factor_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which factors are stored. None: float32, or float64 for float64 "
            "parameters."),
@@ -388,38 +362,21 @@ _REFRESHES = (
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
            "κ of the KL clip, which limits the length of a step. None: no limit.",
-           "optimizer", schedulable=True, off=None, unused_by=_BOTH,
+           "optimizer", schedulable=True, off=None, unused_by=_MUON,
            conflicts=(Conflict("grafting", (True,), "it gives gradients a length that the clip "
                                "would change", "pass kl_clip=None, or leave out grafting"),)),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
            'None: "initial", or "current" if normalization is "kaisa".',
            follows=lambda options: "current" if options.kaisa_scaling else "initial",
-           unused_by=_BOTH),
+           unused_by=_MUON),
     Option("grafting", False, "bool", check_flag,
            "Give each preconditioned gradient its raw gradient's length: start from the base's "
            "lr, with kl_clip=None.",
-           conflicts=(_in_eigenbasis("its directions have a length of their own"),),
-           unused_by=_BOTH, guide=_FIRST_STEPS),
+           unused_by=_MUON, guide=_FIRST_STEPS),
     Option("warmup_steps", 0, "int", _whole(0, "a whole number of steps, 0 for none"),
            "Steps in which raw gradients give way to preconditioned ones.",
-           conflicts=(_in_eigenbasis("its directions do not mix with gradients",
-                                     "leave one of the two out, or let lr start low"),),
-           unused_by=_BOTH, guide=_FIRST_STEPS),
-    Option("moments", None, "str | None", _moments,
-           'Of Adam, AdamW and LAMB: "eigenbasis", the moments live in K-FAC\'s eigenbasis, or '
-           '"parameters", the base sees preconditioned gradients. None: the former, with nesterov '
-           "and orthogonal, unless an option is set that has no use there.",
-           follows=lambda options: "parameters", unused_by=("muon",),
-           guide=_KEEPING_MOMENTS),
-    Option("nesterov", None, "bool | None", check_flag,
-           "With moments in the eigenbasis: the direction takes the gradient in once more. None: "
-           "True where moments=None leads there. Of SGD and Muon it is their own.",
-           follows=lambda options: False, guide=_KEEPING_MOMENTS),
-    Option("orthogonal", None, "bool | None", check_flag,
-           "With moments in the eigenbasis: directions have nearly equal singular values, as "
-           "Muon's. None: as for nesterov.",
-           follows=lambda options: False, unused_by=("muon",), guide=_KEEPING_MOMENTS),
+           unused_by=_MUON, guide=_FIRST_STEPS),
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | None", _fraction,
@@ -572,7 +529,9 @@ class Options:
 
 # ---- names that do not exist ----
 
-# Arguments of kfac-pytorch that this package does not have, or has under another name.
+_MOMENTS_NOW = 'the directions of compute_method="polar" take the place of moments in an eigenbasis'
+# Arguments of kfac-pytorch, and of earlier revisions, that this package does not have, or has under
+# another name.
 _FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
@@ -582,6 +541,9 @@ _FORMER = {
     "step()",
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
     "refresh_lag": "leave it out: decompositions are in use at once",
+    "moments": f"leave it out: {_MOMENTS_NOW}",
+    "nesterov": f"leave it out: {_MOMENTS_NOW}",
+    "orthogonal": f"leave it out: {_MOMENTS_NOW}",
 }
 
 

@@ -79,7 +79,7 @@ class Preconditioner(Questions):
         if not self.registry.layers:
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
-        reports.warn_at_construction(self.registry, self.ranks, self.rule, options)
+        reports.warn_at_construction(self.registry, self.ranks, options)
 
     def _make_parts(
         self,
@@ -110,7 +110,7 @@ class Preconditioner(Questions):
     def step(self, groups: list[Group]) -> dict[Tensor, Tensor]:
         """Take one step; return the gradient for the base of each covered parameter that has one.
 
-        A rule that keeps moments returns the base's directions as gradients.
+        A rule that makes directions returns them as gradients.
         """
         self.read(groups)
         self.registry.refuse_replaced(groups)
@@ -447,31 +447,17 @@ def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> 
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
-        rates(registry, groups),
         registry.settings(groups),
         agreed.terms,
         frozenset(x.name for x in graded),
     )
 
 
-def rates(registry: Registry, groups: list[Group]) -> Callable[[Layer], float | Tensor]:
-    """Return a function that reads the largest learning rate of a layer's parameters."""
-
-    def rate_of(number: int) -> Any:
-        rate = groups[number]["lr"]
-        host = isinstance(rate, Tensor) and rate.device.type == "cpu"
-        return float(rate) if host else rate
-
-    return lambda layer: max(map(rate_of, {registry.group_of(p) for p in layer.parameters}))
-
-
 def make_rule(options: Options) -> Rule:
     """Return the rule that the options ask for."""
     dtype = options.inv_dtype
-    if options.moments == "metric":
+    if options.compute_method == "metric":
         return rules.MuonRule(dtype)
-    if options.moments == "eigenbasis":
-        return rules.AdamRule(dtype, nesterov=options.nesterov, orthogonal=options.orthogonal)
     if options.compute_method == "inverse":
         return rules.CholeskyRule(dtype, options.damping_split or "pi")
     if options.correction:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.rules import AdamRule, MuonRule, Rule, adam
+from ..curvature.rules import MuonRule, Rule
 from ..curvature.stacks import AppliedFactors, stack_key
 from ..errors import invalid_because
 from ..layers import Basis, Layer
@@ -174,8 +174,6 @@ class Registry:
         if isinstance(self._rule, MuonRule):
             muon_groups.refuse_changes(groups, self._choices)
             return [muon_groups.settings(group) for group in groups]
-        if isinstance(self._rule, AdamRule):
-            return [adam.settings(group) for group in groups]
         return []
 
     def _settings_of(self, layer: Layer, groups: list[Group], of_group: Sequence[Any]) -> Any:
@@ -183,13 +181,11 @@ class Registry:
         numbers = sorted({self._group_of[p] for p in layer.parameters})
         found = [of_group[i] for i in numbers]
         if any(other != found[0] for other in found):
-            names = ("betas", "eps", "bias_correction", "grad_averaging")
             first, last = groups[numbers[0]], groups[numbers[-1]]
-            name = next(x for x in names if first.get(x) != last.get(x))
+            name = next(x for x in muon_groups.OF_STEP if first[x] != last[x])
             why = (
                 f"layer {layer.name!r} has its weight and bias in parameter groups with "
-                f"different values {[first[name], last[name]]}; give both groups the same "
-                f'{name}, or use moments="parameters"'
+                f"different values {[first[name], last[name]]}; give both groups the same {name}"
             )
             raise invalid_because(name, why)
         return found[0]

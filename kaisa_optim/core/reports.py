@@ -43,8 +43,6 @@ _KINDS = {
     "inverse": "inverses",
     "root": "roots",
     "scale": "eigenvalue_products",
-    "exp_avg": "moments",
-    "exp_avg_sq": "moments",
     "momentum": "moments",
     "corrected": "corrected_eigenvalues",
 }
@@ -77,8 +75,7 @@ def account(
         method=rule.method,
         split=options.damping_split,
         stored_product=isinstance(rule, rules.StoredProductRule),
-        moments=2 if isinstance(rule, rules.AdamRule) else int(rule.makes_directions),
-        counts_steps=isinstance(rule, rules.AdamRule),
+        moments=int(rule.makes_directions),
         checks=bool(refresher.specs(1)),
         refines=tuple(name for name, layer in layers.items() if refresher.refines(layer)),
         truncated=isinstance(rule, rules.TruncatedRule),
@@ -171,11 +168,7 @@ def describe(kfac: Questions) -> str:
     how = options.compute_method
     if isinstance(rule, rules.MuonRule):
         how = "roots of G, momentum in its metric"
-    elif isinstance(rule, rules.AdamRule):
-        how += ", moments in the eigenbasis"
     how += f", truncation {options.truncation:g}" if options.truncation else ""
-    how += ", Nesterov's momentum" if options.nesterov else ""
-    how += ", orthogonal directions" if options.orthogonal else ""
     intervals = f"statistics every {kfac.factor_update_steps}"
     if options.statistics_precision != "highest":
         intervals += f" in {options.statistics_precision} precision"
@@ -215,7 +208,7 @@ def nothing_covered(registry: Registry) -> ValueError:
     return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
 
 
-def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: Options) -> None:
+def warn_at_construction(registry: Registry, ranks: Ranks, options: Options) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
     found = coverage(registry)
     if ranks.rank == 0:
@@ -223,7 +216,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule, options: 
     text = poor_coverage(found)
     if text:
         agreement.warn(ranks, text, stacklevel=5)
-    text = _wide_factors(registry, rule, options)
+    text = _wide_factors(registry, options)
     if text:
         agreement.warn(ranks, text, stacklevel=5)
     if ranks.status_device:
@@ -269,9 +262,9 @@ def poor_uses(kfac: Questions) -> str:
     return poor_coverage(found) if found is not None else ""
 
 
-def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
+def _wide_factors(registry: Registry, options: Options) -> str:
     """Return a warning that names factors whose eigenvectors take a CPU long, if there are any."""
-    if options.compute_method != "eigen" or isinstance(rule, rules.MuonRule):
+    if options.compute_method != "eigen":
         return ""
     layers = registry.layers.values()
     on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
@@ -281,12 +274,11 @@ def _wide_factors(registry: Registry, rule: Rule, options: Options) -> str:
     wide = [f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE]
     if not wide:
         return ""
-    remedy = "for a diagonal factor in its place give a lower max_factor_size"
-    if not rule.makes_directions:  # rules with moments have no use for inverses
-        remedy += (
-            '; compute_method="inverse", where your other options admit it, takes about a '
-            "fifth of the time"
-        )
+    remedy = (
+        "for a diagonal factor in its place give a lower max_factor_size; "
+        'compute_method="inverse", where your other options admit it, takes about a fifth of '
+        "the time"
+    )
     head = f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:"
     return "\n".join([head, *wide, remedy])
 

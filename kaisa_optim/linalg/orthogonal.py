@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,10 +34,6 @@ _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then s
 _BELOW_ONE = 0.98
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
-# About the cosine between Adam's direction and its momentum. Numbers of a normal distribution and
-# their signs have √(2 / π).
-_ADAMS_COSINE = 0.8
-_LEAST_COSINE = 0.01
 
 
 def narrow(matrices: Tensor) -> bool:
@@ -66,24 +61,6 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     found = _towards_one(wide, polynomials, in_half)
     return found.mT if tall else found
-
-
-def as_steep_as_adams(
-    directions: Tensor, momenta: Tensor, divisors: Tensor, limit: float | Tensor
-) -> Tensor:
-    """Scale directions, ``[k, g, a]``, so that losses fall along them as along Adam's own.
-
-    Adam divides momenta M by divisors D. Outside of any basis, its direction has a root mean square
-    of about ρ = ‖M‖ / ‖D‖, which rotations keep, and a cosine of 0.8 with M. A direction whose
-    cosine with M is c, at least 0.01, gets 0.8 ρ / c; one that does not follow M (c ≤ 0) gets ρ;
-    none gets more than ``limit``. Directions and momenta are overwritten.
-    """
-    largest = _largest(momenta)
-    norm, own = _norm(momenta.div_(largest)), _or_one(_norm(directions))
-    cosine = momenta.mul_(directions).sum((1, 2), keepdim=True) / (_or_one(norm) * own)
-    cosine = torch.where(cosine > 0, cosine.clamp(min=_LEAST_COSINE), _ADAMS_COSINE)
-    size = (norm / _or_one(_norm(divisors)) * largest * _ADAMS_COSINE / cosine).clamp(max=limit)
-    return directions.mul_(size * math.sqrt(directions[0].numel()) / own)
 
 
 def _norm(matrices: Tensor) -> Tensor:

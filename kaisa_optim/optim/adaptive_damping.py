@@ -247,10 +247,8 @@ def _check_options(optimizer: KFACMixin) -> None:
     wrong, why = "", ""
     if optimizer.has_schedule("damping"):
         wrong, why = "a callable damping", "it would be overwritten: give the optimizer a number"
-    elif options.moments == "metric":
+    elif options.compute_method == "metric":
         wrong, why = "KFACMuon", "its damping is a share of G's eigenvalues: leave it out"
-    elif options.moments == "eigenbasis":
-        wrong, why = 'moments="eigenbasis"', 'it uses no damping: take moments="parameters"'
     elif options.compute_method != "eigen" or options.compute_eigenvalue_outer_product:
         wrong = "stored inverses or eigenvalue products"
         why = 'they keep the damping of their refresh: take compute_method="eigen" alone'

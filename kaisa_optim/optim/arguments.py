@@ -21,10 +21,8 @@ from ..core.options import (
     unexpected,
 )
 from ..errors import invalid, invalid_because
-from . import moments
 from .muon import Muon
 
-OF_MOMENTS = "nesterov", "orthogonal"  # names that a base may have, too
 # Keys of a parameter group, beside the base's own.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
 # Options that a parameter group can't have of its own.
@@ -37,21 +35,10 @@ def parameters_of(base: type[Optimizer]) -> Parameters:
     return inspect.signature(base.__init__).parameters
 
 
-def is_the_bases(name: str, base: type[Optimizer]) -> bool:
-    """Return whether an argument of this name is the base's own, or may be."""
-    theirs = parameters_of(base)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in theirs.values())
-    return name in theirs or (takes_any and not issubclass(base, moments.BASES))
-
-
 def options_of(base: type[Optimizer]) -> dict[str, Option]:
     """Return K-FAC's options in the signature of a class over this base."""
     unused = "muon" if base is Muon else ""
-    return {
-        name: option
-        for name, option in OPTIONS.items()
-        if unused not in option.unused_by and not (name in OF_MOMENTS and is_the_bases(name, base))
-    }
+    return {n: option for n, option in OPTIONS.items() if unused not in option.unused_by}
 
 
 def signature(base: type[Optimizer]) -> inspect.Signature:
@@ -99,18 +86,13 @@ def separate(
 
     ``known`` are the parameters of the class that is built next, which may stand before the base.
     """
-    ours = {n: v for n, v in given.items() if n in OPTIONS and not _belongs(n, v, base)}
+    ours = {n: v for n, v in given.items() if n in OPTIONS}
     theirs = {n: v for n, v in given.items() if n not in ours}
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         for name in theirs:
             if name not in known:
                 raise unexpected(title, name, options_of(base), known)
     return theirs, ours
-
-
-def _belongs(name: str, value: Any, base: type[Optimizer]) -> bool:
-    """Return whether an argument goes to the base; ``None`` is no value of a base's own."""
-    return name in OF_MOMENTS and value is not None and is_the_bases(name, base)
 
 
 def find_model(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
@@ -150,20 +132,11 @@ def _given(params: Any, model: Any) -> str:
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
 
 
-# ---- where moments live ----
+# ---- Muon ----
 
 
-def settle_moments(
-    title: str,
-    base: type[Optimizer],
-    theirs: dict[str, Any],
-    ours: dict[str, Any],
-    groups: list[dict[str, Any]],
-) -> str:
-    """Settle ``ours["moments"]`` and its two switches, in place.
-
-    Return the option that rules out the eigenbasis as the default, if any.
-    """
+def settle_muon(title: str, base: type[Optimizer], ours: dict[str, Any]) -> None:
+    """Give Muon its method and its damping, in place; refuse options that it has no use for."""
     if base is Muon:
         for name, option in OPTIONS.items():
             value = ours.get(name)
@@ -171,47 +144,8 @@ def settle_moments(
                 raise invalid(name, value, f"{title} has no use for it, leave it out")
             if "muon" in option.unused_by:
                 ours.pop(name, None)
-        ours["moments"] = "metric"
-        return ""
-    asked = ours.get("moments")
-    if asked == "metric":
-        raise invalid_because("moments", '"metric" is KFACMuon\'s own; leave it out')
-    against = moments.argument_against(theirs) or _option_against(ours, groups)
-    why = _why_not_in_the_eigenbasis(base, asked, against)
-    if asked is None:
-        ours["moments"] = "parameters" if why else "eigenbasis"
-        if not why:  # moments="eigenbasis", given by name, is Adam itself in another basis
-            for name in OF_MOMENTS:
-                if ours.get(name) is None:
-                    ours[name] = True
-    for name in OF_MOMENTS:
-        if ours.get(name) and ours["moments"] != "eigenbasis":
-            raise invalid_because(name, f'True belongs to moments="eigenbasis", which {why}')
-    return against if asked is None and base in moments.BASES else ""
-
-
-def _why_not_in_the_eigenbasis(base: type[Optimizer], asked: Any, against: str) -> str:
-    """Return why moments are not kept in the eigenbasis, as the end of a sentence, or nothing."""
-    if not issubclass(base, moments.BASES):
-        return "needs Adam, AdamW or LAMB as its base; leave it out"
-    if asked is not None:
-        return f"moments={asked!r} rules out; leave out one of the two"
-    if base not in moments.BASES:  # it may have a step of its own, which would not be called
-        return f"must be named over {base.__name__}, a subclass; name it, or leave this out"
-    return f"{against} rules out; leave out one of the two" if against else ""
-
-
-def _option_against(ours: dict[str, Any], groups: list[dict[str, Any]]) -> str:
-    """Return an option, of all or of some parameters, that the eigenbasis has no use for."""
-    given = [(n, ours[n], "") for n, x in OPTIONS.items() if _unused(x) and n in ours]
-    given += [("damping", g["damping"], " in a parameter group") for g in groups if "damping" in g]
-    for name, value, where in given:
-        if differs(value, DAMPING if name == "damping" else OPTIONS[name].default):
-            return f"{name}={value!r}{where}"
-    # A number may come from another optimizer, whose group is used again.
-    current = any(group.get("kl_clip_lr") == "current" for group in groups)
-    return 'kl_clip_lr="current" in a parameter group' if current else ""
-
-
-def _unused(option: Option) -> bool:
-    return "eigenbasis" in option.unused_by
+        ours["compute_method"] = "metric"
+    elif ours.get("compute_method") == "metric":
+        raise invalid_because("compute_method", '"metric" is KFACMuon\'s own; leave it out')
+    if ours.get("damping") is None:
+        ours["damping"] = MUON_DAMPING if base is Muon else DAMPING

@@ -88,12 +88,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 
 @_sign
 class KFACAdam(KFACMixin, torch.optim.Adam):
-    """torch.optim.Adam with K-FAC inside: Adam works in the eigenbasis of K-FAC's factors.
-
-    By default, directions are orthogonal in the eigenbasis, with Nesterov's momentum. With
-    ``moments="eigenbasis"`` they are Adam's own. With ``moments="parameters"`` Adam gets
-    preconditioned gradients.
-    """
+    """torch.optim.Adam with K-FAC inside: Adam gets preconditioned gradients."""
 
     _base = torch.optim.Adam
 
@@ -133,10 +128,6 @@ class KFACMuon(KFACMixin, Muon):
 
 @_sign
 class KFACLAMB(KFACMixin, LAMB):
-    """LAMB with K-FAC inside: its inner moments live in the eigenbasis of K-FAC's factors.
-
-    By default and with ``moments="eigenbasis"``, inner directions are :class:`KFACAdam`'s.
-    With ``moments="parameters"``, LAMB and its clipping get preconditioned gradients.
-    """
+    """LAMB with K-FAC inside: LAMB and its clipping get preconditioned gradients."""
 
     _base = LAMB

@@ -50,10 +50,9 @@ class LAMB(Optimizer):
     The ratio of norms counts as 1 where either is 0 and, unless ``use_nvlamb``, in groups with
     ``weight_decay=0``. ``bias_correction=False`` leaves both divisions by 1 - beta^t out.
 
-    LAMB reads ``p.grad`` when ``step`` runs, and leaves it unchanged. By default the moments of
-    KFACLAMB live in K-FAC's eigenbasis, and the clipping sees raw gradients. With
-    ``moments="parameters"``, as in the K-FAC papers, the moments, the trust ratios and the clipping
-    by ``max_grad_norm`` all see preconditioned gradients.
+    LAMB reads ``p.grad`` when ``step`` runs, and leaves it unchanged. In KFACLAMB, as in the K-FAC
+    papers, the moments, the trust ratios and the clipping by ``max_grad_norm`` all see
+    preconditioned gradients.
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.

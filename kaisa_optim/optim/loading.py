@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ..core import checkpoint
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
-from . import moments
 from .arguments import GROUP_KEYS
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ class Load:
 
         assert isinstance(optimizer, KFACMixin)
         checkpoint.check_form(loaded)
-        if self._kfac.options.moments == "eigenbasis":
-            for group in loaded["param_groups"]:
-                moments.check(optimizer, group)
         loaded = loaded.copy()
         groups = optimizer.param_groups
         self.entries = checkpoint.take_out(self._kfac, loaded, groups)
@@ -60,9 +56,9 @@ class Load:
             names = ", ".join(map(repr, moments_anew))
             warnings.warn(
                 f"the moments of {names} are missing in this state, or of another kind than this "
-                "optimizer's, and begin at zero; for a run to go on, build it with the class and "
-                "the moments= that the state was saved with, and on several ranks call "
-                "consolidate_state_dict() before a save",
+                "optimizer's, and begin at zero; for a run to go on, build it with the class that "
+                "the state was saved with, and on several ranks call consolidate_state_dict() "
+                "before a save",
                 stacklevel=3,
             )
         if missing and not self._fresh:

@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checks import check_callable
-from ..comm import agreement
 from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
-from ..core.options import DAMPING, MUON_DAMPING, OPTIONS, PER_GROUP, SCHEDULED, Options
+from ..core.options import OPTIONS, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..linalg import precision
 from . import arguments, loading, moments, notices
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
-from .muon import Muon
 
 # Which parameters have gradients, and which ones the base passes by.
 Room = tuple[list[bool], list[Tensor]]
@@ -52,13 +50,7 @@ class KFACMixin(Optimizer, Joinable):
         known = inspect.signature(super().__init__).parameters
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
-        groups: list[dict[str, Any]] = []
-        if isinstance(params, Iterable) and not isinstance(params, Tensor):  # else the base refuses
-            params = list(params)
-            groups = [group for group in params if isinstance(group, dict)]
-        if ours.get("damping") is None:
-            ours["damping"] = MUON_DAMPING if base is Muon else DAMPING
-        against = arguments.settle_moments(title, base, theirs, ours, groups)
+        arguments.settle_muon(title, base, ours)
         self._kfac_process_group = ours.pop("process_group", None)
         self._kfac_options = Options(**ours)
         self._group_defaults = {name: ours.get(name, OPTIONS[name].default) for name in PER_GROUP}
@@ -67,13 +59,6 @@ class KFACMixin(Optimizer, Joinable):
         super().__init__(given, *args, **theirs)
         self._start()
         notices.misspelt_keys(self, self.param_groups)
-        if against:  # in a search, one value may rule out the eigenbasis, and other values not
-            text = (
-                f'{against} leads to moments="parameters" in place of "eigenbasis", the default, '
-                'where it has no meaning; name moments="parameters" if that is meant, or leave '
-                "it out"
-            )
-            agreement.warn(self.preconditioner.ranks, text, notices.level_of_caller())
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
@@ -81,7 +66,7 @@ class KFACMixin(Optimizer, Joinable):
         self._notices = notices.Notices()
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
-        # The facts at the last _make_room; None after a load, perhaps from the eigenbasis.
+        # The facts at the last _make_room; None after a load, perhaps of another class's state.
         self._room: Room | None = None
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
@@ -219,14 +204,12 @@ class KFACMixin(Optimizer, Joinable):
                 schedules[name] = value
                 value = self._scheduled(name, value)
             param_group[name] = check(value)
-        if self._kfac_options.moments == "eigenbasis":
-            moments.check(self, param_group)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
         group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
         clips = self._kfac_options.kl_clip is not None
-        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.moments == "parameters":
+        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.compute_method != "metric":
             warnings.warn(
                 "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
                 'and let a schedule start lower, or use kl_clip_lr="current"',
@@ -239,8 +222,7 @@ class KFACMixin(Optimizer, Joinable):
         self._consolidated = None
         is_built = hasattr(self, "preconditioner")
         try:
-            if self._kfac_options.moments != "eigenbasis":
-                refuse_lost_damping(group)
+            refuse_lost_damping(group)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:

@@ -8,46 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from ..comm.sharding import parts_here
 from ..core.options import Group
-from ..errors import invalid_because
 from . import muon
 from .lamb import LAMB, clipped_gradients, descend, math_dtype
-
-BASES = Adam, AdamW, LAMB  # their moments can live in an eigenbasis
-
-
-def argument_against(arguments: Group) -> str:
-    """Return the base's argument that :func:`check` would refuse, if any."""
-    if arguments.get("amsgrad"):
-        return "amsgrad=True"
-    betas = arguments.get("betas", ())
-    tensors = isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
-    return f"betas={betas!r}" if tensors else ""
-
-
-def check(optimizer: Optimizer, group: Group) -> None:
-    """Refuse bases without Adam's moments, and options that have no meaning in the eigenbasis."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, BASES):
-        why = (
-            f'"eigenbasis" needs Adam, AdamW or LAMB as its base, {name} has none of them; use '
-            'moments="parameters"'
-        )
-        raise invalid_because("moments", why)
-    group = {**optimizer.defaults, **group}
-    if group.get("amsgrad"):
-        why = (
-            "True; a largest second moment has no meaning while its basis rotates: leave it out, "
-            'or use moments="parameters"'
-        )
-        raise invalid_because("amsgrad", why)
-    if any(isinstance(beta, Tensor) for beta in group["betas"]):
-        raise invalid_because(
-            "betas", f'{group["betas"]}; with moments="eigenbasis" they must be numbers'
-        )
 
 
 def limited(optimizer: Optimizer) -> dict[Tensor, Tensor]:
@@ -87,7 +53,7 @@ def taken_in(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def move(optimizer: Optimizer, directions: dict[Tensor, Tensor]) -> None:
-    """Step along Adam's directions, which may be overwritten."""
+    """Step along directions, which may be overwritten."""
     for group in optimizer.param_groups:
         for params in _alike(p for p in group["params"] if p in directions):
             _move(optimizer, group, params, [directions[p] for p in params])

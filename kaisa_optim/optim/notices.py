@@ -13,7 +13,7 @@ import torch
 
 from ..comm import agreement
 from ..core import reports
-from ..core.options import DAMPING, KL_CLIP, meant
+from ..core.options import KL_CLIP, meant
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
 from .arguments import GROUP_KEYS, OF_ALL
@@ -45,7 +45,7 @@ class Notices:
             return
         found = _unread(optimizer)
         if not found and kfac.rule.makes_directions:
-            found = _unused(optimizer)
+            found = _unused(kfac)
         elif not found:
             found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
         if found:
@@ -94,20 +94,10 @@ def _unread(optimizer: KFACMixin) -> str:
     )
 
 
-def _unused(optimizer: KFACMixin) -> str:
-    """Name a clip or a damping that moments kept by K-FAC have no use for."""
-    kfac = optimizer.preconditioner
-    clip, dampings = kfac.kl_clip, {g["damping"] for g in optimizer.param_groups}
-    unread = [f"kl_clip {clip!r}"] * (clip not in (None, KL_CLIP))
-    if not kfac.rule.rotates:
-        return f"{unread[0]}: of no use to KFACMuon; leave it out" if unread else ""
-    asked = [f"damping {value!r}" for value in sorted(dampings - {DAMPING})] + unread
-    if not asked:
-        return ""
-    return (
-        f'{" and ".join(asked)}: of no use to moments="eigenbasis"; leave it out, or build the '
-        'optimizer with moments="parameters"'
-    )
+def _unused(kfac: Preconditioner) -> str:
+    """Name a clip that a rule which makes directions has no use for."""
+    unread = kfac.kl_clip not in (None, KL_CLIP)
+    return f"kl_clip {kfac.kl_clip!r}: of no use to KFACMuon; leave it out" if unread else ""
 
 
 def _unread_scale(kfac: Preconditioner) -> str:

@@ -193,14 +193,8 @@ def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
             "out here"
         )
         raise invalid_because(name, why)
-    moments, unused_by = optimizer.preconditioner.options.moments, OPTIONS[name].unused_by
-    if moments == "metric" and "muon" in unused_by:
+    options = optimizer.preconditioner.options
+    if options.compute_method == "metric" and "muon" in OPTIONS[name].unused_by:
         raise invalid_because(name, "KFACMuon has no use for it; leave it out here")
-    if moments in unused_by:
-        why = (
-            'with moments="eigenbasis" the optimizer has no use for it; leave it out here, or '
-            'build the optimizer with moments="parameters"'
-        )
-        raise invalid_because(name, why)
     if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
         raise invalid_because("kl_clip", "the optimizer's clip is off; leave it out here")

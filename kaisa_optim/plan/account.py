@@ -54,7 +54,6 @@ class Account:
     split: str | None = "pi"  # the split of the damping, for inverses
     stored_product: bool = False
     moments: int = 0  # numbers kept for each number of a gradient
-    counts_steps: bool = False  # moments have a count of their own, as Adam's
     checks: bool = False  # owners keep a flag for each factor that must be decomposed again
     refines: Collection[str] = ()  # layers whose refresh is checked in the step after it
     truncated: bool = False  # leading eigenvectors are counted
@@ -110,7 +109,7 @@ class Account:
         """Return the bytes that every gradient worker keeps beside the factors."""
         itemsize, blocks = layer.itemsize, layer.task.blocks
         usage = {"moments": self.moments * layer.gradient * itemsize}
-        usage["counters"] = self.counts_steps * blocks * itemsize + self.truncated * blocks * 5 * 4
+        usage["counters"] = self.truncated * blocks * 5 * 4
         if self.correction:
             usage["corrected_eigenvalues"] = layer.gradient * itemsize
             usage["counters"] += blocks * itemsize

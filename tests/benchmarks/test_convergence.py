@@ -223,7 +223,7 @@ def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
 
 
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB", "KFACLAMB, eigenbasis"])
+@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB"])
 @pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
 def test_steps_of_lambs_kind_are_as_long_as_the_weights_tell(name, task):
     torch.manual_seed(0)

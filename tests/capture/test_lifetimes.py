@@ -31,7 +31,6 @@ CASES = {
     "the papers'": (KFACSGD, {"normalization": "kaisa"}),
     "RAdam": (with_kfac(torch.optim.RAdam), {}),
     "Adam": (KFACAdam, {}),
-    "Adam, parameters": (KFACAdam, {"moments": "parameters"}),
     "LAMB": (KFACLAMB, {}),
     "Muon": (KFACMuon, {}),
 }

@@ -85,7 +85,6 @@ def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, st
     cls, settings = BASES[base]
     options = {**settings, **METHODS[method], "staggered": staggered}
     options |= {"factor_update_steps": 2, "inv_update_steps": 4}
-    options |= {"moments": "parameters"} if method == "kaisa" and base == "LAMB" else {}
     model, opt = pair(cls, **options)
     saved = [disk((model.state_dict(), opt.state_dict()), tmp_path / "0")]
 
@@ -226,7 +225,7 @@ def test_an_earlier_checkpoint_rewinds_a_trained_optimizer():
 
 
 def test_entries_are_flat_tensors_beside_the_bases(tmp_path):
-    model, opt = pair(KFACAdam, lr=0.01, moments="parameters")
+    model, opt = pair(KFACAdam, lr=0.01)
     train(model, opt, [0])
     state = opt.state_dict()["state"]
     assert state.keys() == {0, 1, 2, 3}
@@ -259,8 +258,7 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     base = plain(model.parameters(), **settings)
     train(model, base, range(3))
     saved = disk(base.state_dict(), tmp_path / "state")
-    ours = {"moments": "parameters"} if cls is KFACAdam else {}
-    other, opt = pair(cls, **settings, **EVERY_STEP, **ours, damping=0.1)
+    other, opt = pair(cls, **settings, **EVERY_STEP, damping=0.1)
     if trained:
         train(other, opt, range(5, 8))
     other.load_state_dict(model.state_dict())
@@ -289,8 +287,7 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     ],
 )
 def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_path):
-    ours = {} if cls is KFACSGD else {"moments": "parameters"}
-    model, opt = pair(cls, **settings, **ours)
+    model, opt = pair(cls, **settings)
     train(model, opt, range(3))
     saved = disk(opt.state_dict(), tmp_path / "state")
     base = plain(model.parameters(), **settings)
@@ -306,14 +303,13 @@ def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_p
     train(expected, by_hand, range(3, 6))
     assert_same(model, expected)
     # And back again: the factors of then are still there.
-    _, again = pair(cls, **settings, **ours)
+    _, again = pair(cls, **settings)
     quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
     assert_same(factors(again), factors(opt))
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(base):
-    """Also one of moments in the eigenbasis, which are then gone."""
     cls, settings = BASES[base]
     model, opt = pair(cls, **settings)
     train(model, opt, range(3))
@@ -523,7 +519,7 @@ def test_a_layer_frozen_between_save_and_load():
     assert_same(other, model)
 
 
-OFTEN = {"factor_update_steps": 1, "inv_update_steps": 1}  # and Adam's moments in the eigenbasis
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 1}
 FREEZING = {"layer": ("weight", "bias"), "weight": ("weight",), "bias": ("bias",)}
 
 
@@ -805,31 +801,3 @@ def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
         opt.step()
     counts = [entry["kfac_step"].item() for entry in opt.state.values()]
     assert counts == [3] * len(list(model.parameters()))
-
-
-def test_a_parameter_without_a_gradient_in_the_first_step_after_the_eigenbasis():
-    """The base begins its own entry for it when it has one."""
-
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
-
-    def step(opt: Any, whole: bool) -> None:
-        opt.zero_grad()
-        x = torch.randn(8, 5)
-        loss = model.first(x).square().mean()
-        (loss + model.second(x).square().mean() if whole else loss).backward()
-        opt.step()
-
-    torch.manual_seed(0)
-    model = Halves()
-    former = KFACAdam(model, lr=0.01)
-    step(former, True)
-    opt = KFACAdam(model, lr=0.01, moments="parameters")
-    with pytest.warns(UserWarning, match="the moments of 'first', 'second' are missing"):
-        opt.load_state_dict(former.state_dict())
-    step(opt, False)
-    assert "exp_avg" not in opt.state[model.second.weight]
-    step(opt, True)
-    assert opt.state[model.second.weight]["step"] == 1

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
+from kaisa_optim import KFACSGD, KFACMuon, Layer, register_layer
 from kaisa_optim.layers import base
 from tests.support.watch import (
     assert_close,
@@ -297,13 +297,6 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
         assert lines[1:-1] == [f"  {name}" for name in named]
         assert "max_factor_size" in text and 'compute_method="inverse"' in text
         assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
-
-
-def test_inverses_are_no_remedy_for_moments_in_the_eigenbasis():
-    with pytest.warns(UserWarning, match="wider than 4096") as caught:
-        KFACAdam(nn.Linear(4100, 1), lr=0.1)
-    (text,) = [str(w.message) for w in caught]
-    assert "max_factor_size" in text and "inverse" not in text
 
 
 def test_no_eigenvectors_of_a_metric_are_warned_of():

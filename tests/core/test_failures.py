@@ -932,21 +932,6 @@ def test_another_base_on_one_rank() -> None:
         assert error is not None and "'Adam' on rank 1, 'SGD' on rank 0" in error
 
 
-def odd_betas() -> str | None:
-    betas = (0.9, 0.99, 0.9) if dist.get_rank() == 1 else (0.9, 0.99)
-    model = net()
-    groups = [{"params": model.parameters(), "betas": betas}]
-    make = lambda: KFACAdam(groups, model=model, moments="eigenbasis")  # noqa: E731
-    return attempt(nn.Identity(), make).error
-
-
-def test_betas_that_are_none_on_one_rank() -> None:
-    waiting, own = run(2, odd_betas)
-    said = "Invalid betas: (0.9, 0.99, 0.9); two numbers are needed"
-    assert own == f"ValueError: {said}"
-    assert waiting is not None and said in waiting and "rank 1" in waiting
-
-
 def head_on_meta(rank: int) -> str | None:
     model = net()
     if dist.get_rank() == rank:

@@ -26,8 +26,6 @@ from tests.support.cluster import taken_by
 from tests.support.ranks import fresh, run
 from tests.support.training import assert_near, assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* leads to moments=")
-
 ROWS = 40  # of a batch, over all ranks: as many for each of 2, 4, 5 or 8
 # A stop after three steps is within both intervals, and half way through the layers' turns.
 OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-2}

@@ -746,7 +746,6 @@ def test_resuming_in_the_middle_of_an_interval(method, staggered):
             inv_update_steps=3,
             compute_method=method,
             staggered=staggered,
-            moments="eigenbasis" if method == "eigen" else "parameters",
         )
         return net, opt
 

@@ -27,8 +27,6 @@ from tests.support.cluster import average, batch
 from tests.support.ranks import run
 from tests.support.training import assert_same, refreshed
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* of no use to moments=")
-
 HALF = {"factor_update_steps": 1, "inv_update_steps": 4, "damping": 0.01, "kl_clip": None}
 Key = tuple[str, str]  # a layer's name, "a" or "g"
 State = dict[Key, tuple[Tensor, Tensor]]  # eigenvalues and eigenvectors
@@ -260,13 +258,11 @@ class Follower:
                 assert torch.equal(values, before[key][0])
 
 
-@pytest.mark.parametrize(
-    ("moments", "staggered"), [("parameters", True), ("eigenbasis", True), ("eigenbasis", False)]
-)
+@pytest.mark.parametrize("staggered", [True, False])
 @pytest.mark.parametrize("tolerance", [1e-9, 0.1, 0.99])
-def test_every_refresh_of_one_process(tolerance, moments, staggered):
+def test_every_refresh_of_one_process(tolerance, staggered):
     model = net()
-    options = {**HALF, "staggered": staggered, "moments": moments, "basis_tolerance": tolerance}
+    options = {**HALF, "staggered": staggered, "basis_tolerance": tolerance}
     opt = KFACAdam(model, lr=0.02, eps=1e-3, early_refreshes=(), **options)
     follower, before = Follower(opt, tolerance), {}
     for step in range(26):
@@ -315,30 +311,6 @@ def test_steps_with_a_basis_that_followed():
         torch.testing.assert_close(moved, expected_step)
 
 
-def test_moments_turn_with_the_bases():
-    """Those that follow, those that are found anew after that, and those that always are."""
-    options = {**HALF, "moments": "eigenbasis", "early_refreshes": ()}
-    runs = {}
-    for tolerance in (0.0, 1e-9, 0.99):
-        model = net()
-        opt = KFACAdam(model, lr=0.0, eps=1e-3, **options, basis_tolerance=tolerance)
-        learn(model, opt, range(8))
-        kfac = opt.preconditioner
-        runs[tolerance] = []
-        for pair in kfac.applied.groups:
-            bases = [
-                s.tensors["vectors"][at] if "vectors" in s.tensors else None
-                for s, at in ((pair.g, pair.g_slots), (pair.a, pair.a_slots))
-            ]
-            first = pair.tensors["exp_avg"]
-            first = first if bases[0] is None else bases[0] @ first
-            runs[tolerance].append(first if bases[1] is None else first @ bases[1].mT)
-    # Without steps, statistics and gradients are the same: so are the moments, turned back.
-    for tolerance in (1e-9, 0.99):
-        for one, other in zip(runs[tolerance], runs[0.0], strict=True):
-            torch.testing.assert_close(one, other)
-
-
 def test_sums_that_were_left_out_are_named_a_step_later():
     model = net()
     opt = KFACSGD(model, lr=0.0, basis_tolerance=0.99, **{**HALF, "staggered": False})
@@ -376,7 +348,7 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
 
 def test_early_refreshes_look_at_other_vectors():
     model = net()
-    options = {**HALF, "inv_update_steps": 100, "moments": "eigenbasis", "basis_tolerance": 0.99}
+    options = {**HALF, "inv_update_steps": 100, "basis_tolerance": 0.99}
     opt = KFACAdam(model, lr=0.01, early_refreshes=(2, 3, 5), **options)
     numbers = []
     for step in range(7):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, KFACMuon
 from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, products
@@ -210,7 +210,7 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
 def drifted(options: dict[str, Any], able: int) -> float:
     """How far this rank's weights are from rank 0's, where so many of the ranks can."""
     model = network(dtype=torch.float32)
-    cls = KFACAdam if "orthogonal" in options else KFACSGD
+    cls = KFACSGD if options else KFACMuon
     with mock.patch.object(
         products, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
     ):
@@ -223,7 +223,7 @@ def drifted(options: dict[str, Any], able: int) -> float:
     return float((mine - first).norm() / first.norm())
 
 
-@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {"orthogonal": True}], ids=str)
+@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {}], ids=["eigen", "muon"])
 @pytest.mark.parametrize("able", [0, 1, 2])
 def test_ranks_multiply_in_bfloat16_only_together(options, able):
     """Else the weights of one whose device has no instructions for it would drift apart."""
@@ -262,9 +262,9 @@ def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
     [
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP),
-        lambda m: KFACAdam(m, lr=0.01, moments="eigenbasis", nesterov=True),
+        lambda m: KFACMuon(m, lr=0.01),
     ],
-    ids=["eigen", "inverse", "moments"],
+    ids=["eigen", "inverse", "muon"],
 )
 def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
     """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
@@ -983,16 +983,16 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     """Nor does autocast come in, under which some call step()."""
     seen: list[Any] = []
 
-    def spied(*matrices: torch.Tensor, **how: bool) -> torch.Tensor:
+    def spied(*given: Any, **how: bool) -> torch.Tensor:
         seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
-        return original(*matrices, **how)
+        return original(*given, **how)
 
-    original = orthogonal.orthogonalized
-    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
+    original = orthogonal.polar
+    monkeypatch.setattr(orthogonal, "polar", spied)
     CHOICES[choice]()
     chosen = snapshot()
     model = network(dtype=torch.float32)
-    opt = KFACAdam(model, lr=0.01, orthogonal=True)
+    opt = KFACMuon(model, lr=0.01)
     train(model, opt, range(1))
     with torch.autocast("cpu", torch.bfloat16):
         opt.step()

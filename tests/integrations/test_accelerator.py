@@ -153,10 +153,7 @@ SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
 OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
 CASES: dict[str, Make] = {
     "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
-    "Adam": lambda m: KFACAdam(
-        m, lr=0.01, nesterov=True, orthogonal=True, basis_tolerance=0.9, **OFTEN
-    ),
-    "Adam, parameters": lambda m: KFACAdam(m, lr=0.01, moments="parameters", **SELDOM),
+    "Adam": lambda m: KFACAdam(m, lr=0.01, **SELDOM),
     "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
     "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kaisa_optim.linalg import kronecker, orthogonal
+from tests.support import reference as ref
 from tests.support.reference import MUON_POLYNOMIAL as POLYNOMIAL
 from tests.support.reference import dense_metric, muon_direction
 from tests.support.training import assert_near, assert_same
@@ -109,3 +114,90 @@ def test_rounding_stays_small_where_the_metric_is_large(rows, off, in_half):
         assert (found - expected).norm() < (off if in_half else 0.01) * expected.norm()
         most = torch.linalg.matrix_norm(expected, 2)
         assert torch.linalg.matrix_norm(found, 2) < 1.3 * most
+
+
+# ---- without a root ----
+
+TOWARDS_ONE = (7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013), (2.2183, -1.5940, 0.4107)
+FROM_FURTHER = (
+    (8.2987, -24.4305, 18.0903),
+    (3.9152, -2.9211, 0.5592),
+    (3.1746, -2.3804, 0.4978),
+    (2.1895, -1.5672, 0.4079),
+)
+
+
+def evened(matrix: Tensor) -> Tensor:
+    """Return the matrix with singular values that polynomials make alike."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    even = 0.98 * s / s.norm()
+    for a, b, c in FROM_FURTHER if min(matrix.shape) > 256 else TOWARDS_ONE:
+        even = a * even + b * even**3 + c * even**5
+    return u @ even.diag() @ v
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(0, 10_000))
+def test_orthogonalized_matrices(k, g, a, seed):
+    """As by a decomposition, each for itself, whatever its scale and shape."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = torch.randn(k, g, a, generator=generator, dtype=torch.float64)
+    scales = 10.0 ** torch.arange(-60, -60 + 60 * k, 60, dtype=torch.float64)
+    found = orthogonal.orthogonalized(matrices * scales[:, None, None], in_half=False)
+    for matrix, one in zip(matrices, found, strict=True):
+        ref.assert_close(one, evened(matrix), what="a matrix")
+
+
+IN_HALF = pytest.mark.parametrize("half", [True, False], ids=["bf16", "full"])
+
+
+@IN_HALF
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonalized_at_the_ends_of_a_dtype(dtype, half):
+    """Where squares are not there any more: a moment without gradients comes to any number."""
+    half = half and dtype == torch.float32
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 4, dtype=dtype)
+    info = torch.finfo(dtype)
+    wanted = evened(matrix)
+    for scale in (info.tiny * 10, info.tiny**0.5, 1e-20, 1e10, info.max**0.5, info.max / 10):
+        found = orthogonal.orthogonalized(matrix[None] * scale, in_half=half)[0]
+        coarse = {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
+        torch.testing.assert_close(found, wanted, **coarse)
+
+
+@IN_HALF
+@pytest.mark.parametrize(("g", "a"), [(64, 64), (300, 64), (64, 300), (1, 5), (280, 257)])
+def test_orthogonalized_in_float32(g, a, half):
+    """Nearly equal singular values where they differ by ten, of wide matrices by 28; nothing
+    stays nothing."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, n)).Q[:, : min(g, a)] for n in (g, a))
+    matrix = u * torch.logspace(0, -1.45 if a == 257 else -1, min(g, a)) @ v.T
+    rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
+    found = orthogonal.orthogonalized(rows, in_half=half)
+    s = torch.linalg.svdvals(found[0])
+    assert s.max() <= (1.25 if half else 1.21) * s.min()
+    wanted = evened(matrix.double()).float()
+    assert (found[0] - wanted).norm() < (0.05 if half else 1e-3) * wanted.norm()
+    assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
+    with mock.patch.object(orthogonal, "_AT_ONCE", 1):  # one after the other
+        again = orthogonal.orthogonalized(rows[:2], in_half=half)
+    assert (again - found[:2]).norm() < (0.02 if half else 1e-5) * wanted.norm()
+
+
+@IN_HALF
+def test_orthogonalized_of_rank_one(half, monkeypatch):
+    """What is rounded must not take the singular value beyond 1, where polynomials grow fast."""
+    norms: list[float] = []
+    real = orthogonal._towards_one
+
+    def watched(wide: Tensor, polynomials: Any, in_half: bool) -> Tensor:
+        found = real(wide, polynomials, in_half)
+        norms.append(float(found.norm()))
+        return found
+
+    monkeypatch.setattr(orthogonal, "_towards_one", watched)
+    for g in range(65, 130):
+        ones = torch.ones(1, g, 130)
+        orthogonal.orthogonalized(ones, in_half=half)
+    assert min(norms) > 0.85 and max(norms) < 1.15

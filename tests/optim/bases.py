@@ -15,7 +15,7 @@ from tests.support.training import EVERY_STEP, Probe, classes_in, network
 REFUSED = {"LBFGS", "SparseAdam"}
 TORCH_BASES = [c for c in classes_in(torch.optim, Optimizer) if c.__name__ not in REFUSED]
 # The base sees preconditioned gradients, anew in every step.
-AS_THE_BASE: dict[str, Any] = {**EVERY_STEP, "moments": "parameters"}
+AS_THE_BASE = EVERY_STEP
 FAMILY = [
     (KFACSGD, torch.optim.SGD),
     (KFACAdam, torch.optim.Adam),

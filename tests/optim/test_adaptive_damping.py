@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACParamScheduler, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACParamScheduler, with_kfac
 from kaisa_optim.optim.scheduler import decay_at
 from tests.support.cluster import Plan, average, build, even, micro_batches
 from tests.support.cluster import network as network_of
@@ -72,8 +72,8 @@ KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
         {"lr": 0.3, "grafting": True, "kl_clip": None, "warmup_steps": 3, "early_refreshes": [5]},
     ),
     "diagonal": (KFACSGD, {"lr": 0.1, "kl_clip": None, "max_factor_size": 4}),
-    "adamw": (KFACAdamW, {"lr": 0.01, "moments": "parameters"}),
-    "lamb": (KFACLAMB, {"lr": 0.05, "moments": "parameters"}),
+    "adamw": (KFACAdamW, {"lr": 0.01}),
+    "lamb": (KFACLAMB, {"lr": 0.05}),
 }
 
 
@@ -450,7 +450,6 @@ def test_one_alone_writes_the_damping():
     ("make", "wanted"),
     [
         (lambda m: KFACSGD(m, lr=0.1, damping=lambda step: 0.1), "callable damping; it would be"),
-        (lambda m: KFACAdam(m, moments="eigenbasis"), "eigenbasis.*; it uses no damping"),
         (lambda m: KFACSGD(m, lr=0.1, compute_method="inverse"), "damping of their refresh"),
         (lambda m: KFACSGD(m, lr=0.1, compute_eigenvalue_outer_product=True), "damping of their"),
         (lambda m: KFACSGD(m, lr=0.1, normalization="kaisa"), "not on the scale of the loss"),

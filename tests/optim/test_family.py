@@ -178,7 +178,7 @@ def test_maximize(base, extra):
 def test_capturable_is_left_to_the_base():
     """On the CPU the base refuses it, in its own words."""
     model = network()
-    opt = KFACAdam(model, capturable=True, moments="parameters")
+    opt = KFACAdam(model, capturable=True)
     backward(model, 0)
     with pytest.raises(AssertionError, match="If capturable=True"):
         opt.step()

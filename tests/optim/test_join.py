@@ -22,7 +22,7 @@ ROWS = 3  # of a batch on one rank
 OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-2}
 FAMILY: dict[type[Any], dict[str, Any]] = {
     KFACSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-    KFACAdam: {"lr": 0.01, "eps": 1e-2, "moments": "parameters"},
+    KFACAdam: {"lr": 0.01, "eps": 1e-2},
     KFACMuon: {"lr": 0.02, "adam_eps": 1e-2},
 }
 

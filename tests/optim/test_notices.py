@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
 from tests.support.training import backward, network, train
 
 
@@ -85,28 +85,6 @@ def test_lr_0_at_construction_leaves_the_clip_off():
 # ---- options without use ----
 
 
-@pytest.mark.parametrize("where", ["argument", "later", "new group", "clip", "no clip", "nowhere"])
-def test_what_has_no_part_in_the_eigenbasis_is_said_once(where):
-    model = network()
-    groups = [{"params": model[0].parameters()}]
-    damping = {"damping": 0.5} if where == "argument" else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the base optimizer updates these")
-        opt = KFACAdam(groups, model=model, moments="eigenbasis", **damping)
-    if where == "later":
-        opt.param_groups[0]["damping"] = 0.5
-    rest = {"params": model[2].parameters()}
-    opt.add_param_group(rest | {"damping": 0.5} if where == "new group" else rest)
-    if "clip" in where:
-        opt.preconditioner.kl_clip = 0.5 if where == "clip" else None
-    what = "kl_clip" if where == "clip" else "damping"
-    text = (
-        f'{what} 0.5: of no use to moments="eigenbasis"; leave it out, or build the optimizer with '
-        'moments="parameters"'
-    )
-    assert stepped(opt, model) == [text] * ("no" not in where.split() and where != "nowhere")
-
-
 def test_muon_names_a_clip_also_in_code_without_a_name():
     """As some embedded interpreters run it."""
     code = """
@@ -178,7 +156,7 @@ def scaled_training(model: nn.Module, opt: Any, scaler: Any, steps: Any) -> None
         (KFACSGD, False, True, True),
         (KFACSGD, True, True, False),
         (KFACSGD, False, False, False),
-        (KFACAdam, False, True, False),  # its directions do not depend on the scale of G
+        (KFACMuon, False, True, False),  # its directions do not depend on the scale of G
     ],
 )
 def test_a_scaler_that_was_not_given_is_named(cls, told, enabled, says):
@@ -229,7 +207,8 @@ class Attending(nn.Module):
 
 
 def said_of(model, shape, cls=KFACSGD, **options):
-    opt = cls(model, lr=0.1, kl_clip_lr="current", factor_update_steps=1, **options)
+    own = {} if cls is KFACMuon else {"kl_clip_lr": "current"}
+    opt = cls(model, lr=0.1, factor_update_steps=1, **own, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -258,7 +237,7 @@ def test_a_sequence_that_comes_first_is_noticed_once():
         (Attending(), {"loss_terms": 3.0}),
         (Attending(), {"loss_reduction": "sum"}),
         (Attending(), {"normalization": "kaisa"}),
-        (Attending(), {"cls": KFACAdam, "moments": "eigenbasis"}),  # G's scale has no part in it
+        (Attending(), {"cls": KFACMuon}),  # G's scale has no part in it
     ],
 )
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")

@@ -62,9 +62,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "grad_scaler": (["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
     "verify_every": ([0, -1, 1.5, NAN, "100", True], "a whole number of steps, or None"),
     "skip_layers": ([[nn.Linear], [0], 0, None], "it must be a pattern or a list of patterns"),
-    "moments": (["basis", 1], "choose from 'parameters', 'eigenbasis'"),
-    "nesterov": (["yes"], "True or False$"),
-    "orthogonal": (["yes"], "True or False$"),
 }
 
 
@@ -163,6 +160,42 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
         Options(**options)
 
 
+# ---- options of some bases ----
+
+
+MUON_HAS_NOT = [name for name, option in OPTIONS.items() if "muon" in option.unused_by]
+
+
+@pytest.mark.parametrize("name", MUON_HAS_NOT)
+def test_muon_refuses_what_it_has_no_use_for(name):
+    value = {**USED, "normalization": "kaisa", "kl_clip_lr": "current"}[name]
+    with pytest.raises(ValueError) as error:
+        KFACMuon(network(), **{name: value})
+    text = f"Invalid {name}: {value!r}; KFACMuon has no use for it, leave it out"
+    assert str(error.value) == text
+    KFACMuon(network(), **{name: OPTIONS[name].default})
+
+
+def test_muons_method_is_its_own():
+    with pytest.raises(ValueError, match='Invalid compute_method: "metric" is KFACMuon\'s own'):
+        KFACAdam(network(), compute_method="metric")
+
+
+def test_nesterov_is_the_bases_own():
+    own = KFACSGD(network(), lr=0.1, momentum=0.9, nesterov=True)
+    assert own.param_groups[0]["nesterov"] is True
+    model = network()
+    group = {"params": model.parameters(), "nesterov": True}
+    assert KFACSGD([group], lr=0.1, momentum=0.9, model=model).param_groups[0]["nesterov"] is True
+
+    class Passing(torch.optim.SGD):
+        def __init__(self, params, lr, **rest):
+            super().__init__(params, lr, **rest)
+
+    passed = with_kfac(Passing)(network(), lr=0.1, momentum=0.9, nesterov=True)
+    assert passed.param_groups[0]["nesterov"] is True
+
+
 # ---- what follows from other options ----
 
 
@@ -178,24 +211,9 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
                 "early_refreshes": (5, 10, 25, 50),
                 "damping_split": None,
                 "kl_clip_lr": "initial",
-                "moments": "parameters",
-                "nesterov": False,
-                "orthogonal": False,
             },
         ),
-        (
-            {"moments": "eigenbasis"},
-            {"inv_update_steps": 10, "basis_tolerance": 0.1, "early_refreshes": (5, 10, 25, 50)},
-        ),
-        (
-            {"moments": "eigenbasis", "inv_dtype": torch.bfloat16},
-            {"inv_update_steps": 50, "basis_tolerance": 0.0},
-        ),
-        (
-            {"moments": "eigenbasis", "basis_tolerance": 0},
-            {"inv_update_steps": 50, "basis_tolerance": 0.0},
-        ),
-        ({"moments": "metric"}, {"inv_update_steps": 10, "basis_tolerance": 0.0}),
+        ({"compute_method": "metric"}, {"inv_update_steps": 10, "basis_tolerance": 0.0}),
         (
             {"normalization": "kaisa"},
             {"staggered": False, "kl_clip_lr": "current", "early_refreshes": ()},
@@ -203,7 +221,6 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
         ({"inv_update_steps": 100}, {"early_refreshes": (5, 10, 25, 50)}),
         ({"inv_update_steps": 49}, {"early_refreshes": ()}),
         ({"inv_update_steps": lambda step: 100}, {"early_refreshes": ()}),
-        ({"inv_update_steps": 49, "moments": "eigenbasis"}, {"early_refreshes": (5, 10, 25, 50)}),
         ({"compute_method": "inverse"}, {"damping_split": "pi"}),
         ({"compute_method": "inverse", "normalization": "kaisa"}, {"damping_split": "full"}),
         ({"eigenvalue_correction": True}, {"eigenvalue_correction": "examples"}),
@@ -322,8 +339,7 @@ def test_the_docstring_tells_each_argument_once(cls):
     text = inspect.getdoc(cls)
     said = re.findall(r"^    (\w+): \S", text, flags=re.M)
     taken = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
-    own = {"nesterov"} if "nesterov" in inspect.signature(cls._base).parameters else set()
-    assert set(said) == taken - own and len(said) == len(set(said))
+    assert set(said) == taken and len(said) == len(set(said))
     assert all(f"\n{section}:\n" in text for section in SECTIONS)
     shown = pydoc.plain(pydoc.render_doc(cls))
     assert all(line.strip() in shown for line in text.splitlines())
@@ -345,7 +361,7 @@ def test_help_is_plain_and_ends_with_a_point():
         (KFACLAMB, "dampnig", r"; did you mean damping\?"),
         (KFACSGD, "momentm", r"; did you mean momentum\?"),
         (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
-        (with_kfac(torch.optim.RAdam), "orthogonl", r"; did you mean orthogonal\?"),
+        (with_kfac(torch.optim.RAdam), "graftin", r"; did you mean grafting\?"),
         (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
         (KFACMuon, "kl_klip", r"; help\(KFACMuon\) lists"),  # it has no kl_clip
         (KFACMuon, "nesterow", r"; did you mean nesterov\?"),
@@ -353,6 +369,9 @@ def test_help_is_plain_and_ends_with_a_point():
         (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
         (KFACSGD, "loglevel", r'; leave it out: .*getLogger\("kaisa_optim"\)'),
         (KFACSGD, "refresh_lag", "; leave it out: decompositions are in use at once"),
+        (KFACAdam, "moments", '; leave it out: .*compute_method="polar"'),
+        (KFACAdam, "nesterov", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "orthogonal", '; leave it out: .*compute_method="polar"'),
     ],
 )
 def test_an_argument_that_there_is_not(cls, name, said):

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACParamScheduler, decay_at
+from kaisa_optim import KFACSGD, KFACParamScheduler, decay_at
 from tests.support.training import EVERY_STEP, assert_same, network, train
 
 NAMES = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
@@ -289,14 +288,6 @@ def test_a_callable_of_one_group_is_refused():
 def test_a_clip_that_is_off_is_refused():
     with pytest.raises(ValueError, match="Invalid kl_clip: the optimizer's clip is off"):
         KFACParamScheduler(optimizer(kl_clip=None), kl_clip={1: 0.5})
-
-
-@pytest.mark.parametrize("name", ["damping", "kl_clip"])
-def test_what_the_eigenbasis_does_not_use_is_refused(name):
-    model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=f"Invalid {name}: .* build the optimizer with moments="):
-        KFACParamScheduler(KFACAdam(model), **{name: {1: 0.5}})
-    KFACParamScheduler(KFACAdam(model, moments="parameters"), **{name: {1: 0.5}})
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,6 @@ def build(plan: Plan, model: nn.Module, wrapped: nn.Module, **options: Any) -> A
         options["model"] = wrapped
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the base optimizer updates these")
-        warnings.filterwarnings("ignore", ".* leads to moments=")
         return cls(params, **base, **taken_by(cls, {**plan.options, **options}))
 
 

@@ -154,7 +154,6 @@ class Case:
 
 half, brain = torch.float16, torch.bfloat16
 inverse = {"compute_method": "inverse"}
-eigenbasis = {"moments": "eigenbasis"}
 CASES: dict[str, Case] = {
     "eigen": Case(),
     "tokens": Case("tokens"),
@@ -171,11 +170,10 @@ CASES: dict[str, Case] = {
     "refined, often anew": Case("chain", options={"basis_tolerance": 0.01}, worlds=FEW),
     "adam": Case("tokens", "KFACAdam"),
     "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}, worlds=FEW),
-    "adam by name": Case("chain", "KFACAdam", options=eigenbasis, branches=True),
-    "adam parameters": Case("chain", "KFACAdam", options={"moments": "parameters"}),
+    "adam branches": Case("chain", "KFACAdam", branches=True),
     "adamw": Case("tokens", "AdamW"),
     "lamb": Case("tokens", "KFACLAMB"),
-    "lamb parameters": Case(optimizer="KFACLAMB", options={"moments": "parameters"}, worlds=FEW),
+    "lamb images": Case(optimizer="KFACLAMB", worlds=FEW),
     "muon": Case("tokens", "KFACMuon"),
     "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}, worlds=FEW),
     "wide": Case("wide"),

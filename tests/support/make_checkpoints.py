@@ -31,8 +31,6 @@ NAMES = (
     "ekfac gradients",
     "truncated",
     "refined",
-    "adam",
-    "lamb",
     "muon",
     "kaisa",
     "halves",

@@ -27,7 +27,6 @@ class StepValues:
 
     damping_of: DampingOf
     decay_of: Callable[[Layer], float]
-    rate_of: Callable[[Layer], float | Tensor]  # the largest of the layer's learning rates
     settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # settings of moments
     terms: float = 0.0  # K of all ranks
     graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam, Layer, WorkAssignment, register_layer
+from kaisa_optim import KFACSGD, Layer, WorkAssignment, register_layer
 from kaisa_optim.curvature.rules import EkfacRule
 from kaisa_optim.layers import base
 from kaisa_optim.linalg import kronecker, moments
@@ -722,11 +722,6 @@ def test_options_that_cannot_work_together(value, options, words):
     assert text.startswith("Invalid eigenvalue_correction: ")
     for word in words:
         assert word in text
-
-
-def test_adam_in_the_eigenbasis_has_its_own():
-    with pytest.raises(ValueError, match=r"Invalid eigenvalue_correction: True .*moments"):
-        KFACAdam(chain(), moments="eigenbasis", eigenvalue_correction=True)
 
 
 class Squared(nn.Module):
