@@ -208,7 +208,7 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
         options.pop("lr_rest", None)
         if every is not None:
             options |= {"factor_update_steps": every, "inv_update_steps": 10 * every}
-        if often is not None:  # what bases that are followed can afford
+        if often is not None:
             options |= {"factor_update_steps": often, "inv_update_steps": often}
         groups = _params(model, config)
         if cls is KFACLAMB:

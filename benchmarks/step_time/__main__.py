@@ -1,14 +1,14 @@
 """What a K-FAC step costs beside the base optimizer's, and beside peers' steps.
 
-    python -m benchmarks.step_time [--short] [--parts steps ranks scaling refresh]
+    python -m benchmarks.step_time [--short] [--parts steps ranks scaling]
         [--tasks resnet32 transformer] [--only NAME ...] [--threads N] [--steps N]
         [--device cpu|cuda] [--out DIRECTORY]
 
 Parts: "steps" compares whole steps, their stages and their memory; "ranks" their growth from one
-rank to several; "scaling" the cost against the number of layers and their width; "refresh" a
-refresh of BERT-Base's factors with eigh on each. Peers are kfac-pytorch (``import kfac``), SOAP
-from pytorch-optimizer, and torch's Muon; those that are not installed are named. With --out, each
-part leaves its results with the machine's description as JSON, and a plot.
+rank to several; "scaling" the cost against the number of layers and their width. Peers are
+kfac-pytorch (``import kfac``), SOAP from pytorch-optimizer, and torch's Muon; those that are not
+installed are named. With --out, each part leaves its results with the machine's description as
+JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.machine import describe
 
-from . import ranks, refresh, scaling, steps
+from . import ranks, scaling, steps
 from .contestants import EVERYONE
 from .report import Settings
 from .tasks import FITTING, TASKS
 
 OF_TASKS = ("steps", "ranks")
-PARTS = {"steps": steps.run, "ranks": ranks.run, "scaling": scaling.run, "refresh": refresh.run}
+PARTS = {"steps": steps.run, "ranks": ranks.run, "scaling": scaling.run}
 ON_CUDA = ("steps", "scaling")
 
 
@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="of each contestant; two intervals at least")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="of the part of that name")
-    parser.add_argument("--blocks", type=int, default=2, help="of BERT-Base's 12, to refresh")
     parser.add_argument("--out", type=Path, help="where to keep the results")
     options = parser.parse_args(arguments)
     possible = ON_CUDA if options.device == "cuda" else tuple(PARTS)
@@ -64,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.device,
         options.tasks or FITTING[options.device],
         options.ranks,
-        options.blocks,
         options.only,
     )
     where = describe(settings.device, settings.threads)

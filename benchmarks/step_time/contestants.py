@@ -25,7 +25,6 @@ NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
 MEDIUM = ", medium statistics"  # of those whose float32 rows are multiplied in less
-TOLERANCE = 0.1  # of what bases leave outside of the diagonal, before they are found anew
 TRUNCATION = 0.1  # of the damping, up to which curvature is taken for none
 # What the papers' code leaves out.
 BEYOND_PAPERS = "Embedding|Norm"
@@ -215,20 +214,17 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
     ]
 
 
-LEAN: dict[str, Any] = {"truncation": TRUNCATION, "basis_tolerance": TOLERANCE}
 OURS = {
     "KFACSGD": ours(),
-    "KFACSGD, bases followed": ours(basis_tolerance=TOLERANCE),
     "KFACSGD, truncated": ours(truncation=TRUNCATION),
-    "KFACSGD, truncated, bases followed": ours(**LEAN),
     "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
-    "KFACSGD, truncated, bases followed, papers' layers": ours(**LEAN, skip_layers=BEYOND_PAPERS),
+    "KFACSGD, truncated, papers' layers": ours(truncation=TRUNCATION, skip_layers=BEYOND_PAPERS),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
     "KFACSGD, inverse" + BRAIN: ours(compute_method="inverse", inv_dtype=torch.bfloat16),
     "KFACSGD" + MEDIUM: ours(statistics_precision="medium"),
-    "KFACSGD, truncated, bases followed, papers' layers" + MEDIUM: ours(
-        **LEAN, skip_layers=BEYOND_PAPERS, statistics_precision="medium"
+    "KFACSGD, truncated, papers' layers" + MEDIUM: ours(
+        truncation=TRUNCATION, skip_layers=BEYOND_PAPERS, statistics_precision="medium"
     ),
 }
 # Statistics from some of the rows.

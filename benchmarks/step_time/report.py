@@ -18,7 +18,6 @@ class Settings:
     device: str
     tasks: Sequence[str]
     ranks: int
-    blocks: int
     only: Sequence[str] | None = None  # of whole steps, who is measured; None: all
 
     def rounds(self, interval: int) -> int:

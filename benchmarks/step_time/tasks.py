@@ -98,8 +98,8 @@ def _bert(
 
 
 def _eigen(seldom: float, often: float) -> dict[tuple[str, tuple[int, int]], float]:
-    """What is wanted of eigenbases, however they are refreshed."""
-    names = "KFACSGD", "KFACSGD, bases followed", "KFACSGD, truncated"
+    """What is wanted of eigenbases."""
+    names = "KFACSGD", "KFACSGD, truncated"
     return {(x, at): ratio for x in names for at, ratio in ((LONG, seldom), (OFTEN, often))}
 
 

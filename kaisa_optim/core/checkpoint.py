@@ -404,13 +404,10 @@ def _restore_layer(
             view.copy_(entry[name])
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
-        elif name.endswith("stale"):
-            # The loaded bases may be rounded: decompose before a basis is refined.
-            view.fill_(kfac.refresher.tolerance > 0)
         elif name.endswith("left_out"):
             view.zero_()  # not counted yet: multiply by all eigenvectors
         else:
-            is_complete = is_complete and name.endswith("rejected")
+            is_complete = is_complete and name.endswith(("rejected", "stale"))
     state = kfac.states[layer.name]
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete

@@ -323,18 +323,6 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            unused_by=_MUON),
-    Option("basis_tolerance", None, "float | None",
-           _real(lambda x: 0 <= x < 1, "a share in [0, 1), such as 0.1, or 0 for a new "
-                 "decomposition at every refresh"),
-           "The share outside of the diagonal up to which eigenvectors are refined, not found "
-           "anew. None: 0.",
-           follows=lambda options: 0.0, off=0.0, unused_by=_MUON,
-           guide="tuning.md#cheaper-refreshes",
-           conflicts=(
-               Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
-               Conflict("normalization", ("kaisa",), "the papers find them anew"),
-               Conflict("inv_dtype", _HALVES, "eigenvectors that are refined from rounded ones "
-                        "would not stay orthonormal"))),
     Option("truncation", 0.0, "float",
            _real(lambda x: 0 <= x < 1, "a share of the damping in [0, 1), such as 0.1, or 0 to "
                  "multiply by all eigenvectors"),
@@ -512,11 +500,6 @@ class Options:
         return tuple(self.early_refreshes)
 
     @property
-    def tolerance(self) -> float:
-        """The share outside of the diagonal up to which bases are refined; 0: never."""
-        return float(self.basis_tolerance)
-
-    @property
     def kaisa_scaling(self) -> bool:
         """True if the papers' own scaling is asked for."""
         return bool(self.normalization == "kaisa")
@@ -544,6 +527,8 @@ _FORMER = {
     "moments": f"leave it out: {_MOMENTS_NOW}",
     "nesterov": f"leave it out: {_MOMENTS_NOW}",
     "orthogonal": f"leave it out: {_MOMENTS_NOW}",
+    "basis_tolerance": "leave it out: refreshes find eigenvectors anew; to refresh in less time, "
+    'take compute_method="inverse"',
 }
 
 

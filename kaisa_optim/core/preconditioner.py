@@ -98,7 +98,7 @@ class Preconditioner(Questions):
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)
         averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
-        self.refresher = Refresher(self.rule, options.tolerance, keep_errors=several)
+        self.refresher = Refresher(self.rule, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
         dtype, grafting = options.comm_dtype, options.grafting
         self.gradients = exchange.GradientExchange(
@@ -203,8 +203,7 @@ class Preconditioner(Questions):
             agreed,
             self.registry.states,
             slot=self._slot(),
-            round=self.schedule.rounds_begun(self.steps, self.in_force("inv_update_steps")),
-            refines={name for name, x in layers.items() if self.refresher.refines(x)},
+            defers={name for name, x in layers.items() if self.refresher.defers(x)},
         )
 
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> list[Layer]:
@@ -419,7 +418,7 @@ class Preconditioner(Questions):
     def _ask_owners(self) -> None:
         """Make owners send their flags once more in the next exchange."""
         for state in self.registry.states.values():
-            state.deferred = bool(self.refresher.specs(1))
+            state.deferred = self.refresher.inverts
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""

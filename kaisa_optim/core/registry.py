@@ -102,7 +102,7 @@ class Registry:
 
     @property
     def deferred(self) -> list[Layer]:
-        """The layers whose owners tell in the next exchange whether a refresh was enough."""
+        """The layers whose owners tell in the next exchange whether a refresh succeeded."""
         return [layer for layer in self.layers.values() if self.states[layer.name].deferred]
 
     def owner(self, layer: Layer, side: str) -> int:

@@ -1,10 +1,8 @@
-"""Refreshes: owners decompose the running averages, or refine an older eigenbasis.
+"""Refreshes: owners decompose the running averages.
 
-A refinement finds a basis near the older one, for 0.3 of a decomposition's work or less. The owner
-estimates the share of QᵀFQ outside of its diagonal. If the share is too large, all ranks learn of
-it in the next step's exchange and the factor is decomposed there: no host waits for a device's work
-of the same step. Damped inverses on a GPU go the same way: if one fails, the older one stays, and
-the next step makes all attempts.
+On a GPU, no host waits for damped inverses and roots, where there is an older state: if one fails,
+the older state stays, all ranks learn of the failure in the next step's exchange, and that step
+makes all attempts.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import decompose, eigen, products
+from ..linalg import decompose, products
 from ..linalg.precision import full_precision
 from ..plan.routes import chunks
 from ..plan.step_plan import RefreshReport, StepPlan
@@ -92,20 +90,19 @@ class OlderBases:
 class Refresher:
     """Carries out the refreshes of a plan on the factors that this rank owns."""
 
-    def __init__(self, rule: Rule, tolerance: float, *, keep_errors: bool) -> None:
+    def __init__(self, rule: Rule, *, keep_errors: bool) -> None:
         self._rule = rule
-        self.tolerance = tolerance  # largest share of QᵀFQ's norm outside of its diagonal
         self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
-        self._inverts = rule.method != "eigen"  # by Cholesky: the host need not wait for a device
+        self.inverts = rule.method != "eigen"  # by Cholesky: the host need not wait for a device
         self._notes = Notes()
 
-    def refines(self, layer: Layer) -> bool:
+    def defers(self, layer: Layer) -> bool:
         """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
-        return self.tolerance > 0 or (self._inverts and device_of(layer).type in WITH_STREAMS)
+        return self.inverts and device_of(layer).type in WITH_STREAMS
 
     def specs(self, count: int) -> Specs:
         """Return the flags that an owner keeps of ``count`` factors, on any device."""
-        return {"stale": ((count,), torch.int32)} if self.tolerance or self._inverts else {}
+        return {"stale": ((count,), torch.int32)} if self.inverts else {}
 
     def allocate(self, owned: Factors) -> None:
         self._notes.clear()  # the notes are of former stacks
@@ -135,7 +132,7 @@ class Refresher:
                 if not self._keep_errors:
                     raise
                 report.error = error
-        for stack in owned.stacks.values() if plan.refine else ():
+        for stack in owned.stacks.values() if plan.attempt else ():
             self._notes.send(stack, stack.tensors["stale"])
         return report
 
@@ -154,14 +151,11 @@ class Refresher:
         for stack in owned.stacks.values():
             mine = [f for f in stack.factors if f.layer.name not in report.empty]
             for some in _batches(stack, [f for f in mine if f.name in plan.decompose]):
-                report.failed |= self._find_anew(stack, some, applied, shifts)
-            for some in _batches(stack, [f for f in mine if f.name in plan.refine]):
-                if self._inverts:
-                    self._invert(stack, some, applied, shifts)
-                else:
-                    self._refine(stack, some, applied, plan.round)
+                report.failed |= self._decompose_some(stack, some, applied, shifts)
+            for some in _batches(stack, [f for f in mine if f.name in plan.attempt]):
+                self._attempt(stack, some, applied, shifts)
 
-    def _find_anew(
+    def _decompose_some(
         self,
         stack: FactorStack,
         factors: list[Factor],
@@ -182,43 +176,22 @@ class Refresher:
         parts = (~good).split([f.layer.blocks for f in factors])
         return {f.layer.name for f, part in zip(factors, parts, strict=True) if part.any()}
 
-    def _invert(
+    def _attempt(
         self,
         stack: FactorStack,
         factors: list[Factor],
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
     ) -> None:
-        """Store new inverses that succeeded; the host learns of failed ones in the next step."""
+        """Store the results of one attempt; the host learns of failures in the next step."""
         average, diagonal = _averages(stack, factors), stack.key.diagonal
         shift = _joined_shifts(factors, shifts)
         (result, *_), good = decompose.attempt(average, shift, self._rule.method, diagonal=diagonal)
         state, slots = _state(stack, factors, applied)
         _put(state[self._rule.method], slots, result, good)
-        _note(factors, good)
-
-    def _refine(
-        self, stack: FactorStack, factors: list[Factor], applied: AppliedFactors, round: int
-    ) -> None:
-        """Refine the last refresh's state, and note whether the result fits."""
-        average = _averages(stack, factors)
-        state, slots = _state(stack, factors, applied)
-        names = ("values",) if stack.key.diagonal else ("values", "vectors")
-        if stack.key.diagonal:
-            results, outside = [average.clamp(min=0)], average.new_zeros(len(average))
-            whole = results[0].norm(dim=1)
-        else:
-            values, vectors = (state[name][slots].to(average.dtype) for name in names)
-            try:
-                *results, outside, whole = eigen.refine_basis(average, vectors, values, round)
-            except RuntimeError as error:  # the next step decomposes, with all attempts
-                decompose.raise_unless_a_solvers(error)
-                return _note(factors, torch.zeros(len(average), dtype=torch.bool))
-        # Keep an overflow out of the state: its factor is stale, and fails by name next step.
-        fine = (outside + whole).isfinite()
-        for name, result in zip(names, results, strict=True):
-            _put(state[name], slots, result, fine)
-        _note(factors, (outside <= self.tolerance * whole) & whole.isfinite())
+        # Flag factors with a rejected sum, too: the next decomposition names them.
+        own, slots = factors[0].tensors, slots_of(factors)
+        own["stale"][slots] = (~good | (own["rejected"][slots] > 0)).int()
 
     # ---- answers in the next exchange ----
 
@@ -271,13 +244,6 @@ def _state(
     """Return the tensors and slots of the factors' state; an owner is a gradient worker, too."""
     places = [applied.by_key[f.layer, f.side] for f in factors]
     return applied.stacks[stack.key].tensors, slots_of(places)
-
-
-def _note(factors: list[Factor], fits: Tensor) -> None:
-    """Flag factors that do not fit: they must be decomposed in the next step."""
-    kept, slots = factors[0].tensors, slots_of(factors)
-    # Flag factors with a rejected sum, too: the next decomposition names them.
-    kept["stale"][slots] = (~fits | (kept["rejected"][slots] > 0)).int()
 
 
 def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:

@@ -203,8 +203,8 @@ def _spans(n: int, border: bool = False) -> list[tuple[int, int]]:
 def symmetric(matrices: Tensor) -> Tensor:
     """Make products ``[k, n, n]`` exactly symmetric, in place, where it matters.
 
-    It matters for wide products on CPUs, where rounding may differ between the halves and the
-    refinement of a basis reads both. Solvers read one half alone.
+    It matters for wide products on CPUs, where rounding may differ between the halves. Solvers read
+    one half alone, but products read both.
     """
     is_wide = matrices.shape[1] >= _LEAST_HALVED
     return _filled_in(matrices) if is_wide and matrices.device.type == "cpu" else matrices

@@ -55,7 +55,7 @@ class Account:
     stored_product: bool = False
     moments: int = 0  # numbers kept for each number of a gradient
     checks: bool = False  # owners keep a flag for each factor that must be decomposed again
-    refines: Collection[str] = ()  # layers whose refresh is checked in the step after it
+    defers: Collection[str] = ()  # layers whose refresh is checked in the step after it
     truncated: bool = False  # leading eigenvectors are counted
     correction: str | None = None  # eigenvalues are corrected by "examples" or "gradients"
     factor_bytes: int | None = None  # bytes of a number in a running average
@@ -177,8 +177,7 @@ class Account:
         """Return the bytes that arrive at each rank in a step, as a mean over whole intervals.
 
         Where ranks learn of a refresh in the step after it, the mean is the most that it can be:
-        all bases that were refined are decomposed then, in steps that had no other exchange.
-        Inverses that fail are left out.
+        these steps had no other exchange. Inverses that fail are left out.
         """
         both = math.gcd(factor_update_steps, inv_update_steps)
         together = factor_update_steps * inv_update_steps // both
@@ -205,11 +204,10 @@ class Account:
         return mean
 
     def _checked(self, renewed: Collection[str]) -> list[Usage]:
-        """Return the bytes that a step adds for layers that the step before refined."""
-        asked = [name for name in renewed if name in self.refines]
-        again = asked if self.method == "eigen" else ()
+        """Return the bytes that a step adds for layers that the step before did not check."""
+        asked = [name for name in renewed if name in self.defers]
         plain = self.price(self.plan())
-        step = self.price(self.plan(refresh=again, answered=asked)) if asked else plain
+        step = self.price(self.plan(answered=asked)) if asked else plain
         return [
             {kind: size - other[kind] for kind, size in one.items()}
             for one, other in zip(step, plain, strict=True)

@@ -162,9 +162,8 @@ class StepPlan:
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
     project: tuple[str, ...] = ()  # averaged layers whose eigenvalues examples can correct
     refresh: tuple[str, ...] = ()  # layers with a factor to refresh
-    decompose: frozenset[FactorName] = frozenset()  # factors that are found anew; the host waits
-    refine: frozenset[FactorName] = frozenset()  # found from older state; checked next step
-    round: int = 0  # round of refreshes, which grows from each slot of a layer to the next
+    decompose: frozenset[FactorName] = frozenset()  # factors for which the host waits
+    attempt: frozenset[FactorName] = frozenset()  # factors that are checked in the next step
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
     @property
@@ -173,12 +172,12 @@ class StepPlan:
         return bool(self.average or self.refresh)
 
     def renews(self, layer: str, side: Side) -> bool:
-        return (layer, side) in self.decompose or (layer, side) in self.refine
+        return (layer, side) in self.decompose or (layer, side) in self.attempt
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """The refined layers: in the next step, ranks learn whether that was enough."""
-        names = {name for name, _ in self.refine}
+        """The unchecked layers: in the next step, ranks learn whether the attempt succeeded."""
+        names = {name for name, _ in self.attempt}
         return tuple(name for name in self.refresh if name in names)
 
 
@@ -197,26 +196,25 @@ def plan_step(
     states: Mapping[str, LayerState],
     *,
     slot: Collection[str],
-    round: int,
-    refines: Collection[str],
+    defers: Collection[str],
 ) -> StepPlan:
     """Return the plan of a step that all ranks agree on.
 
     ``states`` are all layers' states after the exchange, in the model's order. ``slot`` has the
-    layers that are refreshed in this step by their slot. ``refines`` has layers whose refresh the
+    layers that are refreshed in this step by their slot. ``defers`` has layers whose refresh the
     host need not check in the same step.
     """
     decompose: set[FactorName] = set()
-    refine: set[FactorName] = set()
+    attempt: set[FactorName] = set()
     due = due_layers(states, slot)
     for name in due:
         state = states[name]
-        looks = name not in refines or not state.has_state or state.failures > 0
+        waits = name not in defers or not state.has_state or state.failures > 0
         for side in SIDES:
-            if looks or side in state.stale:
+            if waits or side in state.stale:
                 decompose.add((name, side))
             elif name in slot:
-                refine.add((name, side))
+                attempt.add((name, side))
     average = tuple(agreed.rows)
     will_have_state = {*due, *(name for name, state in states.items() if state.has_state)}
     return StepPlan(
@@ -227,7 +225,6 @@ def plan_step(
         project=tuple(name for name in average if states[name].has_state),
         refresh=tuple(due),
         decompose=frozenset(decompose),
-        refine=frozenset(refine),
-        round=round,
+        attempt=frozenset(attempt),
         precondition=tuple(name for name in states if name in will_have_state),
     )

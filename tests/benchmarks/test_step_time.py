@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
-from benchmarks.step_time import ranks, refresh, scaling, steps
+from benchmarks.step_time import ranks, scaling, steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import NEVER, Trainer, ours, sgd
 from benchmarks.step_time.report import Figure
@@ -310,68 +310,23 @@ def test_sizes_grow_one_at_a_time():
     assert len(network.layers) == 12
 
 
-# ---- refresh ----
-
-
-def test_averages_forget_and_are_corrected_for_their_start():
-    average = refresh.Average(6, 3, 16)
-    for _ in range(5):
-        average.update()
-    rows = refresh.Rows(6, 3)  # the same ones again
-    moments = [x.T @ x / 16 for x in (rows.draw(16).double() for _ in range(5))]
-    weights = [0.95**age for age in (4, 3, 2, 1, 0)]
-    expected = sum(w * m for w, m in zip(weights, moments, strict=True)) / sum(weights)
-    torch.testing.assert_close(average.value.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_basis_of_the_last_refresh_is_informative_but_not_exact():
-    average = refresh.Average(64, 0, 256)
-    for _ in range(refresh.BURN_IN):
-        average.update()
-    values, basis = torch.linalg.eigh(average.value)
-    for _ in range(refresh.UPDATES):
-        average.update()
-    left = refresh.off_diagonal(average.value, basis)
-    without = refresh.off_diagonal(average.value, torch.eye(64))
-    assert 0.01 < left < without / 3
-    assert values[-1] > 10 * values.median()  # few directions have the most
-
-
-def test_what_a_basis_leaves_off_the_diagonal():
-    factor = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-    assert refresh.off_diagonal(factor, torch.eye(2)) == pytest.approx((2 / 10) ** 0.5)
-    assert refresh.off_diagonal(factor, torch.linalg.eigh(factor)[1]) < 1e-6
-
-
-def test_blocks_have_bert_bases_factors():
-    sizes = sorted(
-        size
-        for layer in refresh.blocks_layers(1, refresh.WIDTH)
-        for size in (layer.in_features + 1, layer.out_features)
-    )
-    assert sizes == [768] * 5 + [769] * 5 + [3072, 3073]
-
-
 # ---- the command ----
 
 
 def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--short", "--parts", "scaling", "refresh", "--threads", "1"]
+    arguments = ["--short", "--parts", "scaling", "--threads", "1"]
     benchmark.main([*arguments, "--out", "kept"])
     shown = capsys.readouterr().out
-    stems = ("step_time_refresh_cpu_short", "step_time_scaling_cpu_short")
-    names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
+    stem = "step_time_scaling_cpu_short"
+    names = [f"{stem}.{kind}" for kind in ("json", "png")]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
-    found = [json.loads((tmp_path / "kept" / f"{stem}.json").read_text()) for stem in stems]
-    for record in found:
-        assert record["machine"]["torch"] == torch.__version__
-        assert record["settings"]["short"] and record["settings"]["threads"] == 1
-        assert record["summary"] and all(f"  {line}\n" in shown for line in record["summary"])
-        assert "wanted" not in "".join(record["summary"])
-    results = found[0]["results"]
-    assert results["ratio"] == results["ours"] / results["eigh"]
-    benchmark.main(["--short", "--parts", "refresh", "--threads", "1"])
+    record = json.loads((tmp_path / "kept" / f"{stem}.json").read_text())
+    assert record["machine"]["torch"] == torch.__version__
+    assert record["settings"]["short"] and record["settings"]["threads"] == 1
+    assert record["summary"] and all(f"  {line}\n" in shown for line in record["summary"])
+    assert "wanted" not in "".join(record["summary"])
+    benchmark.main(["--short", "--parts", "scaling", "--threads", "1"])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 

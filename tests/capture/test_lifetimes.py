@@ -23,7 +23,6 @@ CASES = {
     "SGD": (KFACSGD, {}),
     "SGD, all at once": (KFACSGD, {"staggered": False, "kl_clip": None}),
     "inverse": (KFACSGD, {"compute_method": "inverse"}),
-    "followed": (KFACSGD, {"basis_tolerance": 0.3}),
     "truncated": (KFACSGD, {"truncation": 0.3}),
     "examples": (KFACSGD, {"eigenvalue_correction": "examples"}),
     "gradients": (KFACSGD, {"eigenvalue_correction": "gradients"}),

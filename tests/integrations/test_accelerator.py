@@ -154,7 +154,6 @@ OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
 CASES: dict[str, Make] = {
     "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
     "Adam": lambda m: KFACAdam(m, lr=0.01, **SELDOM),
-    "bases followed": lambda m: KFACSGD(m, lr=0.05, basis_tolerance=0.9, **OFTEN),
     "all at once": lambda m: KFACSGD(m, lr=0.05, staggered=False, **SELDOM),
     "inverse, often": lambda m: KFACSGD(m, lr=0.05, compute_method="inverse", **OFTEN),
     "inverse, diagonal": lambda m: KFACSGD(
@@ -167,7 +166,7 @@ CASES: dict[str, Make] = {
     "stored products": lambda m: KFACSGD(
         m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
     ),
-    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, basis_tolerance=0.9, **OFTEN),
+    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, **SELDOM),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
     "corrected": lambda m: KFACSGD(m, lr=0.05, eigenvalue_correction="gradients", **SELDOM),
     "corrected by examples": lambda m: KFACSGD(
@@ -186,14 +185,14 @@ CASES: dict[str, Make] = {
     ),
     "Muon, lr a tensor": lambda m: KFACMuon(m, lr=torch.tensor(0.01), **SELDOM),
     "LAMB, lr a tensor": lambda m: KFACLAMB(
-        m, lr=torch.tensor(0.01, dtype=torch.float64), basis_tolerance=0.9, **OFTEN
+        m, lr=torch.tensor(0.01, dtype=torch.float64), **SELDOM
     ),
     "lr a tensor, clipped by it": lambda m: KFACSGD(
         m, lr=torch.tensor([0.05], dtype=torch.float64), kl_clip_lr="current", **SELDOM
     ),
     "two groups": lambda m: KFACAdam(
         [{"params": own, "lr": 0.01 * i, "betas": (0.9, 0.9 + 0.01 * i)} for i, own in _halves(m)],
-        model=m, basis_tolerance=0.9, **OFTEN,
+        model=m, **SELDOM,
     ),
 }  # fmt: skip
 
@@ -211,7 +210,7 @@ CASES["two blocks"] = CASES["truncated"]
 
 
 # What depends on the kinds of the layers runs on both networks.
-OF_KINDS = ["SGD", "Adam", "bases followed", "inverse, often", "truncated", "papers", "corrected"]
+OF_KINDS = ["SGD", "Adam", "inverse, often", "truncated", "papers", "corrected"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
 OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
@@ -301,7 +300,7 @@ def _check_checkpoint() -> None:
     model, data = Images().double(), list(batches(Images, 6))
 
     def make(model: nn.Module) -> Any:
-        return KFACAdam(model, lr=0.01, basis_tolerance=0.9, **OFTEN)
+        return KFACAdam(model, lr=0.01, **OFTEN)
 
     def steps(model: nn.Module, opt: Any, part: slice, where: Any) -> None:
         for x, y in data[part]:

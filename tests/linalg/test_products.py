@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.linalg import eigen, kronecker, moments, products
+from kaisa_optim.linalg import kronecker, moments, products
 from tests.support.training import assert_near
 
 try:
@@ -143,27 +143,6 @@ def test_one_product(calls, turned):
         left, right = random(2, 300, 200).mT, random(2, 150, 300).mT
     near(products.product(left, right), left.double() @ right.double())
     assert calls == [(200, 300, 150)] * 2
-
-
-@needs_onednn
-def test_bases_that_follow(calls):
-    rows = random(2, 900, 400) * torch.linspace(10, 1, 400)
-    factors = rows.mT @ rows
-    values, vectors = eigen.eigendecompose(factors)
-    rows[:, :9] += 1
-    factors = rows.mT @ rows
-    before = vectors.double().mT @ factors.double() @ vectors.double()
-    values, basis, _, whole = eigen.refine_basis(factors, vectors, values, 1)
-    assert calls
-    near(basis.mT @ basis, torch.eye(400, dtype=torch.float64).expand(2, 400, 400), 1e-5)
-    turned = basis.double().mT @ factors.double() @ basis.double()
-    near(whole, turned.flatten(1).norm(dim=1), 1e-5)
-    near(values[:, :50], turned.diagonal(dim1=1, dim2=2)[:, :50], 1e-5)  # of those that lead
-
-    def beside(matrices):
-        return matrices.tril(-1)[:, :, :50].flatten(1).norm(dim=1)
-
-    assert (beside(turned) < 0.5 * beside(before)).all()
 
 
 @needs_onednn

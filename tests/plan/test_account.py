@@ -170,7 +170,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
         account.plan(
             average=fed.get(step % every, ()),
             refresh=due.get(step % refreshed, ()),
-            answered=due.get((step - 1) % refreshed, ()) if account.refines else (),
+            answered=due.get((step - 1) % refreshed, ()) if account.defers else (),
         )
         for step in range(period)
     ]
@@ -199,12 +199,12 @@ def check(case: Case, ranks: list[Measured]) -> None:
         assert list(one.volume) == [*MOVED, "total"]
         for kind in MOVED:
             mean = pytest.approx(expected[kind] / period, rel=1e-9, abs=1e-9)
-            if account.refines and kind == "status":  # of it that is the most
+            if account.defers and kind == "status":  # of it that is the most
                 assert expected[kind] / period < one.volume[kind] < 2 * expected[kind] / period
             else:
                 assert one.volume[kind] == mean
         assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
-        if not account.refines:
+        if not account.defers:
             assert one.volume["total"] == pytest.approx(expected.total() / period)
     assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
 
@@ -320,7 +320,7 @@ def measure_as_on_a_gpu(case: Case) -> Measured:
 def test_inverses_that_no_host_waits_for(name, world):
     case = {**CASES, **AT_FOUR}[name]
     results = run(world, measure_as_on_a_gpu, case)
-    assert results[0].account.refines
+    assert results[0].account.defers
     check(case, results)
 
 

@@ -166,8 +166,6 @@ CASES: dict[str, Case] = {
     "ekfac images": Case(options={"eigenvalue_correction": "examples"}, micro=2, worlds=FEW),
     "ekfac gradients": Case(options={"eigenvalue_correction": "gradients"}),
     "truncated": Case("tokens", options={"truncation": 0.5}),
-    "refined": Case(options={"basis_tolerance": 0.3}),
-    "refined, often anew": Case("chain", options={"basis_tolerance": 0.01}, worlds=FEW),
     "adam": Case("tokens", "KFACAdam"),
     "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}, worlds=FEW),
     "adam branches": Case("chain", "KFACAdam", branches=True),
@@ -178,7 +176,7 @@ CASES: dict[str, Case] = {
     "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}, worlds=FEW),
     "wide": Case("wide"),
     "wide inverse": Case("wide", options=inverse, worlds=FEW),
-    "wide refined adam": Case("wide", "KFACAdam", {"basis_tolerance": 0.3}),
+    "wide adam": Case("wide", "KFACAdam"),
     "layer-wise": Case(options={"assignment": "layer-wise"}, worlds=(2, 4)),
     "layer-wise adam": Case("tokens", "KFACAdam", {"assignment": "layer-wise"}, worlds=(2, 4)),
     "opt": Case("chain", options={"assignment": "opt"}, worlds=(2, 4)),
@@ -208,7 +206,6 @@ CASES: dict[str, Case] = {
     "sharded adam": Case("tokens", "KFACAdam", sharded=True, worlds=(2, 4)),
     "resumed": Case("tokens", resumes=True),
     "resumed adam": Case("chain", "KFACAdam", resumes=True),
-    "resumed refined": Case(options={"basis_tolerance": 0.3}, resumes=True, worlds=FEW),
     "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}, worlds=FEW),
 }
 RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "KFACMuon": 0.02, "AdamW": 0.005}

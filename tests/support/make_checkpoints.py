@@ -30,7 +30,6 @@ NAMES = (
     "inverse pi",
     "ekfac gradients",
     "truncated",
-    "refined",
     "muon",
     "kaisa",
     "halves",

@@ -32,9 +32,9 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def refreshed(kfac: Any) -> dict[tuple[str, str], bool]:
-    """Return the factors that the last step refreshed; True: found anew, False: refined."""
+    """Return the factors that the last step refreshed, and whether its host waited for them."""
     plan = kfac.plan
-    return dict.fromkeys(plan.decompose, True) | dict.fromkeys(plan.refine, False)
+    return dict.fromkeys(plan.decompose, True) | dict.fromkeys(plan.attempt, False)
 
 
 # Statistics and second-order state anew in every step, and steps that no clip scales.
