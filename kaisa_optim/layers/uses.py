@@ -172,6 +172,10 @@ class TableUse(Use, EmbeddingLayer):
     def __init__(self, primary: Layer, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
 
+    def _tokens(self, x: Tensor) -> Tensor:
+        # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
+        return super()._tokens(x).remainder(self.inputs)
+
     def _padding(self) -> int | None:
         return None
 

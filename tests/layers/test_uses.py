@@ -336,6 +336,36 @@ def test_rows_of_a_matrix_are_those_of_a_table(pick):
     assert_close(found["0.w"], expected["0.weight"], 1e-9)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_sharing": "reduce"}, {"eigenvalue_correction": "examples"}],
+    ids=lambda options: next(iter(options.values()), "plain"),
+)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_negative_indices_count_from_the_end_of_a_table(options, kind):
+    x, weight = torch.tensor([[1, -1], [-7, 2], [6, -1], [-5, 0]], dtype=kind), normal(7, 3)
+    expected, found = (
+        stepped(headed(Body(lambda m, x: m.w[x], w=weight.clone())), given, **options)
+        for given in (x % 7, x)
+    )
+    assert found.keys() == expected.keys()
+    for name, step in expected.items():
+        assert_close(found[name], step, 1e-12)
+
+
+def test_negative_indices_pick_rows_of_a_matrix_that_multiplies_too():
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.w[m.picked] + (x @ m.w.T)[:, :3]
+
+    picked = torch.tensor([-1, 0, -7, 3, -2, 6])
+    steps = []
+    for indices in (picked % 7, picked):
+        net = headed(Body(forward, w=normal(7, 3)))
+        net[0].picked = indices
+        steps.append(stepped(net, normal(6, 3, seed=1))["0.w"])
+    assert_close(*steps, 1e-12)
+
+
 def test_positions_that_are_added_are_rows_of_a_table():
     x, weight = normal(5, 2, 3), normal(2, 3, seed=4)
     expected = stepped(
