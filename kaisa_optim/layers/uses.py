@@ -238,7 +238,7 @@ class EntriesUse(Use):
         others = [i for i in range(tensor.dim()) if i not in self.dims]
         batch = 1 if self.unbatched(tensor) else tensor.shape[0]
         entries = math.prod(tensor.shape[i] for i in self.dims)
-        return tensor.permute(*others, *self.dims).reshape(batch, -1, entries)
+        return tensor.permute((*others, *self.dims)).reshape(batch, -1, entries)
 
     def moments(
         self,

@@ -438,6 +438,33 @@ def test_entries_have_the_second_moments_of_their_gradients(name, sharing):
             assert_close(g[0], 5 * torch.stack(rows).square().sum(0), 1e-9)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_number_weighs_a_loss(scales, sharing, shape):
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.w = nn.Linear(4, 2), nn.Parameter(torch.full(shape, 0.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = loss_of(self.net(x))
+            return (self.w * loss if scales else torch.exp(-self.w) * loss + self.w).sum()
+
+    net, x = seeded(Weighed), normal(6, 4)
+    opt = exact(net, weight_sharing=sharing, statistics_fraction=0.5)
+    loss = loss_of(net.net(x)).detach()
+    opt.zero_grad()
+    net(x).backward()
+    gradient = net.w.grad.clone()
+    step = taken(opt, net)["w"]
+    # K is 6, the examples of the model's input; the use has one row.
+    g = 6 * loss.square() if scales else 6 * torch.ones_like(loss)
+    assert_close(opt.preconditioner.factors("w")[1].flatten(), g[None])
+    assert_close(step, gradient / (g + DAMPING), 1e-9)
+    assert opt.preconditioner.coverage().share == 1
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_move_once_in_a_pass_that_gathers(training):
     class Norm(nn.Module):
