@@ -142,7 +142,7 @@ class Capture:
         self._watched = {layer: layer.watched_in for layer in layers}
         self._hooked = {(layer, module) for layer in layers for module in layer.watched_in}
         self._levels = dict.fromkeys(layers, 0)
-        self._handles = self._attach(model, layers)
+        self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
 

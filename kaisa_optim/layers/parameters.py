@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..linalg.moments import projected_diagonal
@@ -19,6 +20,7 @@ from .probe import Product, probed
 
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
+    torch.jit.ScriptModule: "TorchScript runs its calls, and Python sees none of them",
     nn.RNNBase: "fused kernels show none of its steps",
     nn.RNNCellBase: "fused kernels do not show what its weights give",
     nn.Bilinear: "a product of two inputs with its weight",
