@@ -38,6 +38,7 @@ from .tap import (
     is_checkpointed,
     is_substituted,
     is_transformed,
+    tap_for_mode,
 )
 
 _NOTHING = contextlib.nullcontext()
@@ -312,7 +313,7 @@ class Capture:
         mode: TorchFunctionMode | None = None
         layers = [layer for layer in layers if module in self._watched[layer]]
         if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
-            mode = WatchMode(layers, self._tap)
+            mode = WatchMode(layers, tap_for_mode(self._tap))
             mode.__enter__()
         self._passes.enter(mode)
 
