@@ -38,6 +38,7 @@ from .tap import (
     is_checkpointed,
     is_substituted,
     is_transformed,
+    tap_for_mode,
 )
 
 _NOTHING = contextlib.nullcontext()
@@ -142,7 +143,7 @@ class Capture:
         self._watched = {layer: layer.watched_in for layer in layers}
         self._hooked = {(layer, module) for layer in layers for module in layer.watched_in}
         self._levels = dict.fromkeys(layers, 0)
-        self._handles = self._attach(model, layers)
+        self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -312,7 +313,7 @@ class Capture:
         mode: TorchFunctionMode | None = None
         layers = [layer for layer in layers if module in self._watched[layer]]
         if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
-            mode = WatchMode(layers, self._tap)
+            mode = WatchMode(layers, tap_for_mode(self._tap))
             mode.__enter__()
         self._passes.enter(mode)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, Moments
 from ..layers.sampling import Part
-from ..layers.saving import UNKNOWN, saving_hooks
+from ..layers.saving import UNKNOWN, pack_hook, saving_hooks
 from .forward_pass import ForwardPass
 
 Covers = tuple[bool, bool]
@@ -192,6 +194,31 @@ def is_checkpointed() -> bool:
     """
     hooks = saving_hooks()
     return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own
+
+
+def tap_for_mode(tap: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a tap for a function mode that begins now.
+
+    A checkpoint that begins later, within the watched forward, recomputes its calls without the
+    mode. It raises where the recomputation saves fewer tensors than the forward. So these taps save
+    their tensors past the checkpoint, and act as taps outside of any checkpoint.
+    """
+    entered = pack_hook()
+
+    def tapped(layer: Layer, output: Tensor, *call: Any) -> Tensor:
+        hook = pack_hook()
+        within = is_checkpointed() and (hook is not entered or hook is UNKNOWN)
+        if not within or not output.requires_grad or is_transformed():
+            return tap(layer, output, *call)
+        # A selective checkpoint that keeps the output compares its version.
+        with saved_tensors_hooks(_same, _same), _unsafe_preserve_version_counter(output):
+            return tap(layer, output, *call)
+
+    return tapped
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def accumulates_into(parameter: Tensor) -> bool:

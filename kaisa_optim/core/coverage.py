@@ -326,10 +326,11 @@ class Homes:
                 "fully_shard; add parameters of the model by add_param_group"
             )
         for p, own, name, title in self._places:
-            if own.get(name) is not p and all(p is not other for other in self._model.parameters()):
+            now = own[name] if name in own else None  # noqa: SIM401 (TorchScript's has no get)
+            if now is not p and all(p is not other for other in self._model.parameters()):
                 raise RuntimeError(
                     f"Invalid params: the parameters of the groups are not the model's any more: "
-                    f"{title} is a {type(own.get(name)).__name__} that the optimizer was not "
+                    f"{title} is a {type(now).__name__} that the optimizer was not "
                     "given. Build the optimizer after fully_shard, after "
                     "load_state_dict(assign=True) and after whatever else replaces parameters, or "
                     "give it the new ones by add_param_group"

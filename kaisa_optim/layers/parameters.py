@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..linalg.moments import projected_diagonal
 from .base import Basis, Layer
 from .linear import SequenceRows
-from .probe import Product, probed
+from .product import Product, product_of
 
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
+    torch.jit.ScriptModule: "TorchScript runs its calls, and Python sees none of them",
     nn.RNNBase: "fused kernels show none of its steps",
     nn.RNNCellBase: "fused kernels do not show what its weights give",
     nn.Bilinear: "a product of two inputs with its weight",
@@ -112,7 +114,7 @@ class Declared(NamedTuple):
 def declared(name: str, module: nn.Module, *, by_shape: bool = True) -> Declared:
     """Return a layer for each parameter of a module that no kind knows, as far as shapes tell.
 
-    Without ``by_shape``, return a layer only for the product that a probe has seen.
+    Without ``by_shape``, return a layer only for the product that its source states.
     """
     title = type(module).__name__
     own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -121,7 +123,7 @@ def declared(name: str, module: nn.Module, *, by_shape: bool = True) -> Declared
             reason = f"no layer kind is registered for {title}" + (f": {why}" if why else "")
             return Declared([], dict.fromkeys(own.values(), reason))
     prefix, found = f"{name}." if name else "", Declared([], {})
-    product = probed(module)
+    product = product_of(module)
     if product is not None:
         found.layers.append(_of_product(name, module, product))
     inside = () if product is None else (product.weight, product.bias)

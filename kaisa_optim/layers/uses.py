@@ -172,6 +172,10 @@ class TableUse(Use, EmbeddingLayer):
     def __init__(self, primary: Layer, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
 
+    def _tokens(self, x: Tensor) -> Tensor:
+        # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
+        return super()._tokens(x).remainder(self.inputs)
+
     def _padding(self) -> int | None:
         return None
 
@@ -234,7 +238,7 @@ class EntriesUse(Use):
         others = [i for i in range(tensor.dim()) if i not in self.dims]
         batch = 1 if self.unbatched(tensor) else tensor.shape[0]
         entries = math.prod(tensor.shape[i] for i in self.dims)
-        return tensor.permute(*others, *self.dims).reshape(batch, -1, entries)
+        return tensor.permute((*others, *self.dims)).reshape(batch, -1, entries)
 
     def moments(
         self,

@@ -48,11 +48,16 @@ class Found(NamedTuple):
 
 
 class WatchMode(TorchFunctionMode):
-    """Runs a module's forward, and taps the calls that use these layers' weights."""
+    """Runs a module's forward, and taps the calls that use these layers' weights.
+
+    Under a selective checkpoint that begins within the forward, calls run as they are: such a
+    checkpoint counts operations, and would not find the tap's own operations when it recomputes.
+    """
 
     def __init__(self, layers: list[Layer], tap: Tap) -> None:
         super().__init__()
         self.tap = tap
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
         self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
         for layer in layers:
             for p in (layer.weight, layer.bias):
@@ -64,7 +69,7 @@ class WatchMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         watch = WATCHED.get(func)
-        if watch is None:
+        if watch is None or torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
             return func(*args, **(kwargs or {}))
         return watch(self, func, args, kwargs or {})
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -725,6 +726,97 @@ def test_checkpointing_attention(reentrant):
     names = list(runs[0][1].preconditioner.layers)
     assert "block.self_attn.in_proj" in names and "block.linear1" in names
     assert_same(*runs, names)
+
+
+class OwnUses(nn.Module):
+    """Parameters of its own, which its forward uses within checkpoints that it begins itself."""
+
+    def __init__(self, run: Callable[..., Tensor] = lambda part, x: part(x)) -> None:
+        super().__init__()
+        self.run = run
+        self.block = Block()
+        self.places = nn.Parameter(torch.ones(3, 4))
+        self.product = nn.Parameter(torch.eye(4))
+        self.norm = nn.Parameter(torch.ones(4))
+        self.gamma = nn.Parameter(torch.full((4,), 0.5))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.gamma * self.block(x + self.places)
+
+    def outer(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = F.layer_norm(x @ self.product, (4,), self.norm)
+        return x + self.run(self.inner, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma * self.run(self.outer, x)
+
+
+def own_uses(run: Callable[..., Tensor] | None) -> tuple[nn.Module, Any]:
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), OwnUses(*filter(None, [run]))))
+    opt = exact(net, factor_update_steps=2, inv_update_steps=2)
+    for i in range(4):  # steps that are due for statistics and steps that are not
+        opt.zero_grad()
+        for size in (3, 2):
+            (loss_of(net(normal(size, 3, 4, seed=i))) / 2).backward()
+        opt.step()
+    return net, opt
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_forward_may_checkpoint_uses_of_its_own_parameters(whole):
+    def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if part.__name__ == "outer" and not whole:
+            return part(x)
+        return checkpoint(part, x, use_reentrant=False)
+
+    found, plain = own_uses(run), own_uses(None)
+    for name, p in plain[0].named_parameters():
+        assert_close(found[0].get_parameter(name), p, 1e-9, name)
+    assert_same(found, plain, list(plain[1].preconditioner.layers))
+    assert found[1].preconditioner.coverage().share == 1
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_checkpoints_of_own_parameters_keep_the_gradients(policy):
+    """Their operations are counted, and the tap's own must not be among them."""
+
+    def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if part.__name__ == "inner":
+            return part(x)
+        return checkpoint(part, x, use_reentrant=False, context_fn=contexts)
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    gradients = []
+    for one in (run, None):
+        net = seeded(lambda one=one: OwnUses(*filter(None, [one])))
+        opt = exact(net)
+        loss_of(net(normal(3, 3, 4))).backward()
+        assert not opt.preconditioner.steps
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    for name, gradient in gradients[1].items():
+        assert_close(gradients[0][name], gradient, 1e-12, name)
+
+
+def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.gamma = Block(), nn.Parameter(torch.full((4,), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(lambda x: self.gamma * self.block(x), x, use_reentrant=True)
+
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Hidden(), nn.Linear(4, 9)))
+    opt = exact(net, factor_update_steps=1, lr=0.01)
+    for i in range(6):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4, seed=i))).backward()
+        gradient = net[1].gamma.grad.clone()
+        assert_close(taken(opt, net)["1.gamma"], 0.01 * gradient, 1e-12)
+    assert opt.preconditioner.coverage().left.keys() == {"1.gamma"}
 
 
 @pytest.mark.parametrize("kind", ["linear", "no bias", "convolution", "sequences"])

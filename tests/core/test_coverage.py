@@ -346,6 +346,72 @@ class Renamed(nn.Linear):
     """Keeps the forward."""
 
 
+SCRIPTS = {
+    "scripted": torch.jit.script,
+    "traced": lambda module: torch.jit.trace(module, normal(6, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, KFACMuon])
+def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
+    part = seeded(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) if whole else nn.Linear(4, 4)
+    )
+    net = nn.Sequential(compiled(part), nn.Linear(4, 2, bias=False).double())
+    with pytest.warns(UserWarning, match="TorchScript runs its calls"):
+        opt = cls(net, lr=0.1, weight_decay=0.0)
+    left = opt.preconditioner.coverage().left | opt.preconditioner.coverage().skipped
+    assert left.keys() == {f"0.{name}" for name, _ in part.named_parameters()}
+    assert list(opt.preconditioner.layers) == ["1"]
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for i in range(3):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4, seed=i))).backward()
+        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+        opt.step()
+        if cls is KFACSGD and i == 0:
+            for name in left:
+                assert_close(net.get_parameter(name), before[name] - 0.1 * gradients[name], 1e-12)
+    opt.load_state_dict(opt.state_dict())
+    assert all(not torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_model_in_torchscript_is_refused_with_the_reason(compiled):
+    with pytest.raises(
+        ValueError, match=r"no layer that K-FAC covers .*TorchScript runs its calls"
+    ):
+        KFACSGD(compiled(nn.Linear(4, 4).double()), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_function_in_a_watched_forward_is_a_use_that_nobody_knows():
+    @torch.jit.script
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(x, self.w)
+
+    net = nn.Sequential(Scale(), nn.Linear(4, 20)).double()
+    opt = exact(net)
+    for i in range(6):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4, seed=i))).backward()
+        gradient = net[0].w.grad.clone()
+        assert_close(taken(opt, net)["0.w"], gradient, 1e-12)
+    assert "Scale uses it in a way" in opt.preconditioner.coverage().left["0.w"].reason
+
+
 def test_subclass_is_covered_by_the_calls_that_its_forward_makes():
     opt = quiet(nn.Sequential(Renamed(3, 2), Doubles(2, 2)))
     assert sides(opt) == {"0": (1, 4, 2), "1": (1, 3, 2)}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kaisa_optim.layers.probe import probed
+from kaisa_optim import KFACAdam
 from tests.support.watch import DAMPING, assert_close, exact, normal, seeded, solved, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -181,39 +181,85 @@ def test_a_product_and_its_bias_are_one_layer(width, reentrant):
     assert_close(found["0.bias"], expected["0.bias"], 1e-9)
 
 
-def test_a_probe_leaves_no_trace():
-    module = Conv1D(4, 4)
-    state = torch.get_rng_state()
-    before = dict(vars(module)), dict(module._parameters)
-    product = probed(module)
-    assert product.transposed and product.bias is module.bias and module.calls == 0
-    assert (dict(vars(module)), dict(module._parameters)) == before
-    assert torch.equal(torch.get_rng_state(), state)
+def test_building_an_optimizer_runs_no_forward():
+    """A forward may draw random numbers, and keep tensors for later passes."""
+    kept: dict[int, Tensor] = {}
 
-
-def test_a_probe_draws_no_random_numbers():
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(normal(3, 4))
-
+    class Keeps(Conv1D):
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight) + 0.1 * torch.rand(3).to(x)
+            if x.shape[-1] not in kept:
+                kept[x.shape[-1]] = torch.rand(x.shape[-1], device=x.device).to(x)
+            return torch.addmm(self.bias, x * kept[x.shape[-1]], self.weight)
 
-    module = Noisy()
+    net = headed(seeded(lambda: Keeps(4, 3)))
     state = torch.get_rng_state()
-    probed(module)
-    assert torch.equal(torch.get_rng_state(), state)
+    opt = exact(net)
+    assert not kept and torch.equal(torch.get_rng_state(), state)
+    assert list(opt.preconditioner.layers) == ["0", "2"]
+    loss_of(net(normal(6, 4))).backward()
+    opt.step()
+    assert opt.preconditioner.coverage().share == 1
 
 
-def test_no_product_is_probed_where_a_module_does_something_else():
-    class Twice(Conv1D):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(F.linear(x, self.weight), self.weight)
+class Stated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(normal(3, 4)), nn.Parameter(normal(3))
 
-    assert probed(Twice(4, 4)) is None
-    assert probed(Body(lambda m, x: x @ m.w, w=W.clone())) is None
-    assert probed(nn.Sequential(nn.Linear(2, 2))) is None
+
+class Keywords(Stated):
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else x
+        return F.linear(x, weight=self.weight, bias=self.bias) if bias is not None else x
+
+
+class Without(Stated):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight) * self.bias
+
+
+class BiasTwice(Stated):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.bias
+
+
+class Twice(Stated):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight).repeat(1, 2)[:, :4], self.weight, self.bias)
+
+
+class Penalized(Stated):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.weight.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("cls", "layers"),
+    [
+        (Keywords, ["0", "2"]),
+        (Without, ["0", "0.bias", "2"]),
+        (BiasTwice, ["0", "0.bias", "2"]),
+        (Twice, ["0.weight", "0.bias", "2"]),
+        (Penalized, ["0.weight", "0.bias", "2"]),
+    ],
+)
+def test_the_source_tells_which_bias_a_product_adds(cls, layers):
+    net = headed(cls())
+    opt = exact(net)
+    assert list(opt.preconditioner.layers) == layers
+    loss_of(net(normal(6, 4))).backward()
+    opt.step()
+
+
+def test_a_forward_without_a_source_is_covered_by_shapes():
+    space = {"F": F}
+    exec("def forward(self, x): return F.linear(x, self.weight, self.bias)", space)
+    net = headed(type("Sourceless", (Stated,), {"forward": space["forward"]})())
+    opt = exact(net)
+    assert list(opt.preconditioner.layers) == ["0.weight", "0.bias", "2"]
+    loss_of(net(normal(6, 4))).backward()
+    opt.step()
+    assert opt.preconditioner.coverage().share == 1
 
 
 # ---------------------------------------------------------------- experts
@@ -335,6 +381,36 @@ def test_rows_of_a_matrix_are_those_of_a_table(pick):
     assert_close(found["0.w"], expected["0.weight"], 1e-9)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_sharing": "reduce"}, {"eigenvalue_correction": "examples"}],
+    ids=lambda options: next(iter(options.values()), "plain"),
+)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_negative_indices_count_from_the_end_of_a_table(options, kind):
+    x, weight = torch.tensor([[1, -1], [-7, 2], [6, -1], [-5, 0]], dtype=kind), normal(7, 3)
+    expected, found = (
+        stepped(headed(Body(lambda m, x: m.w[x], w=weight.clone())), given, **options)
+        for given in (x % 7, x)
+    )
+    assert found.keys() == expected.keys()
+    for name, step in expected.items():
+        assert_close(found[name], step, 1e-12)
+
+
+def test_negative_indices_pick_rows_of_a_matrix_that_multiplies_too():
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return m.w[m.picked] + (x @ m.w.T)[:, :3]
+
+    picked = torch.tensor([-1, 0, -7, 3, -2, 6])
+    steps = []
+    for indices in (picked % 7, picked):
+        net = headed(Body(forward, w=normal(7, 3)))
+        net[0].picked = indices
+        steps.append(stepped(net, normal(6, 3, seed=1))["0.w"])
+    assert_close(*steps, 1e-12)
+
+
 def test_positions_that_are_added_are_rows_of_a_table():
     x, weight = normal(5, 2, 3), normal(2, 3, seed=4)
     expected = stepped(
@@ -405,6 +481,33 @@ def test_entries_have_the_second_moments_of_their_gradients(name, sharing):
             rows.append(twin[0].w.grad.flatten())
         if rows:
             assert_close(g[0], 5 * torch.stack(rows).square().sum(0), 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_number_weighs_a_loss(scales, sharing, shape):
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.w = nn.Linear(4, 2), nn.Parameter(torch.full(shape, 0.3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = loss_of(self.net(x))
+            return (self.w * loss if scales else torch.exp(-self.w) * loss + self.w).sum()
+
+    net, x = seeded(Weighed), normal(6, 4)
+    opt = exact(net, weight_sharing=sharing, statistics_fraction=0.5)
+    loss = loss_of(net.net(x)).detach()
+    opt.zero_grad()
+    net(x).backward()
+    gradient = net.w.grad.clone()
+    step = taken(opt, net)["w"]
+    # K is 6, the examples of the model's input; the use has one row.
+    g = 6 * loss.square() if scales else 6 * torch.ones_like(loss)
+    assert_close(opt.preconditioner.factors("w")[1].flatten(), g[None])
+    assert_close(step, gradient / (g + DAMPING), 1e-9)
+    assert opt.preconditioner.coverage().share == 1
 
 
 @pytest.mark.parametrize("training", [True, False])
