@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kaisa_optim.linalg import kronecker, orthogonal
+from kaisa_optim.linalg import kronecker, orthogonal, roots
 from kaisa_optim.linalg.precision import full_precision
 
 from .settings import Settings, synchronize
@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[Tensor], Any]] = {
     "eigh on the host": lambda f: [t.to(f.device) for t in torch.linalg.eigh(f.cpu())],
     "QR": torch.linalg.qr,
     "damped inverse": lambda f: kronecker.damped_inverse(f, torch.ones_like(f[:, 0, 0])),
-    "damped root": lambda f: kronecker.damped_root(f, torch.ones_like(f[:, 0, 0])),
+    "roots": lambda f: roots.inverse_roots(f, torch.ones_like(f[:, 0, 0]), 1, diagonal=False),
     "polar factor": _matrices,
     "one product": lambda f: f @ f,
 }

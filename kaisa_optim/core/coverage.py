@@ -97,12 +97,8 @@ def cover(
     skip_layers: tuple[str, ...],
     max_factor_size: float,
     papers_only: bool,
-    matrices_by_output: bool = False,
 ) -> Coverage:
-    """Match the model's modules with the layer kinds, for the parameters in ``trained``.
-
-    With ``matrices_by_output``, cover only matrices that multiply an input, by their G alone.
-    """
+    """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
     names = _parameter_names(model)
     found, candidates = Coverage(), Candidates()
     skipped_by = _skipped_modules(model, skip_layers, found.unmatched)
@@ -125,17 +121,17 @@ def cover(
         if kind is None or reason is not None:
             reasons.update((p, reason or "") for p in own)
         if kind is None and own and not papers_only:
-            watched = _watched(name, module, reasons, by_shape=not matrices_by_output)
+            watched = _watched(name, module, reasons)
             candidates.extend((layer, own) for layer in watched)
         elif kind is not None and reason is None:
             claimed.update(child for child in module.modules() if child is not module)
             candidates += [(layer, own) for layer in kind.layers_of(name, module)]
-    tied = set() if papers_only or matrices_by_output else tie(candidates, names)
+    tied = set() if papers_only else tie(candidates, names)
     for layer, own in candidates:
         if papers_only and not layer.in_papers:
             reasons.update((p, _PAPERS_ONLY) for p in own)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
-            layer.wide, layer.without_input = max_factor_size, matrices_by_output
+            layer.wide = max_factor_size
             _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
     _note_uncovered(found, trained, names, reasons)
@@ -155,9 +151,7 @@ def _note_uncovered(
             found.uncovered[names[parameter][0]] = reason
 
 
-def _watched(
-    name: str, module: nn.Module, reasons: dict[Tensor | None, str], *, by_shape: bool
-) -> list[Layer]:
+def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
     """Return layers for a module's parameters; their use will be watched."""
     own = [p for p in module._parameters.values() if p is not None]
     if any(is_sharded(p) for p in own):
@@ -167,14 +161,14 @@ def _watched(
         return []
     kind = inherited_kind(module)
     if kind is None:
-        found = declared(name, module, by_shape=by_shape)
+        found = declared(name, module)
         reasons.update(found.reasons.items())
         for layer in found.layers:
             reasons.pop(layer.weight, None)
             reasons.pop(layer.bias, None)
         return found.layers
     layers = []
-    if by_shape and not kind.intercepts() and kind.unsupported(module) is None:
+    if not kind.intercepts() and kind.unsupported(module) is None:
         layers = kind.layers_of(name, module)
     for layer in layers:
         if layer.weight is not None:
@@ -214,9 +208,6 @@ def _train(
     reasons: dict[Tensor | None, str],
 ) -> None:
     """Cover the layer's trained parameters, if it has any."""
-    if layer.without_input and not layer.multiplies:
-        reasons[layer.weight] = _NO_MATRIX
-        return
     has_bias = layer.bias is not None and layer.bias in trained
     layer.trained = (layer.weight in trained, has_bias)
     if any(layer.trained):
@@ -263,9 +254,8 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
-_NO_MATRIX = "no matrix that multiplies an input"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
-BY_OPTION = {_NO_MATRIX, _PAPERS_ONLY}  # reasons that follow from what the user has chosen
+BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
+from ..curvature.lengths import OfBase, Stepped, Sums
 from ..curvature.refresh import OlderBases
 from ..curvature.rules import EkfacRule, Rule, StepValues
 from ..curvature.stacks import (
@@ -23,6 +24,7 @@ from ..curvature.stacks import (
     by_device,
     by_place,
     device_of,
+    present_blocks,
     stack_key,
 )
 from ..curvature.sums import FactorSums, width
@@ -31,7 +33,7 @@ from ..linalg.moments import unpack
 from ..plan.routes import chunks, in_turn, side_by_side
 from ..plan.step_plan import AgreedStep
 from . import gradients
-from .gradients import GradientStack, NewGradients, Places, Updates, Wire
+from .gradients import GradientStack, NewGradients, Places, Updates, Wire, own_gradient
 from .registry import Registry
 
 Precondition = Callable[..., NewGradients]  # takes a stack, and a reader of its gradients
@@ -215,12 +217,14 @@ class GradientExchange:
         rule: Rule,
         *,
         comm_dtype: torch.dtype | None,
+        terms: int,
         grafting: bool,
     ) -> None:
         self._ranks = ranks
         self._registry = registry
         self._rule = rule
         self._comm_dtype = comm_dtype
+        self._terms = terms  # numbers of each block that travel with its new gradient
         self._grafting = grafting
         self.allocate(AppliedFactors())
 
@@ -232,13 +236,10 @@ class GradientExchange:
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
         self._buckets = {}
 
-    def updates(self, values: StepValues, *, clips: bool) -> Updates:
-        """Return the new gradients of all layers with a state; all ranks call it alike.
-
-        ``clips`` says whether the KL clip needs its terms.
-        """
+    def updates(self, values: StepValues) -> Updates:
+        """Return the new gradients of all layers with a state; all ranks call it alike."""
         updates = Updates()
-        precondition = functools.partial(self._precondition, values, clips)
+        precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
         if self._ranks.grid.columns == 1:
             ready = set(whole)
@@ -248,7 +249,7 @@ class GradientExchange:
                     updates.add(precondition(self.stack_of(members)))
         else:
             self._broadcast(whole, updates, precondition)
-        self._precondition_shards(updates, precondition)
+        self._precondition_shards(updates, precondition, values.base)
         return updates
 
     def stack_of(self, layers: list[Layer]) -> GradientStack:
@@ -262,20 +263,35 @@ class GradientExchange:
         return found
 
     def _precondition(
-        self,
-        values: StepValues,
-        clips: bool,
-        stack: GradientStack,
-        gradient_of: gradients.GradientOf = gradients.own_gradient,
+        self, values: StepValues, stack: GradientStack, gathered: Gathered | None = None
     ) -> NewGradients:
+        """Return the new gradients of a stack; sharded ones were ``gathered``."""
+        rule, base = self._rule, values.base
         group = self._applied.group_of[stack.layers[0]]
-        raw = stack.collect(gradient_of)
-        new = self._rule.apply(group, raw, stack.layers, values)
-        if self._grafting:
-            gradients.graft(stack, raw, new)
-        if clips:
-            return NewGradients(stack, new, gradients.products(stack, raw, new))
-        return NewGradients(stack, new, raw.new_zeros(len(stack.layers), 2))
+        if base is None:
+            raw = stack.collect(own_gradient if gathered is None else gathered.whole.get)
+            new = rule.apply(group, raw, stack.layers, values)
+            if self._grafting:
+                gradients.graft(stack, raw, new)
+            terms = gradients.products(raw, new) if self._terms else raw.new_empty(len(raw), 0)
+            return NewGradients(stack, new, terms)
+        momentum = stack.collect(base.momenta.get if gathered is None else gathered.whole.get)
+        if gathered is None:
+            sums = _sums(stack, base)
+        else:
+            sums = Sums(*torch.cat([gathered.sums[x] for x in stack.layers]).unbind(1))
+        new = rule.apply(group, momentum, stack.layers, values)
+        one = Stepped(
+            stack.layers,
+            group,
+            group.slots_of(stack.layers),
+            new,
+            momentum,
+            sums,
+            present_blocks(stack.layers, group),
+        )
+        assert rule.length is not None
+        return NewGradients(stack, new, rule.length.give(one, base))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Send new gradients along each row of ranks, from the gradient workers in the row.
@@ -283,7 +299,7 @@ class GradientExchange:
         The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
         counts as zero. Columns send side by side, and no column waits for another's products.
         """
-        dtype = self._comm_dtype
+        wire = self._comm_dtype, self._terms
         members = self._ranks.grid.receivers_of(self._ranks.rank)
         for same in by_device(layers):
             order = in_turn(
@@ -291,15 +307,15 @@ class GradientExchange:
                 for column, buckets in self._buckets_of(same)
             )
             items = [
-                BroadcastItem(root, sum(gradients.wire_bytes(one, dtype) for one in shapes))
+                BroadcastItem(root, sum(gradients.wire_bytes(one, *wire) for one in shapes))
                 for root, shapes in order
             ]
             cargo = (self._wires(root, shapes, precondition) for root, shapes in order)
             arrived = self._ranks.broadcast(
                 [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
             )
-            for wire in arrived:
-                updates.add(wire.unpack())
+            for one in arrived:
+                updates.add(one.unpack())
 
     def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
         """Return each column's buckets of layers on one device; worked out once."""
@@ -308,11 +324,11 @@ class GradientExchange:
             columns: dict[int, list[Layer]] = {}
             for layer in layers:
                 columns.setdefault(self._registry.column(layer), []).append(layer)
-            dtype = self._comm_dtype
-            total = sum(gradients.wire_bytes([layer], dtype) for layer in layers)
+            wire = self._comm_dtype, self._terms
+            total = sum(gradients.wire_bytes([layer], *wire) for layer in layers)
             limit = side_by_side(total, len(columns), self._ranks.bucket_bytes)
             divided = [
-                (column, list(gradients.wire_buckets(columns[column], dtype, limit)))
+                (column, list(gradients.wire_buckets(columns[column], *wire, limit)))
                 for column in sorted(columns)
             ]
             known = self._buckets[layers[0]] = layers, divided
@@ -324,13 +340,15 @@ class GradientExchange:
         """Return the new gradients that a root sends; on other ranks, empty tensors for them."""
         own = root == self._ranks.rank
         stacks = map(self.stack_of, shapes)
-        new = (precondition(x) if own else NewGradients.awaited(x) for x in stacks)
+        new = (precondition(x) if own else NewGradients.awaited(x, self._terms) for x in stacks)
         return [Wire(one, self._comm_dtype) for one in new]
 
     # ---- sharded gradients ----
 
-    def _precondition_shards(self, updates: Updates, precondition: Precondition) -> None:
-        """Precondition sharded gradients.
+    def _precondition_shards(
+        self, updates: Updates, precondition: Precondition, base: OfBase | None
+    ) -> None:
+        """Precondition sharded gradients, or momenta.
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
         """
@@ -341,40 +359,90 @@ class GradientExchange:
         # Each rank has only a part of the bytes of a chunk.
         limit = self._ranks.bucket_bytes * self._ranks.world
         for chunk in chunks(layers, _gradient_bytes, limit):
-            whole = self._gather(chunk)
+            gathered = self._gather(chunk, base)
             new: dict[Tensor, Tensor] = {}
             terms: dict[Layer, Tensor] = {}
             mine = (x for x in chunk if self._registry.owner(x, "g") == self._ranks.rank)
             for members in alike(mine):
-                one = precondition(self.stack_of(members), whole.get)
-                new |= gradients.unstack([one], (), whole.get)
-                terms |= one.terms()
+                one = precondition(self.stack_of(members), gathered)
+                new |= gradients.unstack([one], (), gathered.whole.get)
+                terms |= one.terms_of()
             updates.add_shards(self._scatter(chunk, new, terms), terms)
 
-    def _gather(self, layers: list[Layer]) -> dict[Tensor, Tensor]:
-        """Return the whole gradients of the layers that this rank owns; a missing one is zero."""
+    def _gather(self, layers: list[Layer], base: OfBase | None) -> Gathered:
+        """Return the whole gradients, or momenta, of the layers that this rank owns.
+
+        A missing one is zero. With a ``base``, each rank sends its part of the lengths' sums along.
+        """
         me, world = self._ranks.rank, range(self._ranks.world)
         outgoing: list[list[Tensor]] = [[] for _ in world]
         incoming: list[list[Tensor]] = [[] for _ in world]
-        whole: dict[Tensor, Tensor] = {}
+        found = Gathered({}, {})
         for layer in layers:
             owner = self._registry.owner(layer, "g")
-            for p, shards in zip(layer.parameters, self._registry.shards(layer), strict=True):
+            parts = self._registry.shards(layer)
+            for p, shards in zip(layer.parameters, parts, strict=True):
                 if shards.sends(me, owner):
-                    mine = sharding.local(p if p.grad is None else p.grad)
-                    outgoing[owner].append(torch.zeros_like(mine) if p.grad is None else mine)
+                    outgoing[owner].append(_part_here(p, base))
                 if owner == me:
-                    whole[p] = torch.empty(shards.shape, dtype=p.dtype, device=p.device)
+                    found.whole[p] = torch.empty(shards.shape, dtype=p.dtype, device=p.device)
                     for rank in world:
                         if shards.sends(rank, me):
-                            incoming[rank].append(shards.part(whole[p], rank))
+                            incoming[rank].append(shards.part(found.whole[p], rank))
+            if base is None:
+                continue
+            if any(shards.sends(me, owner) for shards in parts):
+                outgoing[owner].append(self._sums_here(layer, parts, base))
+            if owner == me:
+                senders = [r for r in world if any(shards.sends(r, me) for shards in parts)]
+                key = stack_key(layer, "g")
+                room = torch.empty(
+                    len(senders), layer.blocks, 3, dtype=key.dtype, device=key.device
+                )
+                for rank, row in zip(senders, room, strict=True):
+                    incoming[rank].append(row)
+                found.sums[layer] = room
         self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
-        return whole
+        return found._replace(sums={x: rows.sum(0) for x, rows in found.sums.items()})
+
+    def _sums_here(self, layer: Layer, parts: list[sharding.Shards], base: OfBase) -> Tensor:
+        """Return this rank's part of a layer's sums, ``[blocks, 3]``."""
+        key = stack_key(layer, "g")
+        sums = torch.zeros(3, layer.blocks, dtype=key.dtype, device=key.device)
+        blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
+        kinds = (base.measured, base.squares), (base.former, False), (None, True)
+        for p, of_block in self._spread(layer, parts, blocks):
+            for row, (tensors, squares) in zip(sums, kinds, strict=True):
+                here = sharding.local(p) if tensors is None else tensors.get(p)
+                if here is None or not here.numel():
+                    continue
+                here = here.to(key.dtype)
+                here = here.square() if squares else here
+                if layer.blocks == 1:
+                    row += here.sum()
+                else:
+                    row.index_add_(0, of_block.long().flatten(), here.flatten())
+        return sums.mT.contiguous()
+
+    def shards_of(self, layer: Layer, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sharded parameters of a layer, each with its blocks' values of this rank."""
+        return self._spread(layer, self._registry.shards(layer), values)
+
+    def _spread(
+        self, layer: Layer, parts: list[sharding.Shards], values: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if layer.blocks == 1:
+            yield from ((p, values) for p in layer.parameters)
+            return
+        matrix = values[:, None, None].expand(-1, layer.g_dim, layer.a_dim)
+        whole = zip(layer.matrix_parts(matrix), layer.parameters, parts, strict=True)
+        for part, p, shards in whole:
+            yield p, shards.part(part.reshape(shards.shape), self._ranks.rank)
 
     def _scatter(
         self, layers: list[Layer], whole: dict[Tensor, Tensor], terms: dict[Layer, Tensor]
     ) -> dict[Tensor, Tensor]:
-        """Return this rank's shards of the new gradients; fill in the layers' terms of the clip."""
+        """Return this rank's shards of the new gradients; fill in the layers' terms."""
         me, world = self._ranks.rank, range(self._ranks.world)
         outgoing: list[list[Tensor]] = [[] for _ in world]
         incoming: list[list[Tensor]] = [[] for _ in world]
@@ -387,15 +455,49 @@ class GradientExchange:
                 if owner == me:
                     for rank in world:
                         outgoing[rank].append(shards.part(whole[p], rank))
+            if not self._terms:
+                continue
             if owner == me:
                 for rank in world:
                     outgoing[rank].append(terms[layer])
             else:
-                dtype = stack_key(layer, "g").dtype
-                terms[layer] = torch.empty(2, dtype=dtype, device=device_of(layer))
+                key = stack_key(layer, "g")
+                terms[layer] = torch.empty(
+                    layer.blocks, self._terms, dtype=key.dtype, device=key.device
+                )
             incoming[owner].append(terms[layer])
         self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
         return new
+
+
+class Gathered(NamedTuple):
+    """Sharded gradients or momenta, whole on the rank that owns their layers."""
+
+    whole: dict[Tensor, Tensor]
+    sums: dict[Layer, Tensor]  # the lengths' sums, [blocks, 3]
+
+
+def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
+    """Return this rank's part of a gradient, or of a momentum; zero where there is none."""
+    if base is not None:
+        found = base.momenta.get(p)
+        here = None if found is None else found.to(p.dtype)
+    else:
+        here = None if p.grad is None else sharding.local(p.grad)
+    return torch.zeros_like(sharding.local(p)) if here is None else here
+
+
+def _sums(stack: GradientStack, base: OfBase) -> Sums:
+    """Return the sums over each block that lengths need."""
+
+    def of(tensors: dict[Tensor, Tensor], squares: bool) -> Tensor:
+        each = [tensors.get(p) for p in stack.parameters]
+        if all(x is None for x in each):
+            return torch.zeros(stack.shape[0], dtype=stack.dtype, device=stack.device)
+        return gradients.block_sums(stack, each, squares=squares)
+
+    weights = gradients.block_sums(stack, list(stack.parameters), squares=True)
+    return Sums(of(base.measured, base.squares), of(base.former, False), weights)
 
 
 def _has_gradient(layer: Layer) -> bool:

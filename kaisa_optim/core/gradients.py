@@ -15,11 +15,15 @@ from ..layers import Layer
 from ..plan.routes import cargo_bytes, chunks
 
 GradientOf = Callable[[Tensor], Tensor | None]
+# This rank's parts of a layer's numbers for each block, by parameter.
+ShardsOf = Callable[[Layer, Tensor], Iterator[tuple[Tensor, Tensor]]]
 
 # A scale of the clip's terms. With a loss of 1e20, gradients are as long, and plain terms would
 # overflow float32. A power of two changes no digit of the clip. Products that become zero by the
 # scale are far below any clip.
 _SHARE = 2.0**-64
+
+CLIP_TERMS = 2  # numbers of each block that the clip needs
 
 _PLAIN = Tensor, nn.Parameter  # exactly these types: subclasses may take views in other ways
 
@@ -123,6 +127,9 @@ class GradientStack:
         ]
         self._own = [view for layer in layers for view in places[layer].own]
         self._are_whole = self._own == self._layouts  # each part is a whole parameter
+        # Each layer is one block, made of whole parameters, as many as the others'.
+        each = {len(layer.parameters) for layer in layers}
+        self.is_plain = self._are_whole and self.shape[0] == len(layers) and len(each) == 1
         # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
@@ -200,10 +207,8 @@ class GradientStack:
             )
         )
 
-    def copies(
-        self, stacked: Tensor, like: list[Tensor], scale: Tensor | None
-    ) -> list[Tensor] | None:
-        """Return a scaled copy of each parameter's part, shaped like it, or ``None``.
+    def copies(self, stacked: Tensor, like: list[Tensor]) -> list[Tensor] | None:
+        """Return a copy of each parameter's part, shaped like it, or ``None``.
 
         It makes one call for each kind of parameter; ``None`` if the layouts do not allow that.
         """
@@ -219,13 +224,8 @@ class GradientStack:
             zip(self._matrix_of_each, self._own_of_each, strict=True)
         ):
             copies = there.of(stacked)
-            if scale is not None:
-                copies = copies * scale
-            if scale is None or copies.stride() != here.stride or copies.dtype != dtype:
-                room = torch.empty_strided(
-                    here.size, here.stride, dtype=dtype, device=like[i].device
-                )
-                copies = room.copy_(copies)
+            room = torch.empty_strided(here.size, here.stride, dtype=dtype, device=like[i].device)
+            copies = room.copy_(copies)
             result[i::kinds] = self._like_parameters(copies, self._layouts[i::kinds])
         return result
 
@@ -259,25 +259,42 @@ class NewGradients(NamedTuple):
 
     stack: GradientStack
     new: Tensor
-    products: Tensor  # ⟨new, raw⟩ over all columns and over the last, [layers, 2]
+    terms: Tensor  # numbers of each block, [blocks, count], of the clip or of the lengths
 
     @classmethod
-    def awaited(cls, stack: GradientStack) -> NewGradients:
+    def awaited(cls, stack: GradientStack, terms: int) -> NewGradients:
         """Return room for gradients that another rank preconditions."""
         new = stack.empty()
-        return cls(stack, new, new.new_empty(len(stack.layers), 2))
+        return cls(stack, new, new.new_empty(len(new), terms))
 
-    def terms(self) -> dict[Layer, Tensor]:
-        return dict(zip(self.stack.layers, self.products.unbind(), strict=True))
+    def terms_of(self) -> dict[Layer, Tensor]:
+        """Return each layer's terms, ``[blocks, count]``."""
+        return dict(zip(self.stack.layers, self.terms.split(self.stack.blocks), strict=True))
 
 
-def products(stack: GradientStack, raw: Tensor, new: Tensor) -> Tensor:
-    """Return the clip's terms, ``[layers, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.
+def products(raw: Tensor, new: Tensor) -> Tensor:
+    """Return the clip's terms, ``[blocks, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.
 
     Both are multiplied by :data:`_SHARE`. ``raw`` is overwritten.
     """
     columns = raw.mul_(_SHARE).mul_(new).sum(1)
-    return stack.of_layers(torch.stack([columns.sum(1), columns.select(1, -1)], 1))
+    return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
+
+
+def block_sums(stack: GradientStack, tensors: list[Tensor | None], *, squares: bool) -> Tensor:
+    """Return the sums over each block, ``[blocks]``, of tensors like the stack's parameters.
+
+    ``squares``: of their squares. A tensor that is ``None`` counts as zero.
+    """
+    if stack.is_plain and squares:  # no copy is needed
+        found = [x for x in tensors if x is not None]
+        norms = iter(torch._foreach_norm(found, 2, dtype=stack.dtype) if found else ())
+        zero = torch.zeros((), dtype=stack.dtype, device=stack.device)
+        each = torch.stack([zero if x is None else next(norms) for x in tensors])
+        return each.square_().view(len(stack.layers), -1).sum(1)
+    by_parameter: dict[Tensor, Tensor | None] = dict(zip(stack.parameters, tensors, strict=True))
+    whole = stack.collect(by_parameter.__getitem__)
+    return (whole.square_() if squares else whole).sum((1, 2))
 
 
 def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:
@@ -307,7 +324,8 @@ class Wire:
     @property
     def tensors(self) -> list[Tensor]:
         scales = [] if self.scales is None else [self.scales]
-        return [self.new, self.one.products, *scales]
+        terms = [self.one.terms] if self.one.terms.numel() else []
+        return [self.new, *terms, *scales]
 
     def unpack(self) -> NewGradients:
         """Return the received gradients; the sender uses the rounded ones, too: all ranks agree."""
@@ -323,22 +341,24 @@ def elements(layers: list[Layer]) -> int:
     return sum(layer.blocks for layer in layers) * g.size * a.size
 
 
-def wire_bytes(layers: list[Layer], comm_dtype: torch.dtype | None) -> int:
+def wire_bytes(layers: list[Layer], comm_dtype: torch.dtype | None, terms: int) -> int:
     """Return the bytes that a :class:`Wire` of these layers takes."""
-    own = stack_key(layers[0], "g").dtype
-    sizes = [elements(layers) * (comm_dtype or own).itemsize, 2 * len(layers) * own.itemsize]
+    own, blocks = stack_key(layers[0], "g").dtype, sum(layer.blocks for layer in layers)
+    sizes = [elements(layers) * (comm_dtype or own).itemsize]
+    if terms:
+        sizes.append(terms * blocks * own.itemsize)
     if comm_dtype == torch.float16:
-        sizes.append(sum(layer.blocks for layer in layers) * own.itemsize)
+        sizes.append(blocks * own.itemsize)
     return cargo_bytes(sizes)
 
 
 def wire_buckets(
-    layers: list[Layer], comm_dtype: torch.dtype | None, limit: int
+    layers: list[Layer], comm_dtype: torch.dtype | None, terms: int, limit: int
 ) -> Iterator[list[list[Layer]]]:
     """Yield the layers of each bucket; each list of a bucket has layers of one shape."""
 
     def size(of_shape: list[Layer]) -> int:
-        return wire_bytes(of_shape, comm_dtype)
+        return wire_bytes(of_shape, comm_dtype, terms)
 
     shapes = [chunks(same, lambda layer: size([layer]), limit) for same in alike(layers)]
     return chunks([*itertools.chain(*shapes)], size, limit)
@@ -354,14 +374,13 @@ class Updates:
         self.stacks: list[NewGradients] = []
         self.shards: dict[Tensor, Tensor] = {}
         self._terms: dict[Layer, Tensor] = {}  # of sharded layers
-        self._scale: Tensor | None = None
 
     def add(self, one: NewGradients) -> None:
         self.stacks.append(one)
 
     def add_shards(self, shards: dict[Tensor, Tensor], terms: dict[Layer, Tensor]) -> None:
-        """Add shards of new gradients, and their layers' terms of the clip."""
-        self.shards |= {p: new for p, new in shards.items() if p.grad is not None}
+        """Add shards of new gradients, and their layers' terms."""
+        self.shards |= shards
         self._terms |= terms
 
     @property
@@ -369,17 +388,34 @@ class Updates:
         """The layers whose gradients are in stacks."""
         return {layer for one in self.stacks for layer in one.stack.layers}
 
+    @property
+    def terms(self) -> dict[Layer, Tensor]:
+        """The terms of all layers, ``[blocks, count]`` each."""
+        return self._terms | {x: row for one in self.stacks for x, row in one.terms_of().items()}
+
     def clip(self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]) -> None:
         """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait.
 
         ``alphas`` has the α of each parameter group.
         """
-        terms = self._terms | {x: row for one in self.stacks for x, row in one.terms().items()}
+        terms = {layer: rows.sum(0) for layer, rows in self.terms.items()}
         if not terms:
             return
-        self._scale = scale = clip_scale(terms, limit, alphas, group_of)
+        scale = clip_scale(terms, limit, alphas, group_of)
+        for one in self.stacks:
+            one.new.mul_(scale.to(one.new.device, one.new.dtype))
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
+
+    def scale(self, scales: Mapping[Layer, Tensor], shards_of: ShardsOf) -> None:
+        """Multiply each block by its layer's scale, ``[blocks]``, if the layer has one."""
+        for one in self.stacks:
+            parts = [scales[layer] for layer in one.stack.layers if layer in scales]
+            if parts:
+                one.new.mul_(torch.cat(parts)[:, None, None])
+        for layer in self._terms.keys() & scales.keys():
+            for p, part in shards_of(layer, scales[layer]):
+                local(self.shards[p]).mul_(part)
 
     def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return new gradients for the parameters that have one.
@@ -387,7 +423,8 @@ class Updates:
         Parameters ``in_parts`` are covered by several layers, each by a part. A part whose layer is
         not among the stacks keeps its raw gradient.
         """
-        return unstack(self.stacks, in_parts, scale=self._scale)
+        new = unstack(self.stacks, in_parts)
+        return new | {p: shard for p, shard in self.shards.items() if p.grad is not None}
 
 
 def own_gradient(parameter: Tensor) -> Tensor | None:
@@ -398,9 +435,8 @@ def unstack(
     stacks: list[NewGradients],
     in_parts: Collection[Tensor] = (),
     gradient_of: GradientOf = own_gradient,
-    scale: Tensor | None = None,
 ) -> dict[Tensor, Tensor]:
-    """Return new gradients times a scale, shaped like their parameters."""
+    """Return new gradients, shaped like their parameters."""
     new: dict[Tensor, Tensor] = {}
     targets, sources, absent = [], [], []
     for one in stacks:
@@ -409,13 +445,10 @@ def unstack(
         absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
         like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
         whole = not in_parts or not any(p in in_parts for p in parameters)
-        own_scale = None if scale is None else scale.to(stacked.device, stacked.dtype)
-        copies = one.stack.copies(stacked, like, own_scale) if whole else None
+        copies = one.stack.copies(stacked, like) if whole else None
         if copies is not None:
             new.update(zip(parameters, copies, strict=True))
             continue
-        if own_scale is not None:
-            stacked.mul_(own_scale)
         for p, gradient in zip(parameters, like, strict=True):
             if p not in new:
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)

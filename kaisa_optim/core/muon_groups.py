@@ -8,14 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..curvature.rules.muon import Settings
 from ..errors import invalid_because
 from ..linalg.orthogonal import MuonStep
 from .coverage import beside_matrices
 from .options import Group
-
-# Keys of a group that :func:`settings` reads.
-OF_STEP = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 
 
 def takes_muon(group: Group, p: Tensor) -> bool:
@@ -29,11 +25,6 @@ def muon_step(group: Group) -> MuonStep:
     """Return the settings of a group's step from a momentum."""
     coefficients: Any = tuple(group["ns_coefficients"])
     return MuonStep(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
-
-
-def settings(group: Group) -> Settings:
-    """Return the settings of a group's momenta and of the step from them."""
-    return Settings(group["momentum"], group["nesterov"], muon_step(group))
 
 
 def excluded(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:

@@ -26,7 +26,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 # The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
 # its tuned self on Fashion-MNIST. With these values it ended lower on all five tasks tried.
 DAMPING, KL_CLIP = 5e-3, 1.5e-4
-MUON_DAMPING = 0.1
+# λ of "polar", a share of each factor's mean eigenvalue.
+_SHARE = 0.01
 
 # The factors of the first batches fit badly. These few refreshes took KFACAdam's loss after 150
 # steps from 2.27 to 2.15 on a character GPT. They took KFACSGD's loss, after half of a horizon at a
@@ -164,11 +165,6 @@ def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
-def _method(name: str, value: Any) -> str:
-    # KFACMuon asks for "metric"; users can't.
-    return "metric" if value == "metric" else str(_one_of("eigen", "inverse")(name, value))
-
-
 def _unchecked(name: str, value: Any) -> Any:
     return value
 
@@ -200,7 +196,7 @@ class Option:
     follows: Callable[[Options], Any] | None = None  # the value that None stands for
     off: Any = DEFAULT  # the value that goes with every other option
     conflicts: tuple[Conflict, ...] = ()
-    unused_by: tuple[str, ...] = ()  # "muon"
+    of_papers: bool = False  # it belongs to the papers' preconditioned gradients
     own_of_rank: bool = False  # ranks may set different values
     guide: str = ""  # page and anchor in docs/guides
 
@@ -217,7 +213,7 @@ def differs(value: Any, default: Any) -> bool:
 
 
 def _refresh_interval(options: Options) -> int:
-    return _OFTEN if options.compute_method == "metric" else _SELDOM
+    return _OFTEN if options.compute_method == "polar" else _SELDOM
 
 
 def _early_refreshes(options: Options) -> tuple[int, ...]:
@@ -234,7 +230,6 @@ def _split(options: Options) -> str | None:
 
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
-_MUON = ("muon",)
 # Pages of docs/guides, with the heading's anchor.
 _FIRST_STEPS = "tuning.md#the-first-steps"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' scaling leaves K out")
@@ -243,10 +238,12 @@ _INVERSE = ("inverse",)
 
 # fmt: off
 _CURVATURE = (
-    Option("damping", DAMPING, _FLOAT, _real(_above_zero, "a number above 0, such as 1e-3"),
-           "γ, added to the curvature; a parameter group may have its own. Of KFACMuon, a share of "
-           "G's mean eigenvalue, 0.1 by default.",
-           "group", schedulable=True),
+    Option("damping", None, f"{_FLOAT} | None",
+           _real(_above_zero, "a number above 0, such as 1e-2"),
+           'Added to the curvature; a parameter group may have its own. Of "polar" it is a share '
+           "of each factor's mean eigenvalue. None: 0.01, or 0.005 for the other methods.",
+           "group", schedulable=True,
+           follows=lambda options: _SHARE if options.compute_method == "polar" else DAMPING),
     Option("factor_decay", 0.95, _FLOAT, _real(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
            "β of the factors' running average; a parameter group may have its own. 0: the newest "
            "statistics replace the average.",
@@ -255,14 +252,14 @@ _CURVATURE = (
            'What the loss averages: "examples" (the first dimension of the model\'s input), '
            '"positions", or their number.',
            "optimizer", schedulable=True, own_of_rank=True, conflicts=(_WITHOUT_K,),
-           guide="losses.md#what-k-is"),
+           of_papers=True, guide="losses.md#what-k-is"),
     Option("loss_reduction", "mean", "str", _one_of("mean", "sum"),
            '"sum" for a loss that does not average. W ranks, which average gradients, then equal '
            "one process on the joined sum at W times their damping.",
-           conflicts=(_WITHOUT_K,), guide="losses.md#what-k-is"),
+           conflicts=(_WITHOUT_K,), of_papers=True, guide="losses.md#what-k-is"),
     Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
            '"expand": one row for each position; "reduce": one row for each example.',
-           conflicts=(_WITHOUT_K,), unused_by=_MUON),
+           conflicts=(_WITHOUT_K,)),
     Option("statistics_fraction", 1.0, _FLOAT,
            _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
                  "examples"),
@@ -280,13 +277,13 @@ _CURVATURE = (
                Conflict("compute_eigenvalue_outer_product", (True,),
                         "corrected eigenvalues are no product"),
                Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs")),
-           unused_by=_MUON, guide="methods.md#corrected-eigenvalues"),
+           of_papers=True, guide="methods.md#corrected-eigenvalues"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',
-           unused_by=_MUON),
+           of_papers=True),
     Option("grad_scaler", None, "Any", _grad_scaler,
            "The GradScaler, number or callable that gives the scale of the losses.",
-           "optimizer", own_of_rank=True, guide="precision.md"),
+           "optimizer", own_of_rank=True, of_papers=True, guide="precision.md"),
     Option("skip_layers", (), "str | Sequence[str]", _patterns,
            "Patterns of layers to leave alone, searched in qualified names and class names."),
     Option("max_factor_size", 16384, "float", _real(lambda x: x >= 1, "1 or more"),
@@ -298,7 +295,7 @@ _REFRESHES = (
            "The interval, in steps, at which a layer's statistics are gathered.",
            "optimizer", schedulable=True),
     Option("inv_update_steps", None, f"{_STEPS} | None", _interval,
-           "The interval, in steps, at which a layer is refreshed. None: 50, or 10 for KFACMuon.",
+           'The interval, in steps, at which a layer is refreshed. None: 10 for "polar", else 50.',
            "optimizer", schedulable=True, follows=_refresh_interval,
            guide="tuning.md#cheaper-refreshes"),
     Option("staggered", None, "bool | int | None", _staggered,
@@ -311,18 +308,20 @@ _REFRESHES = (
            "where inv_update_steps is 50 or more; else none, and none if normalization is "
            '"kaisa".',
            follows=_early_refreshes),
-    Option("compute_method", "eigen", "str", _method,
-           '"eigen": eigendecompositions; "inverse": inverses by Cholesky.', unused_by=_MUON),
+    Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
+           '"polar": K-FAC\'s direction, as long as the base\'s own step lowers the loss; "eigen" '
+           'and "inverse": the papers\' preconditioned gradients, by eigendecompositions or by '
+           "inverses."),
     Option("damping_split", None, "str | None", _one_of("pi", "full"),
            'The damping of inverses: "pi", divided between A and G, or "full", on both. '
            'None: "pi", or "full" if normalization is "kaisa".',
-           follows=_split, unused_by=_MUON,
+           follows=_split, of_papers=True,
            conflicts=(Conflict("compute_method", ("eigen",),
                                "the eigenbasis applies the exact damping"),)),
     Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
-           unused_by=_MUON),
+           of_papers=True),
     Option("truncation", 0.0, "float",
            _real(lambda x: 0 <= x < 1, "a share of the damping in [0, 1), such as 0.1, or 0 to "
                  "multiply by all eigenvectors"),
@@ -335,7 +334,7 @@ _REFRESHES = (
                         "corrected eigenvalues do not tell which eigenvectors lead"),
                Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
                Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors")),
-           unused_by=_MUON, guide="tuning.md#leading-eigenvectors-alone"),
+           of_papers=True, guide="tuning.md#leading-eigenvectors-alone"),
     Option("factor_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which factors are stored. None: float32, or float64 for float64 "
            "parameters."),
@@ -350,21 +349,21 @@ _REFRESHES = (
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
            "κ of the KL clip, which limits the length of a step. None: no limit.",
-           "optimizer", schedulable=True, off=None, unused_by=_MUON,
+           "optimizer", schedulable=True, off=None, of_papers=True,
            conflicts=(Conflict("grafting", (True,), "it gives gradients a length that the clip "
                                "would change", "pass kl_clip=None, or leave out grafting"),)),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
            'None: "initial", or "current" if normalization is "kaisa".',
            follows=lambda options: "current" if options.kaisa_scaling else "initial",
-           unused_by=_MUON),
+           of_papers=True),
     Option("grafting", False, "bool", check_flag,
            "Give each preconditioned gradient its raw gradient's length: start from the base's "
            "lr, with kl_clip=None.",
-           unused_by=_MUON, guide=_FIRST_STEPS),
+           of_papers=True, guide=_FIRST_STEPS),
     Option("warmup_steps", 0, "int", _whole(0, "a whole number of steps, 0 for none"),
            "Steps in which raw gradients give way to preconditioned ones.",
-           unused_by=_MUON, guide=_FIRST_STEPS),
+           of_papers=True, guide=_FIRST_STEPS),
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | None", _fraction,
@@ -448,6 +447,13 @@ class Options:
 
     def _refuse_conflicts(self, name: str, value: Any) -> None:
         option = OPTIONS[name]
+        method = self.compute_method
+        if option.of_papers and method == "polar" and differs(value, option.default):
+            why = (
+                f"{value!r} with compute_method={method!r}, which has no use for it; leave it out, "
+                'or name compute_method="eigen" or "inverse" for the papers\' gradients'
+            )
+            raise invalid_because(name, why)
         for conflict in option.conflicts if option.in_use(value) else ():
             found = getattr(self, conflict.other)
             if found in conflict.values:

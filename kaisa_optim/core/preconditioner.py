@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import rules
 from ..curvature.averages import RunningAverages
+from ..curvature.lengths import Length, OfBase
 from ..curvature.refresh import OlderBases, Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
@@ -32,6 +34,16 @@ _NOTHING = AgreedStep()  # the agreement of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
+class BaseSide(Protocol):
+    """The base optimizer, as steps along directions need it."""
+
+    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
+        """Take gradients into the momenta of ``mine``; K-FAC steps all of ``ready``."""
+
+    def open(self, mine: Collection[Tensor]) -> None:
+        """Make entries for momenta, without a step."""
+
+
 class Preconditioner(Questions):
     """K-FAC for one model: ``optimizer.preconditioner``.
 
@@ -46,18 +58,19 @@ class Preconditioner(Questions):
         options: Options,
         groups: list[Group],
         group_schedules: list[dict[str, Callable[[int], Any]]],
+        length: Length,
         known: Iterable[Tensor] = (),
         process_group: Any = None,
         identity: Mapping[str, Any] | None = None,
-        compare: bool = True,
     ) -> None:
         """Build the preconditioner on all ranks, which compare models and options.
 
-        ``identity`` has further values that must be alike on all ranks. Without ``compare``, ranks
-        compare in the first step only, so that one rank may build alone.
+        ``length`` is the base's, for rules that make directions. ``identity`` has further values
+        that must be alike on all ranks. Without it, ranks compare in the first step only, so that
+        one rank may build alone.
         """
         self.model = model
-        self._identity = identity or {}
+        self._identity = identity
         self.ranks = Ranks(
             process_group,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -65,16 +78,15 @@ class Preconditioner(Questions):
             device=next((p.device for p in model.parameters()), None),
         )
         self.steps = 0
-        self._make_parts(options, group_schedules, known)
+        self._make_parts(options, group_schedules, known, length)
         self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # the facts that the state's entries were made from
         self._refused: Exception | None = None  # an error that kept this rank from loading
         self._unsettled = False  # a state was loaded, and the other ranks were not yet asked
         self._named: set[Layer] = set()  # layers that a message named as without statistics
-        self._compares = compare
         self.rebuild(groups)
-        self._compares = True
+        self._identity = identity or {}
         self._is_built = True
         if not self.registry.layers:
             self.capture.detach()
@@ -86,31 +98,38 @@ class Preconditioner(Questions):
         options: Options,
         group_schedules: list[dict[str, Callable[[int], Any]]],
         known: Iterable[Tensor],
+        length: Length,
     ) -> None:
         several, scaling = self.ranks.world > 1, options.kaisa_scaling
         sums = FactorSums(
             kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
         )
         super().__init__(options, sums, group_schedules)
-        self.rule = make_rule(options)
+        self.rule = rule = make_rule(options, length)
         if several:
             self.rule.half_products = False  # until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)
-        averages = RunningAverages(kaisa_scaling=scaling, dtype=options.factor_dtype)
-        self.refresher = Refresher(self.rule, keep_errors=several)
+        averages = RunningAverages(
+            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.makes_directions
+        )
+        self.refresher = Refresher(rule, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
-        dtype, grafting = options.comm_dtype, options.grafting
         self.gradients = exchange.GradientExchange(
-            self.ranks, self.registry, self.rule, comm_dtype=dtype, grafting=grafting
+            self.ranks,
+            self.registry,
+            rule,
+            comm_dtype=options.comm_dtype,
+            terms=terms_of(rule, options),
+            grafting=options.grafting,
         )
 
     # ---- the step ----
 
-    def step(self, groups: list[Group]) -> dict[Tensor, Tensor]:
+    def step(self, groups: list[Group], base: BaseSide | None = None) -> dict[Tensor, Tensor]:
         """Take one step; return the gradient for the base of each covered parameter that has one.
 
-        A rule that makes directions returns them as gradients.
+        With a ``base``, return the directions of the parameters that K-FAC steps in its place.
         """
         self.read(groups)
         self.registry.refuse_replaced(groups)
@@ -120,7 +139,7 @@ class Preconditioner(Questions):
         # Agree: the only decision that ranks take together
         agreed = self._agree(groups)
         if agreed is None:
-            return self._no_step()
+            return self._no_step(base)
         values = step_values(self.registry, groups, agreed)
         self.plan = plan = self._plan(agreed)
 
@@ -129,25 +148,45 @@ class Preconditioner(Questions):
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
-        clip = None if self.rule.makes_directions else self.kl_clip
-        updates = self.gradients.updates(values, clips=clip is not None)
-        if clip is not None:
-            updates.clip(clip, list(map(clip_lr, groups)), self.registry.group_of)
-        new = updates.by_parameter(self.registry.in_parts)
-        if self.rule.makes_directions:  # a parameter with a raw part has no direction
-            raw = {p for x in self.registry.active if x not in updates.layers for p in x.parameters}
-            new = {p: direction for p, direction in new.items() if p not in raw} if raw else new
-        new |= updates.shards
+        if base is None:
+            updates = self.gradients.updates(values)
+            if self.kl_clip is not None:
+                alphas = list(map(clip_lr, groups))
+                updates.clip(self.kl_clip, alphas, self.registry.group_of)
+            new = updates.by_parameter(self.registry.in_parts)
+        else:
+            new = self._directions(base, values)
         if self.steps < self.options.warmup_steps:
             gradients.blend(new, self.steps / self.options.warmup_steps)
         self.rule.settle(self.applied, self.registry.with_state, renewed, values.damping_of)
         self._advance()
         return new
 
-    def _no_step(self) -> dict[Tensor, Tensor]:
+    def _directions(self, base: BaseSide, values: StepValues) -> dict[Tensor, Tensor]:
+        """Return the directions of the parameters whose layers all have a state."""
+        ready, mine = self._stepped(self.registry.with_state)
+        of_base = base.follow(ready, mine)
+        updates = self.gradients.updates(replace(values, base=of_base))
+        assert self.rule.length is not None
+        updates.scale(self.rule.length.finish(updates.terms, of_base), self.gradients.shards_of)
+        new = updates.by_parameter(self.registry.in_parts)
+        return {p: direction for p, direction in new.items() if p in ready}
+
+    def _stepped(self, layers: list[Layer]) -> tuple[set[Tensor], set[Tensor]]:
+        """Return the parameters that these layers cover wholly, and those with momenta here."""
+        chosen, registry = set(layers), self.registry
+        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
+        ready = set[Tensor](p for x in layers for p in x.parameters).difference(raw)
+        here = (x for x in layers if x in self.applied.group_of or x in registry.sharded)
+        return ready, ready.intersection(p for x in here for p in x.parameters)
+
+    def _no_step(self, base: BaseSide | None) -> dict[Tensor, Tensor]:
         """End a step that does not count; the base must not begin moments that K-FAC keeps."""
         self.capture.reset()
-        return zeros_like_gradients(self.registry.active) if self.rule.makes_directions else {}
+        if base is None:
+            return {}
+        base.open(self._stepped(self.registry.active)[1])
+        return zeros_like_gradients(self.registry.active)
 
     def _exchanges(self) -> bool:
         """Return whether ranks have something to agree on in this step.
@@ -305,9 +344,8 @@ class Preconditioner(Questions):
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
         registry = self.registry
         registry.match_groups(groups)
-        identity = self._identity if self._compares else None
         described = self._common(groups) | self.options.described()
-        found = self.status.cover(groups, described, identity, first=self._capture is None)
+        found = self.status.cover(groups, described, self._identity, first=self._capture is None)
         registry.rebuild(found, groups)
         for layer in self.sums.of_layer.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
@@ -446,17 +484,24 @@ def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> 
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
-        registry.settings(groups),
+        None,
         agreed.terms,
         frozenset(x.name for x in graded),
     )
 
 
-def make_rule(options: Options) -> Rule:
+def terms_of(rule: Rule, options: Options) -> int:
+    """Return how many numbers of each block travel with its new gradient."""
+    if rule.length is not None:
+        return rule.length.terms
+    return gradients.CLIP_TERMS if options.kl_clip is not None else 0
+
+
+def make_rule(options: Options, length: Length) -> Rule:
     """Return the rule that the options ask for."""
     dtype = options.inv_dtype
-    if options.compute_method == "metric":
-        return rules.MuonRule(dtype)
+    if options.compute_method == "polar":
+        return rules.PolarRule(dtype, length)
     if options.compute_method == "inverse":
         return rules.CholeskyRule(dtype, options.damping_split or "pi")
     if options.correction:

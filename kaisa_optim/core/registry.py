@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.rules import MuonRule, Rule
+from ..curvature.lengths import MuonLength
+from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, stack_key
 from ..errors import invalid_because
 from ..layers import Basis, Layer
@@ -39,7 +39,8 @@ class Registry:
         known: Iterable[Tensor],
     ) -> None:
         self.model = model
-        self._rule = rule
+        # Muon takes matrices and kernels alone; AdamW takes the other parameters.
+        self._is_muon = isinstance(rule.length, MuonLength)
         self._choices: list[bool | None] = []  # groups' use_muon, for Muon
         self._options = options
         self._ranks = ranks
@@ -163,38 +164,11 @@ class Registry:
             return lambda layer: value
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
-    def settings(self, groups: list[Group]) -> dict[Layer, Any]:
-        """Return the settings of each layer's moments; all ranks refuse the same bad settings."""
-        of_group = self._settings_of_groups(groups)
-        if all(one == of_group[0] for one in of_group):
-            return dict.fromkeys(self.active, of_group[0]) if of_group else {}
-        return {layer: self._settings_of(layer, groups, of_group) for layer in self.active}
-
-    def _settings_of_groups(self, groups: list[Group]) -> list[Any]:
-        if isinstance(self._rule, MuonRule):
-            muon_groups.refuse_changes(groups, self._choices)
-            return [muon_groups.settings(group) for group in groups]
-        return []
-
-    def _settings_of(self, layer: Layer, groups: list[Group], of_group: Sequence[Any]) -> Any:
-        """Return the settings of a layer's moments; its weight and bias must agree on them."""
-        numbers = sorted({self._group_of[p] for p in layer.parameters})
-        found = [of_group[i] for i in numbers]
-        if any(other != found[0] for other in found):
-            first, last = groups[numbers[0]], groups[numbers[-1]]
-            name = next(x for x in muon_groups.OF_STEP if first[x] != last[x])
-            why = (
-                f"layer {layer.name!r} has its weight and bias in parameter groups with "
-                f"different values {[first[name], last[name]]}; give both groups the same {name}"
-            )
-            raise invalid_because(name, why)
-        return found[0]
-
     # ---- changes ----
 
     def match_groups(self, groups: list[Group]) -> None:
         """Note the parameters of the groups that are the model's."""
-        if isinstance(self._rule, MuonRule):
+        if self._is_muon:
             self._choices = muon_groups.choices(groups)
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # A replaced module's parameters stay in their group, as they do in any optimizer.
@@ -209,16 +183,16 @@ class Registry:
         """Refuse parameters that are no longer the model's, or that were on the meta device."""
         coverage.refuse_meta(self.on_meta)
         self._homes.check(groups)
+        if self._is_muon:
+            muon_groups.refuse_changes(groups, self._choices)
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
         options, model = self._options, coverage.unwrapped(self.model)
-        is_muon = isinstance(self._rule, MuonRule)
         coverage.refuse_flattened(self.model)
         coverage.check_trained(model, self.parameters)
-        of_group = self._settings_of_groups(groups)
         excluded: dict[Tensor, str] = {}
-        if is_muon:
+        if self._is_muon:
             group_of = {p: groups[self.group_of(p)] for p in self.parameters}
             excluded = muon_groups.excluded(group_of, self.model)
         found = coverage.cover(
@@ -227,7 +201,6 @@ class Registry:
             skip_layers=tuple(options.skip_layers),
             max_factor_size=options.max_factor_size,
             papers_only=options.kaisa_scaling,
-            matrices_by_output=is_muon,
         )
         for pattern in found.unmatched if first else ():
             text = (
@@ -244,8 +217,6 @@ class Registry:
                 coverage.check_rows(layer)
             for name in PER_GROUP if layer.parameters else ():
                 self._shared(layer, groups, name)
-            if self._rule.makes_directions and layer.parameters:
-                self._settings_of(layer, groups, of_group)
         self._find_shards(found.layers.values())
         return found
 

@@ -164,10 +164,8 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
 
 def describe(kfac: Questions) -> str:
     """Return the text of a preconditioner's ``repr``."""
-    options, rule = kfac.options, kfac.rule
+    options = kfac.options
     how = options.compute_method
-    if isinstance(rule, rules.MuonRule):
-        how = "roots of G, momentum in its metric"
     how += f", truncation {options.truncation:g}" if options.truncation else ""
     intervals = f"statistics every {kfac.factor_update_steps}"
     if options.statistics_precision != "highest":

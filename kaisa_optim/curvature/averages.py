@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
+from ..linalg.kronecker import mean_eigenvalue
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
 from ..plan.step_plan import AgreedStep
@@ -31,8 +32,12 @@ DecayOf = Callable[[Layer], float]
 class RunningAverages:
     """x̂ ← x̂ + ((1 - β) / w)(x - x̂), w ← βw + 1 - β: the first value is taken as it is."""
 
-    def __init__(self, *, kaisa_scaling: bool, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, *, kaisa_scaling: bool, dtype: torch.dtype | None, scale_free: bool = False
+    ) -> None:
         self.kaisa_scaling = kaisa_scaling
+        # Each step's G enters divided by its mean eigenvalue: a loss scale may change.
+        self.scale_free = scale_free
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
 
     def specs(self, key: StackKey, count: int) -> Specs:
@@ -66,8 +71,16 @@ class RunningAverages:
             for stack in owned.stacks.values():
                 factors = [f for f in stack.factors if (f.layer, f.side) in sums]
                 if factors:
-                    values = [sums[f.layer, f.side] for f in factors]
+                    values = [self._value(f, sums[f.layer, f.side]) for f in factors]
                     _update_stack(stack, factors, values, agreed, decay_of, number)
+
+    def _value(self, factor: Factor, total: Tensor) -> Tensor:
+        """Return the value that enters an average; ``total`` may be overwritten."""
+        if not self.scale_free or factor.side != "g":
+            return total
+        mean = mean_eigenvalue(total, diagonal=factor.key.diagonal)
+        usable = (mean > 0) & mean.isfinite()  # an overflow is rejected later
+        return total.div_(torch.where(usable, mean, 1.0)[(..., *[None] * (total.dim() - 1))])
 
 
 def _update_stack(

@@ -93,7 +93,6 @@ class CoveredModule:
     divided_by_positions = False  # the papers' normalization divides rows by the positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
-    without_input = False  # A is the identity, and kept as a diagonal
     multiplies = True  # its weight is a matrix, or kernel, that multiplies the input
     reads_input = True  # output_rows reads the input, too
     reads_dense_only = False  # nested and sparse inputs are refused
@@ -163,7 +162,7 @@ class CoveredModule:
         return self.has_diagonal_a(self.covers)
 
     def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
-        return self.diagonal_input or self.without_input or self.a_dim_of(covers) > self.wide
+        return self.diagonal_input or self.a_dim_of(covers) > self.wide
 
     @property
     def diagonal_g(self) -> bool:
@@ -234,7 +233,7 @@ class RowsOfModule(CoveredModule):
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
         """Return whether statistics need the module's input in the backward pass."""
-        return covers[0] and (self.reads_input or not self.without_input)
+        return covers[0]
 
     def mode(self, output: Tensor) -> Any:
         """Return the facts of the forward pass of ``output`` that moments need, if any."""
@@ -275,7 +274,7 @@ class MomentsOfRows(RowsOfModule):
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
             moment_a = known_a
-        elif covers[0] and x is not None and not self.without_input:
+        elif covers[0] and x is not None:
             moment_a = self._shared_moment(
                 x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
             )
@@ -463,7 +462,6 @@ class Layer(MomentsOfRows):
 
     def __repr__(self) -> str:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
-        a = "left out" if self.without_input else a
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
         count = f", for each of {self.blocks} parts of its outputs" if self.blocks > 1 else ""
         each = zip(("weight", "bias"), self.trained, self.covers_now(), strict=True)

@@ -34,7 +34,7 @@ class Use(Layer):
         self.weight, self.bias = primary.weight, None if crossed else primary.bias
         self.trained, self.covers = primary.trained, primary.covers
         self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
-        self.shared, self.without_input = primary.shared, primary.without_input
+        self.shared = primary.shared
         self._primary, self._crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs
         self.in_shape = (outputs if crossed else inputs,)
@@ -289,7 +289,7 @@ class ConvUse(ConvLayer):
         super().__init__(primary.name, twin)
         self.weight, self.bias, self.trained = primary.weight, primary.bias, primary.trained
         self.covers, self.number, self.wide = primary.covers, primary.number, primary.wide
-        self.shared, self.without_input = primary.shared, primary.without_input
+        self.shared = primary.shared
         self._primary = primary
 
     @property

@@ -100,7 +100,7 @@ class WatchMode(TorchFunctionMode):
         if place.first is not None and used == 0:  # a part of the inputs
             return out
         # A crossed use adds no bias; the bias of a layer by use belongs to its own product alone.
-        if (crossed and layer.without_input) or (layer.covers[1] and (crossed or layer.by_use)):
+        if layer.covers[1] and (crossed or layer.by_use):
             return out
         use = kind(layer, crossed=crossed)
         if place.first is not None:
@@ -124,8 +124,6 @@ class WatchMode(TorchFunctionMode):
         own = layer.input_dim
         whole = place is not None and not place.transposed and place.first is None
         if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
-            return out
-        if own == 1 and layer.without_input:
             return out
         return self.tap(uses.TableUse(layer, crossed=own == 1), out, indices, _ALL)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import eigen, kronecker
+from . import eigen, kronecker, roots
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 Results = tuple[Tensor, ...]
@@ -61,8 +61,10 @@ def decompose(
 def _decompose(factors: Tensor, damping: Tensor | None, method: str) -> Results:
     if damping is None:
         return eigen.eigendecompose(factors)
-    by = kronecker.damped_root if method == "root" else kronecker.damped_inverse
-    return (by(factors, damping),)
+    if method == "root":
+        (root,), good = roots.inverse_roots(factors, damping, 1, diagonal=False)
+        return (root.masked_fill_(~good[:, None, None], torch.nan),)
+    return (kronecker.damped_inverse(factors, damping),)
 
 
 def _attempt_diagonal(
@@ -71,7 +73,7 @@ def _attempt_diagonal(
     if damping is None:
         new = factors.clamp(min=0)
     elif method == "root":
-        new = kronecker.damped_root_of_diagonal(factors, damping)
+        ((new,), _) = roots.inverse_roots(factors, damping, 1, diagonal=True)
     else:
         new = 1 / (factors + damping[:, None])
     return (new,), (factors.isfinite() & new.isfinite()).all(1)

@@ -36,32 +36,10 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
     lower.masked_fill_((info != 0)[:, None, None], torch.nan)
     if lower.device.type == "cpu":
         return torch.cholesky_inverse(lower)
-    root = _inverted(lower)  # MAGMA's inverse of a batch would make the host wait
-    return root.mT @ root
-
-
-def damped_root(factors: Tensor, damping: Tensor) -> Tensor:
-    """Return upper triangular R with (F / f̄ + γI)⁻¹ = R Rᵀ, f̄ the mean eigenvalue, γ ``[k]``.
-
-    A zero factor is not scaled. R is NaN where the damped factor is not positive definite.
-    """
-    damped = factors / _or_one(mean_eigenvalue(factors, diagonal=False))[:, None, None]
-    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    lower, info = torch.linalg.cholesky_ex(damped)
-    lower.masked_fill_((info != 0)[:, None, None], torch.nan)
-    # The inverse has several roots; the transposed inverse of the Cholesky factor is at hand.
-    return _inverted(lower).mT.contiguous()
-
-
-def _inverted(lower: Tensor) -> Tensor:
     eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    return torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-
-
-def damped_root_of_diagonal(factors: Tensor, damping: Tensor) -> Tensor:
-    """Return the diagonal of :func:`damped_root` for diagonal factors ``[k, n]``."""
-    scale = _or_one(mean_eigenvalue(factors, diagonal=True))[:, None]
-    return (factors / scale + damping[:, None]).rsqrt()
+    # MAGMA's inverse of a batch would make the host wait.
+    root = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return root.mT @ root
 
 
 def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) -> Tensor:
@@ -106,3 +84,17 @@ def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Ten
     if g is None:
         out = inverse_g[:, :, None] * out
     return out if a is not None else out * inverse_a[:, None, :]
+
+
+def softened(directions: Tensor, root_g: Tensor, root_a: Tensor, kept: float) -> Tensor:
+    """Return T_G D T_A with T = αI + (1 - α) R, α ``kept``; a root given as ``[k, n]`` is diagonal.
+
+    Directions in half precision are multiplied in it.
+    """
+    if root_g.dim() == 2:
+        found = directions * root_g.mul(1 - kept).add_(kept)[:, :, None]
+    else:
+        found = directions.lerp(product(root_g.to(directions.dtype), directions), 1 - kept)
+    if root_a.dim() == 2:
+        return found * root_a.mul(1 - kept).add_(kept)[:, None, :]
+    return found.lerp(product(found, root_a.to(found.dtype)), 1 - kept)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kronecker import _or_one
-from .products import between, product
+from .products import product
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # One after the other, these take all singular values from 0.02 to 1 to about 1 (0.9 to 1.1). Each
@@ -72,38 +72,6 @@ def _largest(matrices: Tensor) -> Tensor:
     return _or_one(torch.linalg.vector_norm(matrices, torch.inf, (1, 2), keepdim=True))
 
 
-def polar(
-    matrices: Tensor,
-    root: Tensor | None,
-    polynomials: Sequence[Polynomial],
-    eps: float,
-    *,
-    in_half: bool,
-) -> Tensor:
-    """Return R X', ``[k, g, a]``: X' are the polynomials of X, which is Rᵀ M scaled to norm 1.
-
-    ``root`` is R, ``[k, n, n]``, or its diagonal ``[k, n]``; ``None`` stands for the identity.
-    """
-    at_once = max(1, _AT_ONCE // max(1, matrices[0].numel()))
-    if len(matrices) > at_once:  # products take memory
-        pieces = matrices.split(at_once)
-        roots = [None] * len(pieces) if root is None else root.split(at_once)
-        each = zip(pieces, roots, strict=True)
-        return torch.cat([polar(m, r, polynomials, eps, in_half=in_half) for m, r in each])
-    if root is not None and root.dim() == 2:
-        scale = root[:, :, None]
-        return polar(scale * matrices, None, polynomials, eps, in_half=in_half).mul_(scale)
-    if root is not None and not in_half:
-        root = root.to(matrices.dtype)
-    # Multiply in float32, unless R is in half precision: R would enlarge M's rounding most.
-    x = between(None if root is None else root.mT, matrices, None)
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    tall = x.shape[1] > x.shape[2]
-    wide = _towards_one(x.mT if tall else x, polynomials, in_half)
-    half_root = root.bfloat16() if root is not None and in_half else root
-    return between(half_root, wide.mT if tall else wide, None)
-
-
 def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
     """Make the singular values of ``wide`` matrices, of a norm of 1 at most, nearly equal.
 
@@ -147,10 +115,22 @@ class MuonStep(NamedTuple):
     adjust_lr_fn: str | None
 
 
-def muon_step(momentum: Tensor, root: Tensor | None, how: MuonStep, in_half: bool) -> Tensor:
-    """Return R polar(Rᵀ M), ``[k, g, a]``, of the length that ``adjust_lr_fn`` says."""
-    polynomials = [how.coefficients] * how.steps
-    found = polar(momentum, root, polynomials, how.eps, in_half=in_half)
+def muon_step(momentum: Tensor, how: MuonStep, in_half: bool) -> Tensor:
+    """Return M made orthogonal, ``[k, g, a]``, of the length that ``adjust_lr_fn`` says."""
+    at_once = max(1, _AT_ONCE // max(1, momentum[0].numel()))  # products take memory
+    pieces = [_muon_step(some, how, in_half) for some in momentum.split(at_once)]
+    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     g, a = momentum.shape[1:]
-    matched = how.adjust_lr_fn == "match_rms_adamw"
-    return found.mul_(0.2 * max(g, a) ** 0.5 if matched else max(1, g / a) ** 0.5)
+    return found.mul_(muon_scale(g, a, how.adjust_lr_fn))
+
+
+def _muon_step(momentum: Tensor, how: MuonStep, in_half: bool) -> Tensor:
+    x = momentum / torch.linalg.vector_norm(momentum, dim=(1, 2), keepdim=True).clamp(min=how.eps)
+    tall = x.shape[1] > x.shape[2]
+    wide = _towards_one(x.mT if tall else x, [how.coefficients] * how.steps, in_half)
+    return wide.mT.contiguous() if tall else wide
+
+
+def muon_scale(g: int, a: int, adjust_lr_fn: str | None) -> float:
+    """Return the scale of Muon's orthogonal matrices."""
+    return 0.2 * max(g, a) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, g / a) ** 0.5

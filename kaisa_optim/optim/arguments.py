@@ -10,16 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.options import (
-    DAMPING,
-    MUON_DAMPING,
-    OPTIONS,
-    PER_GROUP,
-    SECTIONS,
-    Option,
-    differs,
-    unexpected,
-)
+from ..core.options import OPTIONS, PER_GROUP, SECTIONS, Option, differs, unexpected
 from ..errors import invalid, invalid_because
 from .muon import Muon
 
@@ -37,8 +28,7 @@ def parameters_of(base: type[Optimizer]) -> Parameters:
 
 def options_of(base: type[Optimizer]) -> dict[str, Option]:
     """Return K-FAC's options in the signature of a class over this base."""
-    unused = "muon" if base is Muon else ""
-    return {n: option for n, option in OPTIONS.items() if unused not in option.unused_by}
+    return {n: x for n, x in OPTIONS.items() if base is not Muon or not x.of_papers}
 
 
 def signature(base: type[Optimizer]) -> inspect.Signature:
@@ -50,8 +40,9 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
     for name, option in options_of(base).items():
-        default = MUON_DAMPING if name == "damping" and base is Muon else option.default
-        own.append(inspect.Parameter(name, keyword, default=default, annotation=option.annotation))
+        own.append(
+            inspect.Parameter(name, keyword, default=option.default, annotation=option.annotation)
+        )
     return inspect.Signature([*first, *own])
 
 
@@ -135,17 +126,13 @@ def _given(params: Any, model: Any) -> str:
 # ---- Muon ----
 
 
-def settle_muon(title: str, base: type[Optimizer], ours: dict[str, Any]) -> None:
-    """Give Muon its method and its damping, in place; refuse options that it has no use for."""
-    if base is Muon:
-        for name, option in OPTIONS.items():
-            value = ours.get(name)
-            if "muon" in option.unused_by and value is not None and differs(value, option.default):
-                raise invalid(name, value, f"{title} has no use for it, leave it out")
-            if "muon" in option.unused_by:
-                ours.pop(name, None)
-        ours["compute_method"] = "metric"
-    elif ours.get("compute_method") == "metric":
-        raise invalid_because("compute_method", '"metric" is KFACMuon\'s own; leave it out')
-    if ours.get("damping") is None:
-        ours["damping"] = MUON_DAMPING if base is Muon else DAMPING
+def refuse_without_use(title: str, base: type[Optimizer], ours: Mapping[str, Any]) -> None:
+    """Refuse the papers' methods and their options over Muon, whose steps have their own length."""
+    if base is not Muon:
+        return
+    method = ours.get("compute_method", "polar")
+    if method in ("eigen", "inverse"):
+        raise invalid("compute_method", method, f"{title} makes directions alone, leave it out")
+    for name, value in ours.items():
+        if OPTIONS[name].of_papers and differs(value, OPTIONS[name].default):
+            raise invalid(name, value, f"{title} has no use for it, leave it out")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ from torch.optim import Optimizer
 from ..checks import check_callable
 from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
-from ..core.options import OPTIONS, PER_GROUP, SCHEDULED, Options
+from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..linalg import precision
-from . import arguments, loading, moments, notices
+from . import arguments, bases, loading, notices
+from .bases import gradients_of
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
-
-# Which parameters have gradients, and which ones the base passes by.
-Room = tuple[list[bool], list[Tensor]]
 
 
 class KFACMixin(Optimizer, Joinable):
@@ -50,10 +47,10 @@ class KFACMixin(Optimizer, Joinable):
         known = inspect.signature(super().__init__).parameters
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
-        arguments.settle_muon(title, base, ours)
+        arguments.refuse_without_use(title, base, ours)
         self._kfac_process_group = ours.pop("process_group", None)
         self._kfac_options = Options(**ours)
-        self._group_defaults = {name: ours.get(name, OPTIONS[name].default) for name in PER_GROUP}
+        self._group_defaults = {name: getattr(self._kfac_options, name) for name in PER_GROUP}
         self._group_schedules = []
         given: Any = params
         super().__init__(given, *args, **theirs)
@@ -66,8 +63,8 @@ class KFACMixin(Optimizer, Joinable):
         self._notices = notices.Notices()
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
-        # The facts at the last _make_room; None after a load, perhaps of another class's state.
-        self._room: Room | None = None
+        self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
+        self._base_step = bases.step_of(self._base, self.defaults)
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -83,10 +80,10 @@ class KFACMixin(Optimizer, Joinable):
             self._kfac_options,
             self.param_groups,
             self._group_schedules,
+            self._base_step.length(),
             known,
             self._kfac_process_group,
-            {"base optimizer": self._base.__name__},
-            compare,
+            {"base optimizer": self._base.__name__} if compare else None,
         )
 
     # ---- stepping ----
@@ -108,44 +105,33 @@ class KFACMixin(Optimizer, Joinable):
         # Some users call step() under autocast, which is for the model's passes.
         with (
             precision.without_autocast(self.join_device.type),
-            _gradients(joined_gradients(self)),
+            gradients_of(joined_gradients(self)),
         ):
-            if self._keeps_moments:
-                self._step_with_moments()
+            if self.preconditioner.rule.makes_directions:
+                self._step_along()
             else:
-                new = self.preconditioner.step(self.param_groups)
-                self._make_room({})
-                with _gradients(new):
-                    self._base_step()
+                with gradients_of(self.preconditioner.step(self.param_groups)):
+                    self.base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
         self._notices.look(self)
         return loss
 
-    def _step_with_moments(self) -> None:
-        """Step along K-FAC's directions where it keeps the moments, and by the base elsewhere."""
-        with _gradients(moments.limited(self)):
-            with _gradients(moments.taken_in(self)):
-                directions = self.preconditioner.step(self.param_groups)
-            self._make_room(directions)
-            with _gradients(dict.fromkeys(directions)), moments.without_limit(self):
-                self._base_step()
-        moments.move(self, directions)
+    def _step_along(self) -> None:
+        """Step along K-FAC's directions, and let the base step the parameters without one."""
+        base = self._base_step
+        with gradients_of(base.limited(self)):
+            directions = self.preconditioner.step(self.param_groups, bases.Bound(base, self))
+            for p in self._stepped - directions.keys():
+                if p.grad is not None:
+                    base.release(self.state[p])
+                    self._stepped.discard(p)
+            self._stepped.update(directions)
+            base.rest(self, directions)
+        base.move(self, directions)
 
-    def _make_room(self, stepped: Mapping[Tensor, Tensor]) -> None:
-        """Fix the base's state entries when the set of parameters that it steps has changed."""
-        graded = [p.grad is not None for group in self.param_groups for p in group["params"]]
-        now = graded, list(stepped)
-        if self._room is None or not _same(now, self._room):
-            checkpoint.make_room(self.state, stepped)
-        self._room = now
-
-    @property
-    def _keeps_moments(self) -> bool:
-        """K-FAC keeps the moments of covered parameters, and makes the steps' directions."""
-        return self.preconditioner.rule.makes_directions
-
-    def _base_step(self) -> None:
+    def base_step(self) -> None:
+        """Take the base's own step; on several ranks, an error waits for the next exchange."""
         step: Any = self._base.step
         # Building any plain base optimizer wraps the class's step with the hooks that have run
         # here already. Remove only that wrapper: others beneath it, such as no_grad, must stay.
@@ -209,7 +195,7 @@ class KFACMixin(Optimizer, Joinable):
         group = self.param_groups[-1]
         group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
         clips = self._kfac_options.kl_clip is not None
-        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.compute_method != "metric":
+        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.compute_method != "polar":
             warnings.warn(
                 "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
                 'and let a schedule start lower, or use kl_clip_lr="current"',
@@ -339,7 +325,7 @@ class KFACMixin(Optimizer, Joinable):
     def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
         """Continue from loaded tensors."""
         self._consolidated = None
-        self._room = None
+        self._stepped = set()
         restored = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
@@ -350,25 +336,6 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     checkpoint.complete(state_dict, parameters, optimizer._consolidated or {})
-
-
-def _same(now: Room, before: Room) -> bool:
-    """Compare tensors by identity."""
-    alike = now[0] == before[0] and len(now[1]) == len(before[1])
-    return alike and all(a is b for a, b in zip(now[1], before[1], strict=True))
-
-
-@contextmanager
-def _gradients(new: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
-    """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
-    old = [(p, p.grad) for p in new]
-    try:
-        for p, gradient in new.items():
-            p.grad = gradient
-        yield
-    finally:
-        for p, own in old:
-            p.grad = own
 
 
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:

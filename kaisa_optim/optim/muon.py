@@ -171,7 +171,7 @@ class Muon(Optimizer):
             fast = products.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not orthogonal.narrow(stacked)
             with precision.full_precision(device.type), precision.without_autocast(device.type):
-                found = orthogonal.muon_step(stacked, None, muon_step(group), in_half).to(dtype)
+                found = orthogonal.muon_step(stacked, muon_step(group), in_half).to(dtype)
             matrices = (x.view(p.shape) for x, p in zip(found, some, strict=True))
             directions = [sharding.laid_out(x, some[0]) for x in matrices]
             descend(some, directions, group["lr"], group["weight_decay"])

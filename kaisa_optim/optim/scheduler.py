@@ -194,7 +194,7 @@ def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
         )
         raise invalid_because(name, why)
     options = optimizer.preconditioner.options
-    if options.compute_method == "metric" and "muon" in OPTIONS[name].unused_by:
-        raise invalid_because(name, "KFACMuon has no use for it; leave it out here")
+    if options.compute_method == "polar" and OPTIONS[name].of_papers:
+        raise invalid_because(name, 'compute_method="polar" has no use for it; leave it out here')
     if name == "kl_clip" and optimizer.preconditioner.kl_clip is None:
         raise invalid_because("kl_clip", "the optimizer's clip is off; leave it out here")

@@ -4,14 +4,14 @@ from .base import Rule, StepValues
 from .cholesky import CholeskyRule
 from .eigen import EigenRule, StoredProductRule
 from .ekfac import EkfacRule
-from .muon import MuonRule
+from .polar import PolarRule
 from .truncated import TruncatedRule
 
 __all__ = [
     "CholeskyRule",
     "EigenRule",
     "EkfacRule",
-    "MuonRule",
+    "PolarRule",
     "Rule",
     "StepValues",
     "StoredProductRule",

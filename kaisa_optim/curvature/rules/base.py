@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, moments, orthogonal, products
 from ...plan.routes import cargo_bytes
+from ..lengths import Length, OfBase
 from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Specs, StackKey
 from ..stacks import stack_key as key_of
 
@@ -27,7 +27,7 @@ class StepValues:
 
     damping_of: DampingOf
     decay_of: Callable[[Layer], float]
-    settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # settings of moments
+    base: OfBase | None = None  # the base's side, of rules that make directions
     terms: float = 0.0  # K of all ranks
     graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step
 
@@ -42,7 +42,7 @@ class Rule(ABC):
     method: str  # the kind of decomposition: "eigen", "inverse" or "root"
     results: tuple[str, ...]  # names of the results; a diagonal factor has the first
     multiplied: tuple[str, ...]  # state that gradients are multiplied with
-    makes_directions = False  # new gradients are the base's directions: moments are kept here
+    length: Length | None = None  # new gradients are steps' directions, of this length
     rotates = False  # tensors of the groups lie in the eigenbasis and rotate with it
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
@@ -50,6 +50,10 @@ class Rule(ABC):
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
         # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
         self.half_products: bool | None = None
+
+    @property
+    def makes_directions(self) -> bool:
+        return self.length is not None
 
     # ---- state ----
 
@@ -162,19 +166,13 @@ class TriangleRule(Rule):
     def outgoing(self, factor: Factor) -> list[Tensor]:
         if factor.key.diagonal:
             return super().outgoing(factor)
-        return [moments.pack(self._symmetric(factor[self.method]))]
+        return [moments.pack(factor[self.method])]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         # The owner unpacks its own triangle, too, so that all ranks have the same bits.
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
-            factor[self.method].copy_(self._triangle(whole))
-
-    def _symmetric(self, matrices: Tensor) -> Tensor:
-        return matrices
-
-    def _triangle(self, matrices: Tensor) -> Tensor:
-        return matrices
+            factor[self.method].copy_(whole)
 
 
 class EigenbasisRule(Rule):

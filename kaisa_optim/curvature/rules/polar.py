@@ -1,0 +1,64 @@
+"""K-FAC's direction, of the length at which the loss falls as by the base's own step.
+
+Steepest descent in the Kronecker metric: among all steps Δ with ‖Ĝ^½ Δ Â^½‖ = 1 in the spectral
+norm, the loss falls most along Ĝ^-½ polar(Ĝ^-½ M Â^-½) Â^-½ for a momentum M. The direction here
+takes a small power of the outer roots: D = Ĝ^-p polar(Ĝ^-½ M Â^-½) Â^-p. Factors are divided by
+their mean eigenvalues and damped by a share λ, so that no scale of the loss or the inputs matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...layers import Layer
+from ...linalg import kronecker, orthogonal, precision
+from ..lengths import Length
+from ..stacks import Key, LayerGroup, Specs, by_place, per_block, stack_key
+from .base import DampingOf, StepValues, TriangleRule
+from .cholesky import of_factors
+
+# The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
+# needs no root of its own.
+_KEPT = 0.9
+
+
+class PolarRule(TriangleRule):
+    """Keep a symmetric root of each factor; the base keeps the momentum."""
+
+    method = "root"
+    results = ("root",)
+    multiplied = ("root",)
+    makes_directions = True
+    wants_half_products = True
+
+    def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
+        super().__init__(dtype)
+        self.length: Length = length
+
+    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
+        return self.length.specs(count, dtype)
+
+    def shifts(
+        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
+    ) -> dict[Key, Tensor]:
+        shifts: dict[Key, Tensor] = {}
+        for same in by_place(layers):
+            damping = per_block(same, damping_of, stack_key(same[0], "g"))
+            shifts |= of_factors(same, (damping, damping))
+        return shifts
+
+    def apply(
+        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
+    ) -> Tensor:
+        """Return the directions of these momenta, without their lengths."""
+        slots = group.slots_of(members)
+        g, a = (self._state(group, side, "root", slots, gradient) for side in "ga")
+        assert g is not None and a is not None
+        white = kronecker.apply_inverse(gradient, g, a)
+        in_half = self._orthogonal_in_half(white)
+        with precision.full_precision(gradient.device.type):
+            found = orthogonal.orthogonalized(white, in_half=in_half)
+        return kronecker.softened(found, g, a, _KEPT)

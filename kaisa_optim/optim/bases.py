@@ -1,0 +1,440 @@
+"""The base optimizer's part in a step along K-FAC's directions: its momentum, its fall, its step.
+
+The momentum of a parameter that K-FAC steps stays in the base's own entry and format, so that
+checkpoints go from one to the other. Ranks that only receive a direction keep no momentum of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..comm.sharding import parts_here
+from ..core.options import Group
+from ..curvature.lengths import (
+    AdamLength,
+    AdamSettings,
+    FallLength,
+    Length,
+    MuonLength,
+    OfBase,
+    SGDLength,
+)
+from . import lamb
+from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
+from .muon import Muon
+
+if TYPE_CHECKING:
+    from .mixin import KFACMixin
+
+MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
+_DECAY = 0.9  # of that momentum
+
+Entry = dict[str, Any]
+Directions = Mapping[Tensor, Tensor]
+
+
+class BaseStep:
+    """What K-FAC takes from one kind of base, and leaves to it; an object keeps nothing."""
+
+    length: type[Length]
+    momentum = "exp_avg"  # the momentum's key in the base's entry
+    second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
+
+    def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
+        """Return gradients that the base limits for all parameters together."""
+        return {}
+
+    def follow(
+        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
+    ) -> OfBase:
+        """Take this step's gradients into the momenta that this rank keeps.
+
+        ``ready`` are the parameters that K-FAC steps, ``mine`` those whose momenta are kept here.
+        """
+        found, settings = self._found(optimizer), {}
+        for group in optimizer.param_groups:
+            stepped = [p for p in group["params"] if p in ready and p.grad is not None]
+            settings.update(self.settings(optimizer, group, stepped))
+            for p in stepped:
+                self._settle(optimizer.state[p], p, found if p in mine else None, group)
+            for params in _alike(p for p in stepped if p in mine):
+                entries = [optimizer.state[p] for p in params]
+                gradients = _gradients(group, params)
+                ahead = self.ahead(group, entries, gradients)
+                found.momenta.update(zip(params, ahead, strict=True))
+                if self.length.squares:
+                    found.measured.update(zip(params, gradients, strict=True))
+        found.settings_of = lambda p: settings.get(p, self.idle)
+        return found
+
+    idle: Any = ()  # the settings of a parameter without a gradient
+
+    def _found(self, optimizer: KFACMixin) -> OfBase:
+        rates: dict[Tensor, float | Tensor] = {}
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            host = isinstance(rate, Tensor) and rate.device.type == "cpu"
+            rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
+        return OfBase(squares=self.length.squares, rate_of=rates.__getitem__)
+
+    def open(self, optimizer: KFACMixin, mine: Collection[Tensor]) -> None:
+        """Make the entries of parameters, so that a checkpoint can be loaded into them."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in mine:
+                    self._settle(optimizer.state[p], p, OfBase(), group)
+
+    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
+        """Complete a parameter's entry where its momentum is kept, else remove the momentum.
+
+        Second moments of a base that stepped the parameter so far are taken out.
+        """
+        former = [entry.pop(name, None) for name in self.second]
+        if found is None:
+            entry.pop(self.momentum, None)
+            return
+        if former and former[0] is not None:
+            (found.former[p],) = parts_here([former[0]])
+        if entry.get(self.momentum) is None and self.keeps(group):
+            entry[self.momentum] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def keeps(self, group: Group) -> bool:
+        """Return whether parameters of this group have a momentum."""
+        return True
+
+    def settings(
+        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
+    ) -> dict[Tensor, Any]:
+        """Count a step of these parameters; return what the length has to know of each."""
+        return {}
+
+    def ahead(
+        self, group: Group, entries: list[Entry], gradients: list[Tensor]
+    ) -> Iterable[Tensor]:
+        """Move the momenta; return the tensors along which the base would step."""
+        raise NotImplementedError
+
+    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
+        """Let the base step the parameters that have no direction."""
+        with gradients_of(dict.fromkeys(directions)):
+            optimizer.base_step()
+
+    def release(self, entry: Entry) -> None:
+        """Empty the entry of a parameter that the base is to step again: it starts anew.
+
+        Only some ranks have the momentum.
+        """
+        entry.clear()
+
+    def move(self, optimizer: KFACMixin, directions: Directions) -> None:
+        """Step along directions, which may be overwritten."""
+        for group in optimizer.param_groups:
+            for params in _alike(p for p in group["params"] if p in directions):
+                self._move(group, params, [directions[p] for p in params])
+
+    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        descend(params, directions, group["lr"], group.get("weight_decay", 0.0))
+
+
+class Bound(NamedTuple):
+    """A base's part for one optimizer."""
+
+    base: BaseStep
+    optimizer: KFACMixin
+
+    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
+        return self.base.follow(self.optimizer, ready, mine)
+
+    def open(self, mine: Collection[Tensor]) -> None:
+        self.base.open(self.optimizer, mine)
+
+
+class AdamStep(BaseStep):
+    """Adam and AdamW: directions follow the first moment, looking ahead as Nesterov's."""
+
+    length = AdamLength
+    second = ("exp_avg_sq", "max_exp_avg_sq")
+    idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0)
+
+    def settings(
+        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
+    ) -> dict[Tensor, Any]:
+        found: dict[Tensor, Any] = {}
+        of_count: dict[int, Any] = {}
+        for p, count in zip(stepped, _counted([optimizer.state[p] for p in stepped]), strict=True):
+            if count not in of_count:
+                of_count[count] = _adam_settings(group, count)
+            found[p] = of_count[count]
+        return found
+
+    def ahead(
+        self, group: Group, entries: list[Entry], gradients: list[Tensor]
+    ) -> Iterable[Tensor]:
+        moments = parts_here([entry["exp_avg"] for entry in entries])
+        beta = float(group["betas"][0])
+        if group.get("grad_averaging", True):
+            torch._foreach_lerp_(moments, gradients, 1 - beta)
+            return torch._foreach_lerp(gradients, moments, beta)
+        torch._foreach_mul_(moments, beta)
+        torch._foreach_add_(moments, gradients)
+        return torch._foreach_add(gradients, moments, alpha=beta)
+
+
+def _adam_settings(group: Group, count: int) -> AdamSettings:
+    """Return Adam's settings in its step number ``count``; the look ahead is one step further."""
+    beta1, beta2 = map(float, group["betas"])
+    rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
+    if not group.get("bias_correction", True):
+        rest1 = rest2 = 1.0
+    return AdamSettings(beta2, 1 - beta2, rest1, rest2, float(group["eps"]))
+
+
+def _counted(entries: list[Entry]) -> list[int]:
+    """Count a step in Adam's format; return each entry's count.
+
+    Entries with one count share one tensor: a counter each would take as many calls as there are
+    parameters.
+    """
+    tensors: dict[int, Tensor] = {}
+    for entry in entries:
+        step = entry.get("step")
+        if step is not None:
+            tensors[id(step)] = step
+    numbers = {key: int(step) for key, step in tensors.items()}
+    shared: dict[int, Tensor] = {}
+    for key, number in numbers.items():
+        shared.setdefault(number, tensors[key].cpu())
+    if any(entry.get("step") is None for entry in entries):
+        shared.setdefault(0, torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+    before = [0 if e.get("step") is None else numbers[id(e["step"])] for e in entries]
+    for entry, number in zip(entries, before, strict=True):
+        entry["step"] = shared[number]
+    for number in set(before):
+        shared[number] += 1
+    return [number + 1 for number in before]
+
+
+class LAMBStep(AdamStep):
+    """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
+
+    def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
+        return clipped_gradients(optimizer.param_groups)
+
+    def settings(
+        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
+    ) -> dict[Tensor, Any]:
+        return dict.fromkeys(stepped, _adam_settings(group, group.get("step", 0) + 1))
+
+    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
+        groups = optimizer.param_groups
+        counts = [g.get("step", 0) + any(p in directions for p in g["params"]) for g in groups]
+        limits = [group["max_grad_norm"] for group in groups]
+        try:
+            for group in groups:  # the gradients are limited already
+                group["max_grad_norm"] = None
+            super().rest(optimizer, directions)
+        finally:
+            for group, limit, count in zip(groups, limits, counts, strict=True):
+                group["max_grad_norm"] = limit
+                group["step"] = max(count, group.get("step", 0))
+
+    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
+        directions = [x.to(wide[0].dtype) for x in directions]
+        decay, decoupled = group["weight_decay"], bool(group["adam_w_mode"])
+        if decay != 0 and not decoupled:
+            torch._foreach_mul_(wide, 1 - rate_for(group["lr"], wide[0]) * decay)
+        lamb.descend(wide, directions, group["lr"], decay, decoupled, group["use_nvlamb"])
+        if wide[0] is not params[0]:
+            torch._foreach_copy_(parts_here(params), parts_here(wide))
+
+
+class SGDStep(BaseStep):
+    """SGD: directions follow its momentum, or the gradient where it has none."""
+
+    length = SGDLength
+    momentum = "momentum_buffer"
+
+    def keeps(self, group: Group) -> bool:
+        return bool(group["momentum"] != 0)
+
+    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
+        begins = found is not None and entry.get(self.momentum) is None
+        super()._settle(entry, p, found, group)
+        if begins and self.keeps(group) and p.grad is not None and group["dampening"] != 0:
+            # Dampening begins in the second step: the first momentum is to be the gradient.
+            sign = -1 if group["maximize"] else 1
+            share = sign * float(group["dampening"]) / float(group["momentum"])
+            entry[self.momentum].add_(p.grad, alpha=share)
+
+    def ahead(
+        self, group: Group, entries: list[Entry], gradients: list[Tensor]
+    ) -> Iterable[Tensor]:
+        if not self.keeps(group):
+            return gradients
+        buffers = parts_here([entry[self.momentum] for entry in entries])
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, gradients, alpha=1 - group["dampening"])
+        if group["nesterov"]:
+            return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
+        return buffers
+
+
+class MuonStep(BaseStep):
+    """Muon: directions follow its momentum, and are as long as Muon's."""
+
+    length = MuonLength
+    momentum = "momentum_buffer"
+
+    def settings(
+        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
+    ) -> dict[Tensor, Any]:
+        return dict.fromkeys(stepped, group["adjust_lr_fn"])
+
+    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
+        super()._settle(entry, p, found, group)
+        if found is not None:
+            entry[self.momentum] = entry[self.momentum].to(math_dtype(p.dtype))
+
+    def ahead(
+        self, group: Group, entries: list[Entry], gradients: list[Tensor]
+    ) -> Iterable[Tensor]:
+        buffers = parts_here([entry[self.momentum] for entry in entries])
+        gradients = [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        if group["nesterov"]:
+            return torch._foreach_lerp(gradients, buffers, group["momentum"])
+        return buffers
+
+
+class AnyStep(BaseStep):
+    """Any other base: it steps by the raw gradient, and the step is taken back.
+
+    Its step says how far the loss is to fall. Its state is kept on all ranks.
+    """
+
+    length = FallLength
+
+    def follow(
+        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
+    ) -> OfBase:
+        found, before = self._found(optimizer), dict[Tensor, Tensor]()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in ready and p.grad is not None:
+                    before[p] = parts_here([p])[0].clone()
+        steps = self._steps(optimizer, before)
+        for group in optimizer.param_groups:
+            for params in _alike(p for p in group["params"] if p in steps and p in mine):
+                entries = [optimizer.state[p] for p in params]
+                momenta = self._momenta(params, entries, _gradients(group, params))
+                found.momenta.update(zip(params, momenta, strict=True))
+                falls = torch._foreach_mul(momenta, [steps[p] for p in params])
+                found.measured.update(zip(params, falls, strict=True))
+        return found
+
+    def _steps(self, optimizer: KFACMixin, before: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return how far the base moves these parameters down, and leave them where they were."""
+        groups = optimizer.param_groups
+        decays = [group.get("weight_decay") for group in groups]
+        others = {p: None for group in groups for p in group["params"] if p not in before}
+        try:
+            for group in groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            with gradients_of(others):
+                optimizer.base_step()
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+        for p, former in before.items():
+            (here,) = parts_here([p.data])
+            step = former - here
+            here.copy_(former)
+            before[p] = step
+        return before
+
+    def _momenta(
+        self, params: list[Tensor], entries: list[Entry], gradients: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the base's momenta of the gradient, or momenta that K-FAC keeps."""
+        if all("exp_avg" in entry for entry in entries):
+            return parts_here([entry["exp_avg"] for entry in entries])
+        for p, entry in zip(params, entries, strict=True):
+            if MOMENTUM not in entry:
+                entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        momenta = parts_here([entry[MOMENTUM] for entry in entries])
+        torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
+        return momenta
+
+    def open(self, optimizer: KFACMixin, mine: Collection[Tensor]) -> None:
+        """Leave entries to the base, which makes them in its first step."""
+
+    def release(self, entry: Entry) -> None:
+        entry.pop(MOMENTUM, None)
+
+    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        # The learning rate is in the lengths already; a decay goes by it.
+        if group.get("weight_decay", 0.0) != 0:
+            rate = rate_for(group["lr"], params[0])
+            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(params, directions)
+
+
+def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
+    """Return the part of a base: of torch's classes themselves, and LAMB and Muon.
+
+    A subclass may have a step of its own, and counts as any other base; so does Adam with amsgrad
+    or with betas on a device.
+    """
+    if base in (Adam, AdamW):
+        tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
+        return AnyStep() if defaults["amsgrad"] or tensors else AdamStep()
+    kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep, Muon: MuonStep}
+    return kinds.get(base, AnyStep)()
+
+
+def descend(
+    params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
+) -> None:
+    """Step along directions, which may be overwritten; weights decay apart from them."""
+    rate = rate_for(lr, params[0])
+    if isinstance(rate, Tensor):
+        torch._foreach_mul_(directions, rate)
+    if decay != 0:
+        torch._foreach_mul_(params, 1 - rate * decay)
+    torch._foreach_sub_(params, directions, alpha=1 if isinstance(rate, Tensor) else rate)
+
+
+@contextmanager
+def gradients_of(new: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
+    old = [(p, p.grad) for p in new]
+    try:
+        for p, gradient in new.items():
+            p.grad = gradient
+        yield
+    finally:
+        for p, own in old:
+            p.grad = own
+
+
+def _gradients(group: Group, params: list[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of the gradients to descend along."""
+    gradients = parts_here([p.grad for p in params if p.grad is not None])
+    return list(torch._foreach_neg(gradients)) if group.get("maximize") else gradients
+
+
+def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return lists of parameters that one foreach call can take."""
+    places: dict[Any, list[Tensor]] = {}
+    for p in params:
+        places.setdefault((p.device, p.dtype, type(p)), []).append(p)
+    return list(places.values())
