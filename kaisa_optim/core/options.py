@@ -80,11 +80,6 @@ def _fraction(name: str, value: Any) -> float | None:
     return None if value is None else check_fraction(value)
 
 
-def _correction(name: str, value: Any) -> str | bool:
-    settled: str | bool = _one_of(False, True, "examples", "gradients")(name, value)
-    return "examples" if settled is True else settled
-
-
 _interval = _whole(1, "a whole number of steps, at least 1")
 
 
@@ -272,15 +267,6 @@ _CURVATURE = (
            "The precision of the statistics' float32 products, as in "
            'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
            guide="precision.md"),
-    Option("eigenvalue_correction", False, "bool | str", _correction,
-           'EKFAC: True or "examples" corrects eigenvalues by the gradients of examples, '
-           '"gradients" by those of batches.',
-           conflicts=(
-               Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
-               Conflict("compute_eigenvalue_outer_product", (True,),
-                        "corrected eigenvalues are no product"),
-               Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs")),
-           unused_by=_MUON, guide="methods.md#corrected-eigenvalues"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',
            unused_by=_MUON),
@@ -331,8 +317,6 @@ _REFRESHES = (
            conflicts=(
                Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
                Conflict("compute_eigenvalue_outer_product", (True,), "it is of all eigenvectors"),
-               Conflict("eigenvalue_correction", ("examples", "gradients"),
-                        "corrected eigenvalues do not tell which eigenvectors lead"),
                Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
                Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors")),
            unused_by=_MUON, guide="tuning.md#leading-eigenvectors-alone"),
@@ -437,8 +421,7 @@ class Options:
                 self._settle(name, option.follows(self))
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
-        needs_all = self.correction == "examples"
-        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors, needs_all)
+        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
 
     def checked(self, name: str, value: Any) -> Any:
         """Return the settled value of one option that goes with the others, or refuse it."""
@@ -504,11 +487,6 @@ class Options:
         """True if the papers' own scaling is asked for."""
         return bool(self.normalization == "kaisa")
 
-    @property
-    def correction(self) -> str | None:
-        """The gradients that correct eigenvalues: "examples", "gradients", or None."""
-        return self.eigenvalue_correction or None
-
 
 # ---- names that do not exist ----
 
@@ -527,6 +505,8 @@ _FORMER = {
     "moments": f"leave it out: {_MOMENTS_NOW}",
     "nesterov": f"leave it out: {_MOMENTS_NOW}",
     "orthogonal": f"leave it out: {_MOMENTS_NOW}",
+    "eigenvalue_correction": "leave it out: eigenvalues are the factors' own; directions of "
+    'compute_method="polar" have lengths by second moments',
     "basis_tolerance": "leave it out: refreshes find eigenvectors anew; to refresh in less time, "
     'take compute_method="inverse"',
 }

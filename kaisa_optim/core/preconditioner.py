@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import rules
 from ..curvature.averages import RunningAverages
-from ..curvature.refresh import OlderBases, Refresher
+from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
@@ -24,8 +23,8 @@ from . import coverage, exchange, gradients, reports
 from .hyperparameters import clip_lr
 from .options import SHARED, Group, Options
 from .questions import Questions
-from .registry import Registry, basis_reader
-from .status import Status, step_report, with_gradient, zeros_like_gradients
+from .registry import Registry
+from .status import Status, step_report, zeros_like_gradients
 from .store import FactorStore
 
 _NOTHING = AgreedStep()  # the agreement of a step without an exchange
@@ -121,7 +120,7 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step()
-        values = step_values(self.registry, groups, agreed)
+        values = step_values(self.registry, groups)
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
@@ -216,9 +215,6 @@ class Preconditioner(Questions):
         due = [layers[name] for name in plan.refresh]
         keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
         keys = [key for own in keys_of.values() for key in own]
-        with_state = {layer for layer in due if states[layer.name].has_state}
-        older = OlderBases(self.rule, self.applied, with_state)
-        older.keep(key for key in keys if key in self.owned.by_key)
         self.registry.note(plan)
         try:
             self._average(plan, agreed, values)
@@ -232,9 +228,8 @@ class Preconditioner(Questions):
             self._named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
             parts = self.ranks, self.registry, self.rule, self.applied
-            exchange.share_state(*parts, new, older, values.damping_of)
+            exchange.share_state(*parts, new, values.damping_of)
         except BaseException:
-            older.restore()
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
             raise
@@ -243,8 +238,6 @@ class Preconditioner(Questions):
     def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
         """Take the sums of all ranks into their owners' averages."""
         ranks, sums, layers = self.ranks, self.sums, self.registry.layers
-        project = [layers[name] for name in plan.project]
-        exchange.correct_by_examples(ranks, self.rule, sums, self.applied, project, agreed, values)
         average = [layers[name] for name in plan.average]
         for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
             self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
@@ -353,9 +346,6 @@ class Preconditioner(Questions):
         registry = self.registry
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
-        if self.options.correction == "examples":
-            # Not a method: hooks must not keep this object alive.
-            self.capture.basis_of = basis_reader(registry.states, self.applied)
         self._placed = registry.devices
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
@@ -439,16 +429,12 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     capture.search(coverage.unwrapped(registry.model), levels)
 
 
-def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
+def step_values(registry: Registry, groups: list[Group]) -> StepValues:
     """Return the numbers of a step that rules read."""
-    seen = [registry.layers[name] for name in agreed.rows if any(registry.layers[name].covers)]
-    graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
         registry.settings(groups),
-        agreed.terms,
-        frozenset(x.name for x in graded),
     )
 
 
@@ -459,8 +445,6 @@ def make_rule(options: Options) -> Rule:
         return rules.MuonRule(dtype)
     if options.compute_method == "inverse":
         return rules.CholeskyRule(dtype, options.damping_split or "pi")
-    if options.correction:
-        return rules.EkfacRule(dtype, options.correction)
     if options.truncation:
         return rules.TruncatedRule(dtype, options.truncation)
     if options.compute_eigenvalue_outer_product:

@@ -44,7 +44,6 @@ _KINDS = {
     "root": "roots",
     "scale": "eigenvalue_products",
     "momentum": "moments",
-    "corrected": "corrected_eigenvalues",
 }
 
 
@@ -79,7 +78,6 @@ def account(
         checks=refresher.inverts,
         defers=tuple(name for name, layer in layers.items() if refresher.defers(layer)),
         truncated=isinstance(rule, rules.TruncatedRule),
-        correction=options.correction,
         factor_bytes=factor_bytes,
         state_bytes=state_bytes,
         wire_bytes=wire_bytes,
@@ -341,12 +339,6 @@ def check_draws(options: Options) -> None:
             "normalization",
             '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
         )
-    if options.correction == "examples":
-        why = (
-            '"examples" takes the gradients that train, not those of drawn labels; use '
-            '"gradients", or leave out sample_fisher'
-        )
-        raise invalid_because("eigenvalue_correction", why)
 
 
 # ---- values that ranks compare ----

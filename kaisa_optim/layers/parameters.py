@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..linalg.moments import projected_diagonal
-from .base import Basis, Layer
+from .base import Layer
 from .linear import SequenceRows
 from .probe import Product, probed
 
@@ -60,18 +59,6 @@ class ElementwiseLayer(WatchedLayer):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(1, -1, 1)
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        return projected_diagonal(moment_g, None)[..., None]
 
 
 class MatrixLayer(SequenceRows, WatchedLayer):

@@ -168,10 +168,6 @@ CASES: dict[str, Make] = {
     ),
     "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, **SELDOM),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
-    "corrected": lambda m: KFACSGD(m, lr=0.05, eigenvalue_correction="gradients", **SELDOM),
-    "corrected by examples": lambda m: KFACSGD(
-        m, lr=0.05, eigenvalue_correction="examples", **SELDOM
-    ),
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **SELDOM),
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **SELDOM),
@@ -210,7 +206,7 @@ CASES["two blocks"] = CASES["truncated"]
 
 
 # What depends on the kinds of the layers runs on both networks.
-OF_KINDS = ["SGD", "Adam", "inverse, often", "truncated", "papers", "corrected"]
+OF_KINDS = ["SGD", "Adam", "inverse, often", "truncated", "papers"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
 OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
@@ -376,9 +372,6 @@ LAUNCHING: dict[str, tuple[Make, int]] = {
     "SGD": (lambda m: KFACSGD(m, lr=0.1, foreach=True, **QUIET), 0),
     "inverse": (
         lambda m: KFACSGD(m, lr=0.1, compute_method="inverse", foreach=True, **QUIET), 0
-    ),
-    "corrected": (
-        lambda m: KFACSGD(m, lr=0.1, eigenvalue_correction="gradients", foreach=True, **QUIET), 0
     ),
     "Adam": (lambda m: KFACAdam(m, lr=0.1, **QUIET), 0),
     "LAMB": (lambda m: KFACLAMB(m, lr=0.1, **QUIET), 0),

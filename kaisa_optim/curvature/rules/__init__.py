@@ -3,14 +3,12 @@
 from .base import Rule, StepValues
 from .cholesky import CholeskyRule
 from .eigen import EigenRule, StoredProductRule
-from .ekfac import EkfacRule
 from .muon import MuonRule
 from .truncated import TruncatedRule
 
 __all__ = [
     "CholeskyRule",
     "EigenRule",
-    "EkfacRule",
     "MuonRule",
     "Rule",
     "StepValues",

@@ -18,7 +18,6 @@ from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Sp
 from ..stacks import stack_key as key_of
 
 DampingOf = Callable[[Layer], float]
-Rotation = Tensor | None  # Q_newᵀ Q_old; None where a basis does not move
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class StepValues:
     damping_of: DampingOf
     decay_of: Callable[[Layer], float]
     settings_of: Mapping[Layer, Any] = field(default_factory=dict)  # settings of moments
-    terms: float = 0.0  # K of all ranks
-    graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step
 
 
 class Rule(ABC):
@@ -43,7 +40,6 @@ class Rule(ABC):
     results: tuple[str, ...]  # names of the results; a diagonal factor has the first
     multiplied: tuple[str, ...]  # state that gradients are multiplied with
     makes_directions = False  # new gradients are the base's directions: moments are kept here
-    rotates = False  # tensors of the groups lie in the eigenbasis and rotate with it
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -207,27 +203,8 @@ class EigenbasisRule(Rule):
         """Return Σ δᵀFδ of changes δ that are stacked like gradients."""
         slots = group.slots_of(members)
         squares = kronecker.into_basis(change, *self._bases(group, slots, change)).square()
-        return self._weighed(group, squares, slots)
-
-    def _weighed(self, group: LayerGroup, squares: Tensor, slots: Slots) -> Tensor:
         g, a = self._eigenvalues(group, slots, squares)
         return (g[:, None, :] @ squares @ a[:, :, None]).sum()
-
-
-class RotatingRule(EigenbasisRule):
-    """A rule that keeps gradients' tensors in the eigenbasis, and rotates them with the basis."""
-
-    rotates = True
-
-    @abstractmethod
-    def rotate(
-        self,
-        applied: AppliedFactors,
-        layer: Layer,
-        slots: Slots,
-        rotations: tuple[Rotation, Rotation],
-    ) -> None:
-        """Express the group's tensors of a layer in its new bases, G's first."""
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

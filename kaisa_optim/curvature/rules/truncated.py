@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layers import Basis, Layer
+from ...layers import Layer
 from ...linalg import kronecker, precision, products
 from ...linalg.products import Count
 from ..notes import Notes
@@ -33,6 +33,7 @@ from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, joined
 from .base import DampingOf, StepValues
 from .eigen import EigenRule
 
+Basis = tuple[Tensor | None, Tensor | None]  # eigenvectors of G and of A
 _NOTCH = 1.1  # ratio of a damping to the next lower one at which pairs are counted anew
 # Multiplications of one way, half of all, that take as long as the calls for one more block. The
 # number for GPUs is a guess.
