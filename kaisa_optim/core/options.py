@@ -309,17 +309,6 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            unused_by=_MUON),
-    Option("truncation", 0.0, "float",
-           _real(lambda x: 0 <= x < 1, "a share of the damping in [0, 1), such as 0.1, or 0 to "
-                 "multiply by all eigenvectors"),
-           "The share of the damping up to which curvature may be taken for none, so that "
-           "gradients are multiplied by the leading eigenvectors alone.",
-           conflicts=(
-               Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
-               Conflict("compute_eigenvalue_outer_product", (True,), "it is of all eigenvectors"),
-               Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
-               Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors")),
-           unused_by=_MUON, guide="tuning.md#leading-eigenvectors-alone"),
     Option("factor_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which factors are stored. None: float32, or float64 for float64 "
            "parameters."),
@@ -507,6 +496,8 @@ _FORMER = {
     "orthogonal": f"leave it out: {_MOMENTS_NOW}",
     "eigenvalue_correction": "leave it out: eigenvalues are the factors' own; directions of "
     'compute_method="polar" have lengths by second moments',
+    "truncation": "leave it out: gradients are multiplied by all eigenvectors; to multiply less, "
+    'take compute_method="inverse"',
     "basis_tolerance": "leave it out: refreshes find eigenvectors anew; to refresh in less time, "
     'take compute_method="inverse"',
 }

@@ -124,7 +124,8 @@ class Preconditioner(Questions):
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        renewed = self._renew(plan, agreed, values) if plan.changes_factors else []
+        if plan.changes_factors:
+            self._renew(plan, agreed, values)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
@@ -139,7 +140,6 @@ class Preconditioner(Questions):
         new |= updates.shards
         if self.steps < self.options.warmup_steps:
             gradients.blend(new, self.steps / self.options.warmup_steps)
-        self.rule.settle(self.applied, self.registry.with_state, renewed, values.damping_of)
         self._advance()
         return new
 
@@ -205,8 +205,8 @@ class Preconditioner(Questions):
             defers={name for name, x in layers.items() if self.refresher.defers(x)},
         )
 
-    def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> list[Layer]:
-        """Bring averages and state up to date; return the layers with a new state.
+    def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
+        """Bring averages and state up to date.
 
         Decompositions wait for all sums. If an owner decomposed after its first sums, the other
         ranks would wait for its terms of the next sums.
@@ -223,7 +223,7 @@ class Preconditioner(Questions):
             )
             report = self.refresher.decompose(self.owned, self.applied, plan, shifts)
             if not due:
-                return []
+                return
             names, empty = self.status.settle(plan, report, self.options.max_failures)
             self._named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
@@ -233,7 +233,6 @@ class Preconditioner(Questions):
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
             raise
-        return list(new)
 
     def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
         """Take the sums of all ranks into their owners' averages."""
@@ -445,8 +444,6 @@ def make_rule(options: Options) -> Rule:
         return rules.MuonRule(dtype)
     if options.compute_method == "inverse":
         return rules.CholeskyRule(dtype, options.damping_split or "pi")
-    if options.truncation:
-        return rules.TruncatedRule(dtype, options.truncation)
     if options.compute_eigenvalue_outer_product:
         return rules.StoredProductRule(dtype)
     return rules.EigenRule(dtype)

@@ -77,7 +77,6 @@ def account(
         moments=int(rule.makes_directions),
         checks=refresher.inverts,
         defers=tuple(name for name, layer in layers.items() if refresher.defers(layer)),
-        truncated=isinstance(rule, rules.TruncatedRule),
         factor_bytes=factor_bytes,
         state_bytes=state_bytes,
         wire_bytes=wire_bytes,
@@ -166,7 +165,6 @@ def describe(kfac: Questions) -> str:
     how = options.compute_method
     if isinstance(rule, rules.MuonRule):
         how = "roots of G, momentum in its metric"
-    how += f", truncation {options.truncation:g}" if options.truncation else ""
     intervals = f"statistics every {kfac.factor_update_steps}"
     if options.statistics_precision != "highest":
         intervals += f" in {options.statistics_precision} precision"

@@ -55,7 +55,6 @@ class Account:
     moments: int = 0  # numbers kept for each number of a gradient
     checks: bool = False  # owners keep a flag for each factor that must be decomposed again
     defers: Collection[str] = ()  # layers whose refresh is checked in the step after it
-    truncated: bool = False  # leading eigenvectors are counted
     factor_bytes: int | None = None  # bytes of a number in a running average
     state_bytes: int | None = None  # bytes of a number in eigenvectors, inverses, products
     wire_bytes: int | None = None  # bytes of a number in factors and gradients on their way
@@ -105,9 +104,8 @@ class Account:
 
     def _of_gradient(self, layer: LayerFacts) -> Usage:
         """Return the bytes that every gradient worker keeps beside the factors."""
-        itemsize, blocks = layer.itemsize, layer.task.blocks
+        itemsize = layer.itemsize
         usage = {"moments": self.moments * layer.gradient * itemsize}
-        usage["counters"] = self.truncated * blocks * 5 * 4
         if self.stored_product:
             usage["eigenvalue_products"] = layer.gradient * (self.state_bytes or itemsize)
         return usage

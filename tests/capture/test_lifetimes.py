@@ -23,7 +23,6 @@ CASES = {
     "SGD": (KFACSGD, {}),
     "SGD, all at once": (KFACSGD, {"staggered": False, "kl_clip": None}),
     "inverse": (KFACSGD, {"compute_method": "inverse"}),
-    "truncated": (KFACSGD, {"truncation": 0.3}),
     "scheduled": (KFACSGD, {"damping": lambda step: 0.1, "kl_clip": lambda step: 0.1}),
     "the papers'": (KFACSGD, {"normalization": "kaisa"}),
     "RAdam": (with_kfac(torch.optim.RAdam), {}),

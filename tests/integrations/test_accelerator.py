@@ -23,7 +23,6 @@ from torch.utils import backend_registration
 
 from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACMuon, KFACParamScheduler
 from kaisa_optim.curvature import notes, stacks
-from kaisa_optim.curvature.rules import truncated as truncation
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
 
@@ -166,7 +165,6 @@ CASES: dict[str, Make] = {
     "stored products": lambda m: KFACSGD(
         m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
     ),
-    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, **SELDOM),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **SELDOM),
@@ -202,11 +200,8 @@ def _halves(model: nn.Module) -> list[tuple[int, list[Tensor]]]:
     return [(i, [p for m in modules[i - 1 :: 2] for p in m.parameters()]) for i in (1, 2)]
 
 
-CASES["two blocks"] = CASES["truncated"]
-
-
 # What depends on the kinds of the layers runs on both networks.
-OF_KINDS = ["SGD", "Adam", "inverse, often", "truncated", "papers"]
+OF_KINDS = ["SGD", "Adam", "inverse, often", "papers"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
 OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
@@ -218,23 +213,7 @@ ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 )
 def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name):
     """And the host waits for it in full refreshes alone: in the first step."""
-    elsewhere(_check_blocks if name == "two blocks" else _check_training, network, name)
-
-
-def _check_blocks(network: type[nn.Module], name: str) -> None:
-    """As if no calls took time, for layers as small as these."""
-    blocks, numbers = truncation.Leading.blocks, set()
-
-    def noted(leading: truncation.Leading) -> list[tuple[slice, slice]]:
-        numbers.add(len(blocks(leading)))
-        return blocks(leading)
-
-    with (
-        mock.patch.multiple(truncation, _CALLS_ON_CPU=0, _CALLS_ELSEWHERE=0),
-        mock.patch.object(truncation.Leading, "blocks", noted),
-    ):
-        _check_training(network, name)
-    assert 2 in numbers
+    elsewhere(_check_training, network, name)
 
 
 def _check_training(network: type[nn.Module], name: str) -> None:

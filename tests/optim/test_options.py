@@ -44,7 +44,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
     "max_factor_size": ([0, NAN, "16", None], "1 or more"),
     "max_failures": ([-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
-    "truncation": ([-0.1, 1, NAN, INF, "0.1", True, None], r"share of the damping in \[0, 1\)"),
     "grafting": (["yes", None, 2], "True or False$"),
     "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
     "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
@@ -95,7 +94,6 @@ USED: dict[str, Any] = {
     "compute_method": "inverse",
     "damping_split": "pi",
     "compute_eigenvalue_outer_product": True,
-    "truncation": 0.1,
     "kl_clip": 0.01,
     "grafting": True,
     "warmup_steps": 5,
@@ -316,7 +314,7 @@ def test_a_loss_scale_that_is_no_number():
 
 
 def test_one_option_is_checked_alone():
-    assert check("factor_update_steps", 3.0) == 3 and check("truncation", 0) == 0.0
+    assert check("factor_update_steps", 3.0) == 3 and check("damping", 1) == 1.0
     with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
         check("kl_clip", lambda step: 0.1)
 
@@ -362,6 +360,7 @@ def test_help_is_plain_and_ends_with_a_point():
         (KFACAdam, "moments", '; leave it out: .*compute_method="polar"'),
         (KFACAdam, "nesterov", '; leave it out: .*compute_method="polar"'),
         (KFACSGD, "eigenvalue_correction", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "truncation", '; leave it out: .*compute_method="inverse"'),
         (KFACSGD, "basis_tolerance", '; leave it out: .*compute_method="inverse"'),
         (KFACSGD, "orthogonal", '; leave it out: .*compute_method="polar"'),
     ],

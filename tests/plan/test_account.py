@@ -247,7 +247,6 @@ CASES = {
     "diagonal": Case(options={"max_factor_size": 6}),
     "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
     "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
-    "truncated": Case("tokens", {"truncation": 0.1}),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
     "frozen": Case(frozen="again"),

@@ -162,7 +162,6 @@ CASES: dict[str, Case] = {
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
     "inverse split owners": Case("chain", options={**inverse, "colocate_factors": False}),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
-    "truncated": Case("tokens", options={"truncation": 0.5}),
     "adam": Case("tokens", "KFACAdam"),
     "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}, worlds=FEW),
     "adam branches": Case("chain", "KFACAdam", branches=True),

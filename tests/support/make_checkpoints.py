@@ -28,7 +28,6 @@ TWO_RANKS = "two ranks"  # consolidated from them; a single process goes on
 NAMES = (
     "eigen",
     "inverse pi",
-    "truncated",
     "muon",
     "kaisa",
     "halves",

@@ -4,7 +4,6 @@ from .base import Rule, StepValues
 from .cholesky import CholeskyRule
 from .eigen import EigenRule, StoredProductRule
 from .muon import MuonRule
-from .truncated import TruncatedRule
 
 __all__ = [
     "CholeskyRule",
@@ -13,5 +12,4 @@ __all__ = [
     "Rule",
     "StepValues",
     "StoredProductRule",
-    "TruncatedRule",
 ]

@@ -97,16 +97,6 @@ class Rule(ABC):
         """Form the tensors that follow from these layers' new state."""
         return None
 
-    def settle(
-        self,
-        applied: AppliedFactors,
-        ready: Iterable[Layer],
-        renewed: Iterable[Layer],
-        damping_of: DampingOf,
-    ) -> None:
-        """End the step: ``ready`` layers have a state, ``renewed`` ones a new one."""
-        return None
-
     # ---- application ----
 
     @abstractmethod
