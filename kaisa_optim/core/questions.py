@@ -115,8 +115,8 @@ class Questions(Hyperparameters):
         to their owners, "second_order" state to the gradient workers, and "gradients" to receivers;
         "status" is the numbers that ranks exchange. The bytes follow from shapes: no collective is
         called, and on one process nothing arrives. The mean leaves out ``early_refreshes``, each
-        about as much as the first step, the numbers of AdaptiveDamping, and the all-reduce of
-        gradients, such as DistributedDataParallel's.
+        about as much as the first step, and the all-reduce of gradients, such as
+        DistributedDataParallel's.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
         return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]

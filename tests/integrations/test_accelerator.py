@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import backend_registration
 
-from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACMuon, KFACParamScheduler
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon
 from kaisa_optim.curvature import notes, stacks
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
@@ -298,33 +298,6 @@ def _check_checkpoint() -> None:
     for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
         got = accelerator.numbers_of(q.detach())
         torch.testing.assert_close(got, p.detach(), rtol=1e-3, atol=1e-4, msg=_named(name))
-
-
-def test_adaptive_damping_waits_in_steps_that_decide_alone(elsewhere):
-    elsewhere(_check_damping)
-
-
-def _check_damping() -> None:
-    from tests.support import accelerator
-
-    torch.manual_seed(0)
-    model, found = Images().double(), []
-    with accelerator.device() as waits:
-        model = model.to(accelerator.DEVICE)
-        opt = KFACSGD(model, lr=0.05, **SELDOM)
-        schedule = KFACParamScheduler(opt, factor_decay=lambda step: 0.9)
-        adaptive = AdaptiveDamping(opt, interval=3)
-        for x, y in batches(Images, 6):
-            x, y = x.to(accelerator.DEVICE), y.to(accelerator.DEVICE)
-            opt.zero_grad()
-            loss = loss_of(model(x), y)
-            loss.backward()
-            opt.step()
-            waits.taken()
-            adaptive.step(loss, lambda x=x, y=y: loss_of(model(x), y))
-            schedule.step()
-            found.append(bool(waits.taken()))
-    assert found == [False, False, True] * 2
 
 
 # ---- what is launched ----

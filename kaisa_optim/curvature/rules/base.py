@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker, moments, orthogonal, products
+from ...linalg import moments, orthogonal, products
 from ...plan.routes import cargo_bytes
 from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Specs, StackKey
 from ..stacks import stack_key as key_of
@@ -161,40 +161,6 @@ class TriangleRule(Rule):
 
     def _triangle(self, matrices: Tensor) -> Tensor:
         return matrices
-
-
-class EigenbasisRule(Rule):
-    """A rule that keeps eigenvalues and eigenvectors as its state."""
-
-    method = "eigen"
-    results = ("values", "vectors")
-    multiplied = ("vectors",)
-
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        specs: Specs = {"values": ((count, key.size), key.dtype)}
-        if not key.diagonal:
-            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
-        return specs
-
-    def _bases(
-        self, group: LayerGroup, slots: Slots, like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the eigenvectors of G and of A."""
-        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
-        return g, a
-
-    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the eigenvalues of G and of A."""
-        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
-        assert g is not None and a is not None
-        return g, a
-
-    def curvature(self, group: LayerGroup, change: Tensor, members: list[Layer]) -> Tensor:
-        """Return Σ δᵀFδ of changes δ that are stacked like gradients."""
-        slots = group.slots_of(members)
-        squares = kronecker.into_basis(change, *self._bases(group, slots, change)).square()
-        g, a = self._eigenvalues(group, slots, squares)
-        return (g[:, None, :] @ squares @ a[:, :, None]).sum()
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
