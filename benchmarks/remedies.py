@@ -66,7 +66,6 @@ REMEDIES = {
     "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",
     "which must return rows": "Write the method that is named.",
     "its factors are not on the scale of the loss": 'Leave it out, or use normalization="fisher".',
-    "AdaptiveDamping.step() comes after": "Call optimizer.step() before it, once for each.",
     "K-FAC lost other ranks": (
         "Read the log of the rank that failed first. If a rank only takes long, lengthen the "
         "process group's time-out."

@@ -1,7 +1,6 @@
 """Second-order optimizers: K-FAC inside real torch.optim classes."""
 
 from .layers import Layer, Moments, register_layer
-from .optim.adaptive_damping import AdaptiveDamping
 from .optim.family import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from .optim.lamb import LAMB
 from .optim.muon import Muon
@@ -14,7 +13,6 @@ __all__ = [
     "KFACLAMB",
     "KFACSGD",
     "LAMB",
-    "AdaptiveDamping",
     "Grid",
     "Hybrid",
     "KFACAdam",

@@ -31,8 +31,6 @@ RULES: dict[str, Build] = {
     "Muon": lambda m, _: Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01),
     "KFACSGD": lambda m, o: KFACSGD(m, lr=0.01, momentum=0.9, **o),
     "KFACSGD, inverse": lambda m, o: KFACSGD(m, lr=0.01, compute_method="inverse", **o),
-    "KFACSGD, truncated": lambda m, o: KFACSGD(m, lr=0.01, truncation=0.1, **o),
-    "KFACSGD, EKFAC": lambda m, o: KFACSGD(m, lr=0.01, eigenvalue_correction="gradients", **o),
     "KFACSGD, bfloat16": lambda m, o: KFACSGD(m, lr=0.01, inv_dtype=torch.bfloat16, **o),
     "KFACSGD, a quarter": lambda m, o: KFACSGD(m, lr=0.01, statistics_fraction=0.25, **o),
     "KFACAdam": lambda m, o: KFACAdam(m, lr=1e-3, **o),

@@ -25,7 +25,6 @@ NEVER = 10**9  # steps
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
 MEDIUM = ", medium statistics"  # of those whose float32 rows are multiplied in less
-TRUNCATION = 0.1  # of the damping, up to which curvature is taken for none
 # What the papers' code leaves out.
 BEYOND_PAPERS = "Embedding|Norm"
 
@@ -216,15 +215,13 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
 
 OURS = {
     "KFACSGD": ours(),
-    "KFACSGD, truncated": ours(truncation=TRUNCATION),
     "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
-    "KFACSGD, truncated, papers' layers": ours(truncation=TRUNCATION, skip_layers=BEYOND_PAPERS),
     "KFACSGD, inverse": ours(compute_method="inverse"),
     "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
     "KFACSGD, inverse" + BRAIN: ours(compute_method="inverse", inv_dtype=torch.bfloat16),
     "KFACSGD" + MEDIUM: ours(statistics_precision="medium"),
-    "KFACSGD, truncated, papers' layers" + MEDIUM: ours(
-        truncation=TRUNCATION, skip_layers=BEYOND_PAPERS, statistics_precision="medium"
+    "KFACSGD, papers' layers" + MEDIUM: ours(
+        skip_layers=BEYOND_PAPERS, statistics_precision="medium"
     ),
 }
 # Statistics from some of the rows.

@@ -165,11 +165,9 @@ def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str
     return dict(zip(STAGES, amounts, strict=True)), slowest
 
 
-def preconditioning(trainer: Trainer) -> int | None:
-    """None where it follows from the eigenvalues, and not from shapes alone."""
+def preconditioning(trainer: Trainer) -> int:
+    """Floating-point operations of preconditioning all gradients once."""
     kfac = trainer.optimizers[0].preconditioner
-    if kfac.options.truncation:
-        return None
     return applying(kfac.layers.values(), kfac.options.compute_method == "inverse")
 
 

@@ -99,8 +99,7 @@ def _bert(
 
 def _eigen(seldom: float, often: float) -> dict[tuple[str, tuple[int, int]], float]:
     """What is wanted of eigenbases."""
-    names = "KFACSGD", "KFACSGD, truncated"
-    return {(x, at): ratio for x in names for at, ratio in ((LONG, seldom), (OFTEN, often))}
+    return {("KFACSGD", LONG): seldom, ("KFACSGD", OFTEN): often}
 
 
 TASKS = {

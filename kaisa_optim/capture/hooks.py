@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import is_sharded, waiting_gradients
-from ..layers import Basis, Layer, Moments, PassSettings, Shared, WatchMode
+from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
 from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, needs_gradient
@@ -111,8 +111,6 @@ class Capture:
         self._precision = precision  # of float32 products
         self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
         self.error: Exception | None = None
-        # Reads the basis in which second moments of a layer's gradients are wanted.
-        self.basis_of: Callable[[Layer], Basis | None] | None = None
         self.wanted = frozenset(layers)  # layers that gather in this step by their slot
         self.unseen = set(layers)  # layers without an average
         self.missing = set(layers)  # unseen layers that gather in any pass
@@ -436,7 +434,7 @@ class Capture:
             if call.gathers and drawn.ever:
                 found = drawn.take()
             elif call.gathers:
-                found = self._projected(call, x, grad, moments())
+                found = moments()
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
 
     def _reach(self, passage: Passage) -> None:
@@ -466,24 +464,6 @@ class Capture:
             if gone and self._begun.get(layer) != task:
                 del self._added[layer]
                 self._sums.drop(layer)
-
-    def _projected(self, call: Call, x: Tensor | None, grad: Tensor, moments: Moments) -> Moments:
-        """Return moments with second moments of gradients in the layer's basis, if it has one."""
-        layer, covers, part = call.passage.layer, call.passage.covers, call.part
-        empty = moments.rows == 0 or moments.positions == 0
-        if self.basis_of is None or covers != layer.covers or empty:
-            return moments
-        basis = self.basis_of(layer.primary)
-        if basis is None:
-            return moments
-        if layer.crossed:
-            basis = basis[1], basis[0]
-        g, a = (None if q is None else q[moments.blocks].to(moments.g) for q in basis)
-        x, grad = None if x is None else part.of(x), part.of(grad)
-        moment_g = moments.g if part.weight == 1 else moments.g / part.weight
-        found = layer.projected_moment(x, grad, moment_g, (g, a), covers, reduce=self._reduce)
-        found = part.weighted(found)
-        return moments._replace(projected=found.mT if layer.crossed else found)
 
     def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
         """Return whether this pass adds to a gradient, also to one that fully_shard holds back."""

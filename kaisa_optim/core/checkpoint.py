@@ -404,8 +404,6 @@ def _restore_layer(
             view.copy_(entry[name])
         elif name.rsplit("_", 1)[-1] in ("average", "weight"):
             return False
-        elif name.endswith("left_out"):
-            view.zero_()  # not counted yet: multiply by all eigenvectors
         else:
             is_complete = is_complete and name.endswith(("rejected", "stale"))
     state = kfac.states[layer.name]

@@ -370,26 +370,3 @@ def refuse_meta(on_meta: dict[str, Tensor]) -> None:
                 "which would never change what has taken its place; call to_empty, load or "
                 "initialize the weights, and build the optimizer then"
             )
-
-
-def check_rows(layer: Layer) -> None:
-    """Refuse a kind that defines its moments, but not the rows of these moments."""
-    kind = type(layer)
-    if kind.input_rows is Layer.input_rows and kind.projected_moment is Layer.projected_moment:
-        why = (
-            f'"examples" needs the rows of layer {layer.name!r}, but {kind.__name__} has no '
-            'input_rows; add them or projected_moment, use eigenvalue_correction="gradients", or '
-            "skip the layer with skip_layers"
-        )
-        raise invalid_because("eigenvalue_correction", why)
-
-
-def check_workers(workers: int, world: int) -> None:
-    """Refuse ranks that see examples of a layer but do not have its basis."""
-    if workers < world:
-        why = (
-            f'"examples" needs all bases on all ranks, but only {workers} of {world} are '
-            'gradient workers of a layer; use eigenvalue_correction="gradients", or, without '
-            'fully_shard, assignment="opt"'
-        )
-        raise invalid_because("eigenvalue_correction", why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
 from ..curvature.lengths import OfBase, Stepped, Sums
-from ..curvature.refresh import OlderBases
-from ..curvature.rules import EkfacRule, Rule, StepValues
+from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
     Factor,
@@ -22,7 +20,6 @@ from ..curvature.stacks import (
     Key,
     alike,
     by_device,
-    by_place,
     device_of,
     present_blocks,
     stack_key,
@@ -37,8 +34,6 @@ from .gradients import GradientStack, NewGradients, Places, Updates, Wire, own_g
 from .registry import Registry
 
 Precondition = Callable[..., NewGradients]  # takes a stack, and a reader of its gradients
-
-_KEPT_AT_ONCE = 8  # buckets of older bases that are kept beside the new ones
 
 # ---- sums ----
 
@@ -71,21 +66,6 @@ def reduce_to_owners(
         yield values
 
 
-def correct_by_examples(
-    ranks: Ranks,
-    rule: Rule,
-    sums: FactorSums,
-    applied: AppliedFactors,
-    layers: Sequence[Layer],
-    agreed: AgreedStep,
-    values: StepValues,
-) -> None:
-    """Correct eigenvalues by examples, which were captured in bases that are still in use."""
-    if isinstance(rule, EkfacRule) and rule.correction == "examples":
-        projected = _sum_projected(ranks, sums, layers, agreed)
-        rule.take_examples(applied, projected, agreed, values)
-
-
 def damping_shifts(
     ranks: Ranks,
     registry: Registry,
@@ -101,28 +81,6 @@ def damping_shifts(
     return rule.shifts(layers, damping_of, means)
 
 
-def _sum_projected(
-    ranks: Ranks, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
-) -> dict[Layer, Tensor]:
-    """Return second moments in the eigenbases of these layers, summed over all ranks."""
-    found: dict[Layer, Tensor] = {}
-    for same in by_place(layers):
-        limit = ranks.bucket_bytes // stack_key(same[0], "g").dtype.itemsize
-        for chunk in chunks(same, _gradient_size, limit):
-            shares = sums.take_projected(chunk, agreed)
-            if ranks.world > 1:
-                flat = torch.cat([share.flatten() for share in shares])
-                total = ranks.sum_on_device(flat, "second_order")
-                parts = total.split(list(map(_gradient_size, chunk)))
-                shares = [part.view_as(one) for part, one in zip(parts, shares, strict=True)]
-            found.update(zip(chunk, shares, strict=True))
-    return found
-
-
-def _gradient_size(layer: Layer) -> int:
-    return layer.blocks * layer.g_dim * layer.a_dim
-
-
 # ---- state ----
 
 
@@ -132,31 +90,15 @@ def share_state(
     rule: Rule,
     applied: AppliedFactors,
     keys_of: dict[Layer, list[Key]],
-    older: OlderBases,
     damping_of: Callable[[Layer], float],
 ) -> None:
-    """Bring the owners' new state to all gradient workers, and express moments in the new bases.
+    """Bring the owners' new state to all gradient workers.
 
-    ``keys_of`` are the renewed factors of each layer. Layers go in chunks, since workers keep older
-    bases until moments are rotated. A chunk takes layers of all columns in turn: each rank keeps
-    the bases of its own column alone.
+    ``keys_of`` are the renewed factors of each layer.
     """
-    columns = ranks.grid.columns
-    by_column: list[list[Layer]] = [[] for _ in range(columns)]
-    for layer in keys_of:
-        by_column[registry.column(layer)].append(layer)
-
-    def size(layer: Layer) -> int:
-        return rule.state_bytes((layer, "a")) + rule.state_bytes((layer, "g"))
-
-    limit = _KEPT_AT_ONCE * columns * ranks.bucket_bytes if rule.rotates else math.inf
-    for some in chunks(in_turn(by_column), size, limit):
-        keys = [key for layer in some for key in keys_of[layer]]
-        older.keep(keys)
-        _broadcast_state(ranks, registry, rule, applied, keys)
-        rule.renew(applied, some, damping_of)
-        older.rotate(some)
-        older.release(keys)
+    keys = [key for keys in keys_of.values() for key in keys]
+    _broadcast_state(ranks, registry, rule, applied, keys)
+    rule.renew(applied, list(keys_of), damping_of)
 
 
 def _broadcast_state(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.sharding import local, parts_here
+from ..curvature.rules import Rule
 from ..curvature.stacks import alike, stack_key
 from ..layers import Layer
 from ..plan.routes import cargo_bytes, chunks
+from .options import Options
 
 GradientOf = Callable[[Tensor], Tensor | None]
 # This rank's parts of a layer's numbers for each block, by parameter.
@@ -279,6 +281,13 @@ def products(raw: Tensor, new: Tensor) -> Tensor:
     """
     columns = raw.mul_(_SHARE).mul_(new).sum(1)
     return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
+
+
+def terms_of(rule: Rule, options: Options) -> int:
+    """Return how many numbers of each block travel with its new gradient."""
+    if rule.length is not None:
+        return rule.length.terms
+    return CLIP_TERMS if options.kl_clip is not None else 0
 
 
 def block_sums(stack: GradientStack, tensors: list[Tensor | None], *, squares: bool) -> Tensor:

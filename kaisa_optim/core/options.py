@@ -81,11 +81,6 @@ def _fraction(name: str, value: Any) -> float | None:
     return None if value is None else check_fraction(value)
 
 
-def _correction(name: str, value: Any) -> str | bool:
-    settled: str | bool = _one_of(False, True, "examples", "gradients")(name, value)
-    return "examples" if settled is True else settled
-
-
 _interval = _whole(1, "a whole number of steps, at least 1")
 
 
@@ -269,15 +264,6 @@ _CURVATURE = (
            "The precision of the statistics' float32 products, as in "
            'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
            guide="precision.md"),
-    Option("eigenvalue_correction", False, "bool | str", _correction,
-           'EKFAC: True or "examples" corrects eigenvalues by the gradients of examples, '
-           '"gradients" by those of batches.',
-           conflicts=(
-               Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),
-               Conflict("compute_eigenvalue_outer_product", (True,),
-                        "corrected eigenvalues are no product"),
-               Conflict("normalization", ("kaisa",), "it leaves K out, which their scale needs")),
-           of_papers=True, guide="methods.md#corrected-eigenvalues"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',
            of_papers=True),
@@ -322,19 +308,6 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            of_papers=True),
-    Option("truncation", 0.0, "float",
-           _real(lambda x: 0 <= x < 1, "a share of the damping in [0, 1), such as 0.1, or 0 to "
-                 "multiply by all eigenvectors"),
-           "The share of the damping up to which curvature may be taken for none, so that "
-           "gradients are multiplied by the leading eigenvectors alone.",
-           conflicts=(
-               Conflict("compute_method", _INVERSE, "inverses have no eigenvectors"),
-               Conflict("compute_eigenvalue_outer_product", (True,), "it is of all eigenvectors"),
-               Conflict("eigenvalue_correction", ("examples", "gradients"),
-                        "corrected eigenvalues do not tell which eigenvectors lead"),
-               Conflict("normalization", ("kaisa",), "the papers multiply by all eigenvectors"),
-               Conflict("inv_dtype", _HALVES, "rounding leaks past the leading eigenvectors")),
-           of_papers=True, guide="tuning.md#leading-eigenvectors-alone"),
     Option("factor_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which factors are stored. None: float32, or float64 for float64 "
            "parameters."),
@@ -436,8 +409,7 @@ class Options:
                 self._settle(name, option.follows(self))
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
-        needs_all = self.correction == "examples"
-        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors, needs_all)
+        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
 
     def checked(self, name: str, value: Any) -> Any:
         """Return the settled value of one option that goes with the others, or refuse it."""
@@ -510,11 +482,6 @@ class Options:
         """True if the papers' own scaling is asked for."""
         return bool(self.normalization == "kaisa")
 
-    @property
-    def correction(self) -> str | None:
-        """The gradients that correct eigenvalues: "examples", "gradients", or None."""
-        return self.eigenvalue_correction or None
-
 
 # ---- names that do not exist ----
 
@@ -533,6 +500,10 @@ _FORMER = {
     "moments": f"leave it out: {_MOMENTS_NOW}",
     "nesterov": f"leave it out: {_MOMENTS_NOW}",
     "orthogonal": f"leave it out: {_MOMENTS_NOW}",
+    "eigenvalue_correction": "leave it out: eigenvalues are the factors' own; directions of "
+    'compute_method="polar" have lengths by second moments',
+    "truncation": "leave it out: gradients are multiplied by all eigenvectors; to multiply less, "
+    'take compute_method="inverse"',
     "basis_tolerance": "leave it out: refreshes find eigenvectors anew; to refresh in less time, "
     'take compute_method="inverse"',
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from ..comm.ranks import Ranks
 from ..curvature import rules
 from ..curvature.averages import RunningAverages
 from ..curvature.lengths import Length, OfBase
-from ..curvature.refresh import OlderBases, Refresher
+from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
@@ -26,8 +25,8 @@ from . import coverage, exchange, gradients, reports
 from .hyperparameters import clip_lr
 from .options import SHARED, Group, Options
 from .questions import Questions
-from .registry import Registry, basis_reader
-from .status import Status, step_report, with_gradient, zeros_like_gradients
+from .registry import Registry
+from .status import Status, step_report, zeros_like_gradients
 from .store import FactorStore
 
 _NOTHING = AgreedStep()  # the agreement of a step without an exchange
@@ -120,7 +119,7 @@ class Preconditioner(Questions):
             self.registry,
             rule,
             comm_dtype=options.comm_dtype,
-            terms=terms_of(rule, options),
+            terms=gradients.terms_of(rule, options),
             grafting=options.grafting,
         )
 
@@ -140,11 +139,12 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step(base)
-        values = step_values(self.registry, groups, agreed)
+        values = step_values(self.registry, groups)
         self.plan = plan = self._plan(agreed)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        renewed = self._renew(plan, agreed, values) if plan.changes_factors else []
+        if plan.changes_factors:
+            self._renew(plan, agreed, values)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
@@ -158,7 +158,6 @@ class Preconditioner(Questions):
             new = self._directions(base, values)
         if self.steps < self.options.warmup_steps:
             gradients.blend(new, self.steps / self.options.warmup_steps)
-        self.rule.settle(self.applied, self.registry.with_state, renewed, values.damping_of)
         self._advance()
         return new
 
@@ -245,8 +244,8 @@ class Preconditioner(Questions):
             defers={name for name, x in layers.items() if self.refresher.defers(x)},
         )
 
-    def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> list[Layer]:
-        """Bring averages and state up to date; return the layers with a new state.
+    def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
+        """Bring averages and state up to date.
 
         Decompositions wait for all sums. If an owner decomposed after its first sums, the other
         ranks would wait for its terms of the next sums.
@@ -255,9 +254,6 @@ class Preconditioner(Questions):
         due = [layers[name] for name in plan.refresh]
         keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
         keys = [key for own in keys_of.values() for key in own]
-        with_state = {layer for layer in due if states[layer.name].has_state}
-        older = OlderBases(self.rule, self.applied, with_state)
-        older.keep(key for key in keys if key in self.owned.by_key)
         self.registry.note(plan)
         try:
             self._average(plan, agreed, values)
@@ -266,24 +262,20 @@ class Preconditioner(Questions):
             )
             report = self.refresher.decompose(self.owned, self.applied, plan, shifts)
             if not due:
-                return []
+                return
             names, empty = self.status.settle(plan, report, self.options.max_failures)
             self._named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
             parts = self.ranks, self.registry, self.rule, self.applied
-            exchange.share_state(*parts, new, older, values.damping_of)
+            exchange.share_state(*parts, new, values.damping_of)
         except BaseException:
-            older.restore()
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
             raise
-        return list(new)
 
     def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
         """Take the sums of all ranks into their owners' averages."""
         ranks, sums, layers = self.ranks, self.sums, self.registry.layers
-        project = [layers[name] for name in plan.project]
-        exchange.correct_by_examples(ranks, self.rule, sums, self.applied, project, agreed, values)
         average = [layers[name] for name in plan.average]
         for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
             self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
@@ -391,9 +383,6 @@ class Preconditioner(Questions):
         registry = self.registry
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
-        if self.options.correction == "examples":
-            # Not a method: hooks must not keep this object alive.
-            self.capture.basis_of = basis_reader(registry.states, self.applied)
         self._placed = registry.devices
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
@@ -477,24 +466,12 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     capture.search(coverage.unwrapped(registry.model), levels)
 
 
-def step_values(registry: Registry, groups: list[Group], agreed: AgreedStep) -> StepValues:
+def step_values(registry: Registry, groups: list[Group]) -> StepValues:
     """Return the numbers of a step that rules read."""
-    seen = [registry.layers[name] for name in agreed.rows if any(registry.layers[name].covers)]
-    graded = itertools.compress(seen, with_gradient(seen))
     return StepValues(
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
-        None,
-        agreed.terms,
-        frozenset(x.name for x in graded),
     )
-
-
-def terms_of(rule: Rule, options: Options) -> int:
-    """Return how many numbers of each block travel with its new gradient."""
-    if rule.length is not None:
-        return rule.length.terms
-    return gradients.CLIP_TERMS if options.kl_clip is not None else 0
 
 
 def make_rule(options: Options, length: Length) -> Rule:
@@ -504,10 +481,6 @@ def make_rule(options: Options, length: Length) -> Rule:
         return rules.PolarRule(dtype, length)
     if options.compute_method == "inverse":
         return rules.CholeskyRule(dtype, options.damping_split or "pi")
-    if options.correction:
-        return rules.EkfacRule(dtype, options.correction)
-    if options.truncation:
-        return rules.TruncatedRule(dtype, options.truncation)
     if options.compute_eigenvalue_outer_product:
         return rules.StoredProductRule(dtype)
     return rules.EigenRule(dtype)

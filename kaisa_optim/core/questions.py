@@ -112,11 +112,11 @@ class Questions(Hyperparameters):
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
 
         The mean is over whole intervals as they are now set, with every layer in use. "factors" go
-        to their owners, "second_order" state (sums, for corrected eigenvalues) to the gradient
-        workers, and "gradients" to receivers; "status" is the numbers that ranks exchange. The
-        bytes follow from shapes: no collective is called, and on one process nothing arrives. The
-        mean leaves out ``early_refreshes``, each about as much as the first step, the numbers of
-        AdaptiveDamping, and the all-reduce of gradients, such as DistributedDataParallel's.
+        to their owners, "second_order" state to the gradient workers, and "gradients" to receivers;
+        "status" is the numbers that ranks exchange. The bytes follow from shapes: no collective is
+        called, and on one process nothing arrives. The mean leaves out ``early_refreshes``, each
+        about as much as the first step, and the all-reduce of gradients, such as
+        DistributedDataParallel's.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
         return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]

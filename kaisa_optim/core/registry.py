@@ -13,9 +13,9 @@ from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
 from ..curvature.lengths import MuonLength
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, stack_key
+from ..curvature.stacks import stack_key
 from ..errors import invalid_because
-from ..layers import Basis, Layer
+from ..layers import Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
 from ..plan.facts import LayerFacts
@@ -209,12 +209,7 @@ class Registry:
             )
             agreement.warn(self._ranks, text, 7)  # the line that builds the optimizer
         found.excluded = excluded
-        if options.correction == "examples":
-            world = self._ranks.world
-            coverage.check_workers(self.strategy.gradient_workers(world), world)
         for layer in found.layers.values():
-            if options.correction == "examples":
-                coverage.check_rows(layer)
             for name in PER_GROUP if layer.parameters else ():
                 self._shared(layer, groups, name)
         self._find_shards(found.layers.values())
@@ -303,17 +298,6 @@ def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
         )
         raise invalid_because("assignment", why)
     return assignment.LayerWise()
-
-
-def basis_reader(
-    states: Mapping[str, LayerState], applied: AppliedFactors
-) -> Callable[[Layer], Basis | None]:
-    """Return a function that reads the eigenvectors of a layer with a state."""
-
-    def read(layer: Layer) -> Basis | None:
-        return applied.bases(layer) if states[layer.name].has_state else None
-
-    return read
 
 
 def task_of(layer: Layer) -> Task:

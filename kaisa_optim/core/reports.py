@@ -14,6 +14,7 @@ from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import rules
+from ..curvature.lengths import Sums
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
@@ -24,6 +25,7 @@ from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
+from .gradients import terms_of
 from .options import Options
 from .registry import Registry, task_of
 
@@ -43,8 +45,6 @@ _KINDS = {
     "inverse": "inverses",
     "root": "roots",
     "scale": "eigenvalue_products",
-    "momentum": "moments",
-    "corrected": "corrected_eigenvalues",
 }
 
 
@@ -75,11 +75,11 @@ def account(
         method=rule.method,
         split=options.damping_split,
         stored_product=isinstance(rule, rules.StoredProductRule),
-        moments=int(rule.makes_directions),
+        square_sums=rule.length is not None and bool(rule.length.specs(1, torch.float32)),
+        terms=terms_of(rule, options),
+        shard_sums=len(Sums._fields) if rule.makes_directions else 0,
         checks=refresher.inverts,
         defers=tuple(name for name, layer in layers.items() if refresher.defers(layer)),
-        truncated=isinstance(rule, rules.TruncatedRule),
-        correction=options.correction,
         factor_bytes=factor_bytes,
         state_bytes=state_bytes,
         wire_bytes=wire_bytes,
@@ -166,7 +166,6 @@ def describe(kfac: Questions) -> str:
     """Return the text of a preconditioner's ``repr``."""
     options = kfac.options
     how = options.compute_method
-    how += f", truncation {options.truncation:g}" if options.truncation else ""
     intervals = f"statistics every {kfac.factor_update_steps}"
     if options.statistics_precision != "highest":
         intervals += f" in {options.statistics_precision} precision"
@@ -339,12 +338,6 @@ def check_draws(options: Options) -> None:
             "normalization",
             '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
         )
-    if options.correction == "examples":
-        why = (
-            '"examples" takes the gradients that train, not those of drawn labels; use '
-            '"gradients", or leave out sample_fisher'
-        )
-        raise invalid_because("eigenvalue_correction", why)
 
 
 # ---- values that ranks compare ----

@@ -8,18 +8,18 @@ makes all attempts.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import decompose, products
+from ..linalg import decompose
 from ..linalg.precision import full_precision
 from ..plan.routes import chunks
 from ..plan.step_plan import RefreshReport, StepPlan
 from .notes import Notes
-from .rules.base import RotatingRule, Rotation, Rule, stored
+from .rules.base import Rule, stored
 from .stacks import (
     WITH_STREAMS,
     AppliedFactors,
@@ -37,54 +37,6 @@ from .stacks import (
 # they take fewer calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
-
-
-class OlderBases:
-    """Bases from before a refresh; moments are still expressed in them."""
-
-    def __init__(self, rule: Rule, applied: AppliedFactors, with_state: Collection[Layer]) -> None:
-        self.with_state = with_state  # layers that had a state before
-        self._rule = rule
-        self._applied = applied
-        self._bases: dict[Key, Tensor] = {}
-
-    def keep(self, keys: Iterable[Key]) -> None:
-        """Copy the bases of these factors before new ones take their place."""
-        for key in keys if self._rule.rotates else ():
-            factor = self._applied.by_key.get(key)
-            known = key in self._bases or key[0] not in self.with_state
-            if not known and factor is not None and not factor.key.diagonal:
-                self._bases[key] = factor["vectors"].clone()
-
-    def release(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self._bases.pop(key, None)
-
-    def rotate(self, layers: Iterable[Layer]) -> None:
-        """Express moments in the new bases; moments of layers without older state start anew."""
-        rule = self._rule
-        if not isinstance(rule, RotatingRule):
-            return
-        for layer in layers:
-            group = self._applied.group_of.get(layer)
-            if group is None:
-                continue
-            slots = group.slots[layer]
-            if layer not in self.with_state:
-                for tensor in group.tensors.values():
-                    tensor[slots] = 0
-            dtype = group.g.key.dtype
-            older = [self._bases.get((layer, side)) for side in "ga"]
-            g, a = (
-                _rotation(old, new, dtype)
-                for old, new in zip(older, self._applied.bases(layer), strict=True)
-            )
-            rule.rotate(self._applied, layer, slots, (g, a))
-
-    def restore(self) -> None:
-        """Put bases back: these bases belong to moments that were not rotated."""
-        for key, basis in self._bases.items():
-            self._applied.by_key[key]["vectors"].copy_(basis)
 
 
 class Refresher:
@@ -215,13 +167,6 @@ class Refresher:
 
     def forget_answers(self) -> None:
         self._notes.clear()
-
-
-def _rotation(old: Tensor | None, new: Tensor | None, dtype: torch.dtype) -> Rotation:
-    """Return the rotation from an older basis to a new one, Q_newᵀ Q_old."""
-    if old is None or new is None:
-        return None
-    return products.product(new.to(dtype).mT, old.to(dtype))
 
 
 def _batches(stack: FactorStack, factors: list[Factor]) -> Iterable[list[Factor]]:

@@ -168,14 +168,6 @@ class AppliedFactors(Factors):
         group.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
         self.groups.append(group)
 
-    def bases(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-        """Return a layer's eigenvectors of G and of A; ``None`` for a diagonal factor."""
-        g, a = (self.by_key[layer, side] for side in "ga")
-        return (
-            None if g.key.diagonal else g["vectors"],
-            None if a.key.diagonal else a["vectors"],
-        )
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
         for group in self.groups:

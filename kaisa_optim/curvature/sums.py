@@ -22,7 +22,6 @@ class LayerSums:
         self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
-        self.projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)²
         self.crossed: LayerSums | None = None  # sums of crossed uses, with A and G exchanged
         # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
@@ -34,17 +33,13 @@ class LayerSums:
         whole = moments.blocks == slice(None)
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
-        if moments.projected is not None:
-            self.projected = _add(
-                self.projected, moments.projected, self.blocks, moments.blocks, whole
-            )
         sections = range(len(self.count))[moments.blocks]
         counts = [count] * len(sections) if isinstance(count, int | float) else count
         for section, more in zip(sections, counts, strict=True):
             self.count[section] += more
 
     def bytes(self) -> int:
-        own = sum(t.nbytes for t in (self.a, self.g, self.projected) if t is not None)
+        own = sum(t.nbytes for t in (self.a, self.g) if t is not None)
         return own if self.crossed is None else own + self.crossed.bytes()
 
 
@@ -98,9 +93,7 @@ class FactorSums:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
                 scale = scale.to(moments.g.device)
-            for part in (moments.g, moments.projected):
-                if part is not None:
-                    part.div_(scale).div_(scale)
+            moments.g.div_(scale).div_(scale)
         count: float | Sequence[float] = moments.rows_of_block or moments.rows
         if self.kaisa_scaling:
             # Each pass is a covariance of rows over the positions; passes are then averaged.
@@ -111,12 +104,8 @@ class FactorSums:
         if self.packed:
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         if layer.crossed:
-            # Corrected eigenvalues lie in the primary's basis already.
-            if moments.projected is not None:
-                at, whole = moments.blocks, moments.blocks == slice(None)
-                sums.projected = _add(sums.projected, moments.projected, sums.blocks, at, whole)
             sums.crossed = sums.crossed or LayerSums(covers, primary)
-            sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a, projected=None)
+            sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
         sums.add(moments, count)
 
     def drop(self, layer: Layer) -> None:
@@ -184,23 +173,6 @@ class FactorSums:
             shares.append(total)
             parts += [total] if layer.sections == 1 else total.chunk(layer.sections)
             scales += self._scales(layer, side, sums, agreed)
-        if parts:
-            torch._foreach_mul_(parts, scales)
-        return shares
-
-    def take_projected(self, layers: Sequence[Layer], agreed: AgreedStep) -> list[Tensor]:
-        """Return this rank's shares of K Σ (Q_Gᵀ ∇ Q_A)² of these layers."""
-        shares, parts, scales = [], [], []
-        for layer in layers:
-            sums, key = self.of_layer.get(layer), stack_key(layer, "g")
-            if sums is None or sums.projected is None:
-                shape = (layer.blocks, layer.g_dim, layer.a_dim)
-                shares.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
-                continue
-            shares.append(sums.projected)
-            sums.projected = None
-            parts.append(shares[-1])
-            scales.append(self._scales(layer, "g", sums, agreed)[0])
         if parts:
             torch._foreach_mul_(parts, scales)
         return shares
@@ -285,8 +257,7 @@ def _on_layers_device(layer: Layer, moments: Moments) -> Moments:
     device = device_of(layer)
     if moments.g.device == device:
         return moments
-    projected = None if moments.projected is None else moments.projected.to(device)
-    return moments._replace(a=moments.a.to(device), g=moments.g.to(device), projected=projected)
+    return moments._replace(a=moments.a.to(device), g=moments.g.to(device))
 
 
 def _packed(moment: Tensor) -> Tensor:

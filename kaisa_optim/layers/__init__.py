@@ -2,7 +2,6 @@
 
 from . import attention, conv, embedding, linear, norm  # noqa: F401 (each registers its kinds)
 from .base import (
-    Basis,
     Layer,
     Moments,
     PassSettings,
@@ -19,7 +18,6 @@ from .parameters import Declared, ElementwiseLayer, MatrixLayer, declared
 from .watch import WatchMode
 
 __all__ = [
-    "Basis",
     "Declared",
     "ElementwiseLayer",
     "EmbeddingLayer",

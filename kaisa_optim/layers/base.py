@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import invalid, invalid_because
-from ..linalg.moments import projected_diagonal, projected_moment, second_moment
+from ..linalg.moments import second_moment
 from .sampling import WHOLE, Part, Sample
-
-# Elements of copies of rows that are made at once.
-_CHUNK_ELEMENTS = 1 << 24
 
 
 class Moments(NamedTuple):
@@ -36,7 +33,6 @@ class Moments(NamedTuple):
     rows: int
     positions: int
     blocks: slice
-    projected: Tensor | None = None  # Σ (Q_Gᵀ ∇ Q_A)², [blocks, g, a], if wanted
     rows_of_block: Sequence[int] | None = None  # each block's rows, if they differ
 
 
@@ -50,8 +46,6 @@ class PassSettings(NamedTuple):
     part: Part = WHOLE  # the part of the pass that is read
 
 
-# Eigenvectors of G and of A ``[blocks, n, n]``; None for a diagonal factor.
-Basis = tuple[Tensor | None, Tensor | None]
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 
 
@@ -239,10 +233,6 @@ class RowsOfModule(CoveredModule):
         """Return the facts of the forward pass of ``output`` that moments need, if any."""
         return None
 
-    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield input and output gradient, or parts of the batch if rows take much more memory."""
-        yield x, grad
-
 
 class MomentsOfRows(RowsOfModule):
     """Moments of a module's rows; a kind that knows a shorter way overrides them."""
@@ -335,42 +325,6 @@ class MomentsOfRows(RowsOfModule):
         self._check_rows("input_rows", a, self.inputs)
         a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
         return second_moment(a, dtype, diagonal=diagonal, append_one=append_one)
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        """Return Σ (Q_Gᵀ ∇ Q_A)² over gradients ∇ of single rows, or examples under ``reduce``.
-
-        ``moment_g`` is this pass's Σ (∂L/∂s)(∂L/∂s)ᵀ; the result has its dtype.
-        """
-        if not covers[0] or x is None:  # A is the number 1
-            return projected_diagonal(moment_g, basis[0])[..., None]
-        per_row = moment_g.shape[0] * (self.g_dim_of(covers) + self.a_dim_of(covers))
-        at_once = moment_g.shape[0] * self.g_dim_of(covers) * self.a_dim_of(covers)
-        total: Tensor | None = None
-        for x_part, grad_part in self.parts(x, grad):
-            g, a = self.output_rows(x_part, grad_part), self.input_rows(x_part, grad_part)
-            summed = reduce and g.shape[2] > 1
-            # Wide copies are made of a part of the batch at a time: memory stays bounded.
-            examples = max(1, _CHUNK_ELEMENTS // (g.shape[2] * per_row + summed * at_once))
-            for g_rows, a_rows in zip(g.split(examples, 1), a.split(examples, 1), strict=True):
-                term = projected_moment(
-                    g_rows.to(moment_g.dtype),
-                    a_rows.to(moment_g.dtype),
-                    *basis,
-                    append_one=covers[1],
-                    by_example=summed,
-                )
-                total = term if total is None else total.add_(term)
-        assert total is not None  # split gives at least one chunk
-        return total
 
 
 class Layer(MomentsOfRows):

@@ -137,6 +137,7 @@ class _Spatial(Layer):
         return F.pad(moment, (0, 1), value=x.shape[0] * positions) if append_one else moment
 
     def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of input and output gradient: rows take much more memory than images."""
         x, grad = self._batched(x), self._batched(grad)
         per_image = self.blocks * self.inputs * grad.shape[2:].numel()
         most = _PATCH_ELEMENTS if x.device.type == "cpu" else _PATCH_ELEMENTS_OF_GPUS

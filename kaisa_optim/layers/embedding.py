@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .base import Basis, Layer, register_layer
+from .base import Layer, register_layer
 
 
 @register_layer(nn.Embedding)
@@ -72,26 +72,6 @@ class EmbeddingLayer(Layer):
         moment = torch.zeros(self.inputs, dtype=dtype, device=x.device)
         return moment.index_add_(0, tokens.flatten().long(), value.flatten())[None]
 
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        assert x is not None
-        tokens = self._tokens(x).long()
-        rows = self.output_rows(x, grad)[0].to(moment_g.dtype)
-        if basis[0] is not None:
-            rows = rows @ basis[0]
-        if reduce:
-            tokens, rows = _summed(tokens, rows)
-        moment = rows.new_zeros(self.inputs, self.outputs)
-        return moment.index_add_(0, tokens.flatten(), rows.square().flatten(0, 1)).mT[None]
-
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.mT[None]
 
@@ -101,15 +81,6 @@ def _runs(tokens: Tensor) -> Tensor:
     begins = torch.ones_like(tokens)
     begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
     return begins.cumsum(1) - 1
-
-
-def _summed(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an example's rows added up by token; spare places have zeros for token 0."""
-    tokens, order = tokens.sort(1)
-    run = _runs(tokens)
-    rows = rows.gather(1, order[..., None].expand_as(rows))
-    sums = torch.zeros_like(rows).scatter_add_(1, run[..., None].expand_as(rows), rows)
-    return torch.zeros_like(tokens).scatter_(1, run, tokens), sums
 
 
 def _occurrences(tokens: Tensor) -> Tensor:

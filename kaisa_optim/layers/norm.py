@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..linalg.moments import projected_diagonal
-from .base import Basis, Layer, Moments, PassSettings, register_layer
+from .base import Layer, Moments, PassSettings, register_layer
 from .saving import saving_hooks
 
 # Autograd's nodes that keep the mean and 1 over the deviation of a batch.
@@ -140,18 +139,6 @@ class _Norm(Layer):
         rows = batch if reduce else batch * positions
         shape = (1, 1) if self.wide < 1 else (1, 1, 1)
         return Moments(g.new_full(shape, rows), g, rows, positions, blocks)
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        return projected_diagonal(moment_g, basis[0])[..., None]
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
         return [matrix[:, i, 0] for i in range(sum(self.covers))]

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..linalg.moments import projected_diagonal
-from .base import Basis, Layer
+from .base import Layer
 from .linear import SequenceRows
 from .product import Product, product_of
 
@@ -62,18 +61,6 @@ class ElementwiseLayer(WatchedLayer):
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(1, -1, 1)
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        return projected_diagonal(moment_g, None)[..., None]
 
 
 class MatrixLayer(SequenceRows, WatchedLayer):

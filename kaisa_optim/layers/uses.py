@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..linalg.moments import projected_diagonal, second_moment
-from .base import Basis, Layer, Moments, PassSettings
+from ..linalg.moments import second_moment
+from .base import Layer, Moments, PassSettings
 from .conv import ConvLayer
 from .embedding import EmbeddingLayer
 from .linear import SequenceRows
@@ -137,32 +137,6 @@ class GroupedUse(ProductUse):
         counts = [rows.shape[0] for rows in grads]
         return Moments(moment_a, torch.cat(g), sum(counts), 1, how.blocks, rows_of_block=counts)
 
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        assert x is not None
-        found = []
-        both = zip(self._groups(x), self._groups(grad), strict=True)
-        for i, (inputs, grads) in enumerate(both):
-            of_block: Basis = (
-                None if basis[0] is None else basis[0][i : i + 1],
-                None if basis[1] is None else basis[1][i : i + 1],
-            )
-            one = ProductUse(self._primary, crossed=self._crossed)
-            found.append(
-                one.projected_moment(
-                    inputs, grads, moment_g[i : i + 1], of_block, covers, reduce=reduce
-                )
-            )
-        return torch.cat(found)
-
 
 class TableUse(Use, EmbeddingLayer):
     """Rows of the weight that indices pick."""
@@ -193,22 +167,6 @@ class TableUse(Use, EmbeddingLayer):
             x, grad, reduce=reduce, diagonal=True, append_one=append_one, dtype=dtype
         )
         return moment if diagonal else torch.diag_embed(moment)
-
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(self._tokens(x).long(), self.inputs)[None]
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        kind = EmbeddingLayer if basis[1] is None else Layer
-        return kind.projected_moment(self, x, grad, moment_g, basis, covers, reduce=reduce)
 
 
 class EntriesUse(Use):
@@ -263,18 +221,6 @@ class EntriesUse(Use):
         batch, positions = part.whole_counts(batch, positions)
         count = batch if how.reduce else batch * positions
         return Moments(g.new_full((1, 1), count), g, count, positions, how.blocks)
-
-    def projected_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        moment_g: Tensor,
-        basis: Basis,
-        covers: tuple[bool, bool],
-        *,
-        reduce: bool,
-    ) -> Tensor:
-        return projected_diagonal(moment_g, None)[..., None]
 
 
 class ConvUse(ConvLayer):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .products import _add_product_, _right_first, between, product
+from .products import between, product
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
@@ -55,21 +55,6 @@ def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | N
 def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Return Q_G ∇ Q_Aᵀ."""
     return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
-
-
-def add_out_of_basis_(
-    out: Tensor, gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None
-) -> None:
-    """Add Q_G ∇ Q_Aᵀ to ``out`` in the last product; one dtype for all, and one basis at least."""
-    if vectors_g is None:
-        assert vectors_a is not None
-        return _add_product_(out, gradient, vectors_a.mT)
-    if vectors_a is None:
-        return _add_product_(out, vectors_g, gradient)
-    (_, g, rows), (_, a, columns) = vectors_g.shape, vectors_a.shape
-    if _right_first(g, rows, columns, a):
-        return _add_product_(out, vectors_g, product(gradient, vectors_a.mT))
-    return _add_product_(out, product(vectors_g, gradient), vectors_a.mT)
 
 
 def _or_one(norms: Tensor) -> Tensor:

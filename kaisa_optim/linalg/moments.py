@@ -15,7 +15,6 @@ from .products import (
     _multiplies_into_float32,
     multiplies_in_half,
     multiplies_slowly,
-    product,
 )
 
 # Columns, and multiplications, from which a symmetric product saves half of its work by parts. On a
@@ -215,46 +214,6 @@ def _filled_in(matrices: Tensor) -> Tensor:
     for start, stop in _spans(matrices.shape[1])[1:]:
         matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
     return matrices
-
-
-def projected_moment(
-    rows_g: Tensor,
-    rows_a: Tensor,
-    vectors_g: Tensor | None,
-    vectors_a: Tensor | None,
-    *,
-    append_one: bool,
-    by_example: bool,
-) -> Tensor:
-    """Return Σ (Q_Gᵀ g aᵀ Q_A)² over rows ``[k, batch, positions, n]``: ``[k, g, a]``.
-
-    The squares are elementwise. ``by_example`` adds up g aᵀ over an example's positions first.
-    """
-    batch = rows_g.shape[1:3]
-    g, a = rows_g.flatten(1, 2), rows_a.flatten(1, 2)
-    if vectors_g is not None:
-        g = g @ vectors_g
-    if vectors_a is not None and append_one:
-        a = a @ vectors_a[:, :-1] + vectors_a[:, -1:]
-    elif vectors_a is not None:
-        a = a @ vectors_a
-    elif append_one:
-        a = torch.nn.functional.pad(a, (0, 1), value=1.0)
-    if not by_example or batch[1] == 1:
-        return g.square().mT @ a.square()
-    gradients = g.unflatten(1, batch).mT @ a.unflatten(1, batch)
-    return gradients.square_().sum(1)
-
-
-def projected_diagonal(moment: Tensor, vectors: Tensor | None) -> Tensor:
-    """Return the diagonal of Qᵀ M Q, ``[k, n]``, a copy; a moment ``[k, n]`` is diagonal.
-
-    One moment may stand for all bases.
-    """
-    if moment.dim() == 2 or vectors is None:
-        return moment.clone()
-    moment = moment.expand(len(vectors), -1, -1)
-    return (vectors * product(moment, vectors)).sum(-2).clamp_(min=0)
 
 
 def packed_size(n: int) -> int:

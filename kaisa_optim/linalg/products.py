@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-Count = TypeVar("Count", int, Tensor)
 # Multiplications from which oneDNN pays; it is called for one matrix after the other.
 _MUCH = 1 << 22
 
@@ -117,22 +115,9 @@ def _is_much(left: Tensor, right: Tensor) -> bool:
     return left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
 
 
-def orders(rows: Count, g: int, a: int, columns: Count) -> tuple[Count, Count]:
-    """Return the multiplications of L M R, M ``[g, a]``, for L M first and for M R first."""
-    return rows * a * (g + columns), g * columns * (a + rows)
-
-
 def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
-    """Return whether M R first is less work."""
-    left, right = orders(rows, g, a, columns)
-    return right < left
-
-
-def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    if _is_much(left, right) and multiplies_slowly(out):
-        out += product(left, right)
-    else:
-        out.baddbmm_(left, right)
+    """Return whether L M R, M ``[g, a]``, is less work with M R first."""
+    return g * columns * (a + rows) < rows * a * (g + columns)
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:

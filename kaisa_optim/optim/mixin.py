@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,7 +29,6 @@ class KFACMixin(Optimizer, Joinable):
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
-    _damping_owners: weakref.WeakSet[Any]  # objects that write the damping from step to step
 
     def __init__(
         self,
@@ -59,7 +57,6 @@ class KFACMixin(Optimizer, Joinable):
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
-        self._damping_owners = weakref.WeakSet()
         self._notices = notices.Notices()
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None

@@ -24,21 +24,6 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def claim_damping(optimizer: KFACMixin, owner: Any) -> None:
-    """Refuse a second object that writes an optimizer's damping; schedulers may be several."""
-    for former in optimizer._damping_owners:
-        schedules = isinstance(former, KFACParamScheduler)
-        if former is owner or (schedules and isinstance(owner, KFACParamScheduler)):
-            continue
-        why = (
-            f"its damping is set by {'a' if schedules else 'an'} {type(former).__name__} already, "
-            "and one would overwrite the other; "
-        )
-        remedy = "leave damping out there" if schedules else "call its remove() first"
-        raise invalid_because("optimizer", why + remedy)
-    optimizer._damping_owners.add(owner)
-
-
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """Return a schedule with one factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
     if not isinstance(milestones, Iterable) or isinstance(milestones, str):
@@ -95,17 +80,10 @@ class KFACParamScheduler:
             if schedule is not None:
                 _check_schedule(optimizer, name, schedule)
                 self.schedules[name] = schedule
-        if "damping" in self.schedules:
-            claim_damping(optimizer, self)
         self.last_epoch = 0
         self.initial = self._read()
         self._exact = {name: list(values) for name, values in self.initial.items()}
         self._write()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "damping" in self.schedules:
-            claim_damping(self.optimizer, self)
 
     def step(self) -> None:
         """Go to the next epoch."""

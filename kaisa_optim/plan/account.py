@@ -30,11 +30,9 @@ T = TypeVar("T")
 _STATE = (
     "eigenvectors",
     "eigenvalues",
-    "corrected_eigenvalues",
     "inverses",
     "roots",
     "eigenvalue_products",
-    "moments",
 )
 KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
@@ -53,11 +51,11 @@ class Account:
     method: str = "eigen"
     split: str | None = "pi"  # the split of the damping, for inverses
     stored_product: bool = False
-    moments: int = 0  # numbers kept for each number of a gradient
+    square_sums: bool = False  # gradient workers keep a number for each block
+    terms: int = 2  # numbers of each block that travel with its new gradient
+    shard_sums: int = 0  # numbers of each block that travel with its sharded momentum
     checks: bool = False  # owners keep a flag for each factor that must be decomposed again
     defers: Collection[str] = ()  # layers whose refresh is checked in the step after it
-    truncated: bool = False  # leading eigenvectors are counted
-    correction: str | None = None  # eigenvalues are corrected by "examples" or "gradients"
     factor_bytes: int | None = None  # bytes of a number in a running average
     state_bytes: int | None = None  # bytes of a number in eigenvectors, inverses, products
     wire_bytes: int | None = None  # bytes of a number in factors and gradients on their way
@@ -107,12 +105,8 @@ class Account:
 
     def _of_gradient(self, layer: LayerFacts) -> Usage:
         """Return the bytes that every gradient worker keeps beside the factors."""
-        itemsize, blocks = layer.itemsize, layer.task.blocks
-        usage = {"moments": self.moments * layer.gradient * itemsize}
-        usage["counters"] = self.truncated * blocks * 5 * 4
-        if self.correction:
-            usage["corrected_eigenvalues"] = layer.gradient * itemsize
-            usage["counters"] += blocks * itemsize
+        itemsize = layer.itemsize
+        usage = {"counters": self.square_sums * layer.task.blocks * itemsize}
         if self.stored_product:
             usage["eigenvalue_products"] = layer.gradient * (self.state_bytes or itemsize)
         return usage
@@ -121,13 +115,11 @@ class Account:
         """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
         alone = self.grid.world == 1
         chosen = self._chosen(names)
-        factors = sum(
+        return sum(
             (factor.elements if alone else factor.size) * layer.itemsize
             for layer in chosen
             for factor in layer.factors
         )
-        by_examples = self.correction == "examples"
-        return factors + by_examples * sum(layer.gradient * layer.itemsize for layer in chosen)
 
     # ---- communication ----
 
@@ -137,21 +129,16 @@ class Account:
         average: Collection[str] = (),
         refresh: Collection[str] = (),
         answered: Collection[str] = (),
-        first: bool = False,
     ) -> StepPlan:
-        """Return the plan of a step in which all layers have a state and are in use.
-
-        In the ``first`` step none has a state yet, so that no eigenvalues are corrected.
-        """
+        """Return the plan of a step in which all layers have a state and are in use."""
         frozen = len(self.active) < len(self.layers)
         taken, renewed = self._names(average), self._names(refresh)
         return StepPlan(
-            number=0 if first else 1,
+            number=1,
             # As long as some layer has no statistics, every step might bring them.
             exchanges=bool(taken or renewed or answered or frozen),
             answered=self._names(answered),
             average=taken,
-            project=() if first else taken,
             refresh=renewed,
             decompose=frozenset(itertools.product(renewed, SIDES)),
             precondition=self.names,
@@ -165,8 +152,7 @@ class Account:
             average, refresh = self._chosen(plan.average), self._chosen(plan.refresh)
             _add(got["status"], [self._status(plan)] * self.grid.world)
             _add(got["factors"], self._sums(average))
-            together = [*self._projected(plan), *self._means(refresh)]
-            size = sum(map(self._all_reduced, together))
+            size = sum(map(self._all_reduced, self._means(refresh)))
             _add(got["second_order"], [size] * self.grid.world)
             _add(got["second_order"], self._shared(refresh, plan))
         return _by_rank(got)
@@ -255,14 +241,6 @@ class Account:
             for chunk in chunks(factors, lambda factor: factor.size, limit):
                 yield itemsize, chunk, Bucket(chunk, self.grid.world)
 
-    def _projected(self, plan: StepPlan) -> Iterator[int]:
-        """Yield the bytes of second moments in eigenbases, bucket by bucket."""
-        layers = self._chosen(plan.project) if self.correction == "examples" else []
-        for itemsize, same in _by_place(layers):
-            limit = self.bucket_bytes // itemsize
-            for chunk in chunks(same, lambda layer: layer.gradient, limit):
-                yield itemsize * sum(layer.gradient for layer in chunk)
-
     def _means(self, refresh: list[LayerFacts]) -> Iterator[int]:
         """Yield the bytes of mean eigenvalues that the owners of A and of G tell each other."""
         splits = any(layer.placement.a != layer.placement.g for layer in self.layers)
@@ -319,12 +297,13 @@ class Account:
         return got
 
     def _wire(self, alike: list[LayerFacts]) -> int:
-        """Return the bytes of new gradients of one shape, with the clip's terms."""
-        own = alike[0].itemsize
-        numbers = sum(layer.gradient for layer in alike)
-        sizes = [numbers * (self.wire_bytes or own), 2 * len(alike) * own]
+        """Return the bytes of new gradients of one shape, with their terms."""
+        own, blocks = alike[0].itemsize, sum(layer.task.blocks for layer in alike)
+        sizes = [sum(layer.gradient for layer in alike) * (self.wire_bytes or own)]
+        if self.terms:
+            sizes.append(self.terms * blocks * own)
         if self.scaled:
-            sizes.append(sum(layer.task.blocks for layer in alike) * own)
+            sizes.append(blocks * own)
         return cargo_bytes(sizes)
 
     def _returned(self, layer: LayerFacts) -> list[int]:
@@ -336,8 +315,11 @@ class Account:
                 size = cargo_bytes([math.prod(shards.part_shape(rank)) * itemsize])
                 got[rank] += size
                 got[owner] += size * shards.sends(rank, owner)
+        numbers = layer.task.blocks * layer.itemsize
         for rank in others:
-            got[rank] += cargo_bytes([2 * layer.itemsize])  # terms of the clip
+            sends = any(shards.sends(rank, owner) for shards, _ in layer.shards)
+            got[rank] += cargo_bytes([self.terms * numbers])
+            got[owner] += cargo_bytes([self.shard_sums * numbers]) * sends
         return got
 
     def _all_reduced(self, size: int) -> int:

@@ -176,15 +176,11 @@ _WORLDS = (*range(2, 65), 1 << 40)
 
 
 def check_everywhere(
-    strategy: WorkAssignment,
-    grad_worker_fraction: float | None,
-    colocate: bool | None,
-    needs_all: bool = False,
+    strategy: WorkAssignment, grad_worker_fraction: float | None, colocate: bool | None
 ) -> None:
     """Refuse arguments that contradict each other on any number of ranks above one.
 
-    One process refuses them, too. ``needs_all``: the eigenvalue correction by examples wants all
-    ranks as gradient workers.
+    One process refuses them, too.
     """
     if type(strategy) not in (LayerWise, Hybrid, Opt):
         return  # only its author knows how many workers it has on each world size
@@ -204,13 +200,6 @@ def check_everywhere(
             "of ranks; leave it out, or use a larger grad_worker_fraction"
         )
         raise invalid_because("colocate_factors", why)
-    if needs_all and all(n < world for n, world in possible):
-        why = (
-            f'"examples" needs all bases on all ranks, but {strategy!r} makes fewer of them '
-            f"gradient workers of a layer on any number above one, as {workers[2]} of 2; use "
-            'eigenvalue_correction="gradients", or assignment="opt"'
-        )
-        raise invalid_because("eigenvalue_correction", why)
 
 
 def make_grid(

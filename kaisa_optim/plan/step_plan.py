@@ -160,7 +160,6 @@ class StepPlan:
     exchanges: bool = False  # ranks hold the status exchange
     answered: tuple[str, ...] = ()  # deferred layers whose owners answer in that exchange
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
-    project: tuple[str, ...] = ()  # averaged layers whose eigenvalues examples can correct
     refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors for which the host waits
     attempt: frozenset[FactorName] = frozenset()  # factors that are checked in the next step
@@ -215,14 +214,12 @@ def plan_step(
                 decompose.add((name, side))
             elif name in slot:
                 attempt.add((name, side))
-    average = tuple(agreed.rows)
     will_have_state = {*due, *(name for name, state in states.items() if state.has_state)}
     return StepPlan(
         number,
         exchanges=agreed.exchanged,
         answered=agreed.answered,
-        average=average,
-        project=tuple(name for name in average if states[name].has_state),
+        average=tuple(agreed.rows),
         refresh=tuple(due),
         decompose=frozenset(decompose),
         attempt=frozenset(attempt),

@@ -45,7 +45,6 @@ BASES = {
 METHODS = {
     "eigen": {},
     "outer product": {"compute_eigenvalue_outer_product": True},
-    "truncated": {"truncation": 0.5},
     "inverse": {"compute_method": "inverse"},
     "kaisa": {"normalization": "kaisa", "compute_method": "inverse"},
 }

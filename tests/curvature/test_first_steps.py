@@ -114,7 +114,6 @@ def test_grafted_steps_are_the_dense_solution_as_long_as_the_gradient():
         {"compute_method": "inverse"},
         {"compute_method": "inverse", "damping_split": "full"},
         {"compute_eigenvalue_outer_product": True},
-        {"truncation": 0.1},
         {"max_factor_size": 5},
         {"normalization": "kaisa"},
     ],

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import backend_registration
 
-from kaisa_optim import KFACLAMB, KFACSGD, AdaptiveDamping, KFACAdam, KFACMuon, KFACParamScheduler
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon
 from kaisa_optim.curvature import notes, stacks
-from kaisa_optim.curvature.rules import truncated as truncation
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
 
@@ -166,12 +165,7 @@ CASES: dict[str, Make] = {
     "stored products": lambda m: KFACSGD(
         m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
     ),
-    "truncated": lambda m: KFACSGD(m, lr=0.05, truncation=0.5, **SELDOM),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
-    "corrected": lambda m: KFACSGD(m, lr=0.05, eigenvalue_correction="gradients", **SELDOM),
-    "corrected by examples": lambda m: KFACSGD(
-        m, lr=0.05, eigenvalue_correction="examples", **SELDOM
-    ),
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **SELDOM),
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **SELDOM),
@@ -206,11 +200,8 @@ def _halves(model: nn.Module) -> list[tuple[int, list[Tensor]]]:
     return [(i, [p for m in modules[i - 1 :: 2] for p in m.parameters()]) for i in (1, 2)]
 
 
-CASES["two blocks"] = CASES["truncated"]
-
-
 # What depends on the kinds of the layers runs on both networks.
-OF_KINDS = ["SGD", "Adam", "inverse, often", "truncated", "papers", "corrected"]
+OF_KINDS = ["SGD", "Adam", "inverse, often", "papers"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
 OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
@@ -222,23 +213,7 @@ ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 )
 def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name):
     """And the host waits for it in full refreshes alone: in the first step."""
-    elsewhere(_check_blocks if name == "two blocks" else _check_training, network, name)
-
-
-def _check_blocks(network: type[nn.Module], name: str) -> None:
-    """As if no calls took time, for layers as small as these."""
-    blocks, numbers = truncation.Leading.blocks, set()
-
-    def noted(leading: truncation.Leading) -> list[tuple[slice, slice]]:
-        numbers.add(len(blocks(leading)))
-        return blocks(leading)
-
-    with (
-        mock.patch.multiple(truncation, _CALLS_ON_CPU=0, _CALLS_ELSEWHERE=0),
-        mock.patch.object(truncation.Leading, "blocks", noted),
-    ):
-        _check_training(network, name)
-    assert 2 in numbers
+    elsewhere(_check_training, network, name)
 
 
 def _check_training(network: type[nn.Module], name: str) -> None:
@@ -325,33 +300,6 @@ def _check_checkpoint() -> None:
         torch.testing.assert_close(got, p.detach(), rtol=1e-3, atol=1e-4, msg=_named(name))
 
 
-def test_adaptive_damping_waits_in_steps_that_decide_alone(elsewhere):
-    elsewhere(_check_damping)
-
-
-def _check_damping() -> None:
-    from tests.support import accelerator
-
-    torch.manual_seed(0)
-    model, found = Images().double(), []
-    with accelerator.device() as waits:
-        model = model.to(accelerator.DEVICE)
-        opt = KFACSGD(model, lr=0.05, **SELDOM)
-        schedule = KFACParamScheduler(opt, factor_decay=lambda step: 0.9)
-        adaptive = AdaptiveDamping(opt, interval=3)
-        for x, y in batches(Images, 6):
-            x, y = x.to(accelerator.DEVICE), y.to(accelerator.DEVICE)
-            opt.zero_grad()
-            loss = loss_of(model(x), y)
-            loss.backward()
-            opt.step()
-            waits.taken()
-            adaptive.step(loss, lambda x=x, y=y: loss_of(model(x), y))
-            schedule.step()
-            found.append(bool(waits.taken()))
-    assert found == [False, False, True] * 2
-
-
 # ---- what is launched ----
 
 
@@ -376,9 +324,6 @@ LAUNCHING: dict[str, tuple[Make, int]] = {
     "SGD": (lambda m: KFACSGD(m, lr=0.1, foreach=True, **QUIET), 0),
     "inverse": (
         lambda m: KFACSGD(m, lr=0.1, compute_method="inverse", foreach=True, **QUIET), 0
-    ),
-    "corrected": (
-        lambda m: KFACSGD(m, lr=0.1, eigenvalue_correction="gradients", foreach=True, **QUIET), 0
     ),
     "Adam": (lambda m: KFACAdam(m, lr=0.1, **QUIET), 0),
     "LAMB": (lambda m: KFACLAMB(m, lr=0.1, **QUIET), 0),

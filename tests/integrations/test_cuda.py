@@ -58,8 +58,6 @@ IMAGES = 160
 @pytest.mark.parametrize("network", [Images, Tokens])
 def test_training_is_the_cpus(network: type[nn.Module], name: str) -> None:
     """And the host waits in full refreshes alone: in the first step."""
-    if name == "corrected by examples" and network is Images:
-        pytest.skip("it has layers that eigenvalues can't be corrected for by examples")
     wanted, _ = train(network, CASES[name], 7, "cpu", images=IMAGES)
     with watched() as waits:
         got, found = train(network, CASES[name], 7, "cuda", waits, images=IMAGES)

@@ -44,8 +44,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
     "max_factor_size": ([0, NAN, "16", None], "1 or more"),
     "max_failures": ([-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
-    "truncation": ([-0.1, 1, NAN, INF, "0.1", True, None], r"share of the damping in \[0, 1\)"),
-    "eigenvalue_correction": (["both", 1, 0, None], "choose from False, True, 'examples', 'gradie"),
     "grafting": (["yes", None, 2], "True or False$"),
     "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
     "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
@@ -93,11 +91,9 @@ USED: dict[str, Any] = {
     "loss_terms": 4.0,
     "loss_reduction": "sum",
     "weight_sharing": "reduce",
-    "eigenvalue_correction": "gradients",
     "compute_method": "inverse",
     "damping_split": "pi",
     "compute_eigenvalue_outer_product": True,
-    "truncation": 0.1,
     "kl_clip": 0.01,
     "grafting": True,
     "warmup_steps": 5,
@@ -146,10 +142,6 @@ def test_a_conflict_may_also_come_by_a_setting():
         (
             {"assignment": "layer-wise", "colocate_factors": False},
             "colocate_factors: False needs two gradient workers .*leave it out",
-        ),
-        (
-            {"grad_worker_fraction": 0.5, "eigenvalue_correction": True},
-            'eigenvalue_correction: "examples" needs all bases .*as 1 of 2; use .*"gradients"',
         ),
     ],
 )
@@ -220,7 +212,6 @@ def test_nesterov_is_the_bases_own():
         ({"inv_update_steps": lambda step: 100}, {"early_refreshes": ()}),
         ({"compute_method": "inverse"}, {"damping_split": "pi"}),
         ({"compute_method": "inverse", "normalization": "kaisa"}, {"damping_split": "full"}),
-        ({"eigenvalue_correction": True}, {"eigenvalue_correction": "examples"}),
         ({"early_refreshes": [3, 1, 3]}, {"early_refreshes": (1, 3)}),
         ({"skip_layers": "head"}, {"skip_layers": ("head",)}),
         ({"staggered": 2.0}, {"staggered": 2}),
@@ -323,7 +314,7 @@ def test_a_loss_scale_that_is_no_number():
 
 
 def test_one_option_is_checked_alone():
-    assert check("factor_update_steps", 3.0) == 3 and check("truncation", 0) == 0.0
+    assert check("factor_update_steps", 3.0) == 3 and check("damping", 1) == 1.0
     with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
         check("kl_clip", lambda step: 0.1)
 
@@ -368,6 +359,8 @@ def test_help_is_plain_and_ends_with_a_point():
         (KFACSGD, "refresh_lag", "; leave it out: decompositions are in use at once"),
         (KFACAdam, "moments", '; leave it out: .*compute_method="polar"'),
         (KFACAdam, "nesterov", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "eigenvalue_correction", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "truncation", '; leave it out: .*compute_method="inverse"'),
         (KFACSGD, "basis_tolerance", '; leave it out: .*compute_method="inverse"'),
         (KFACSGD, "orthogonal", '; leave it out: .*compute_method="polar"'),
     ],

@@ -178,7 +178,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
     names = account.names
-    everything = account.price(account.plan(average=names, refresh=names, first=True))
+    everything = account.price(account.plan(average=names, refresh=names))
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
@@ -247,22 +247,13 @@ CASES = {
     "diagonal": Case(options={"max_factor_size": 6}),
     "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
     "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
-    "corrected": Case("tokens", {"eigenvalue_correction": True, "factor_dtype": brain}),
-    "corrected in parts": Case(
-        options={"eigenvalue_correction": True, "bucket_cap_mb": 5e-4, "comm_dtype": brain}
-    ),
-    "corrected, mixed": Case("mixed", {"eigenvalue_correction": True, "bucket_cap_mb": 2e-4}),
-    "corrected by gradients": Case(
-        options={"eigenvalue_correction": "gradients", "assignment": "layer-wise"}
-    ),
-    "truncated": Case("tokens", {"truncation": 0.1}),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
     "frozen": Case(frozen="again"),
     "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
 }
 # What these send on three ranks, others of the cases send too.
-OF_ONE_PROCESS = {"double", "tokens", "inverse", "inverse, full split", "stored", "corrected"}
+OF_ONE_PROCESS = {"double", "tokens", "inverse", "inverse, full split", "stored"}
 OF_ONE_PROCESS |= {"layer-wise tokens", "layer-wise in parts", "float16 layer-wise"}
 AT_FOUR = {
     "half": Case(options={"grad_worker_fraction": 0.5}),

@@ -28,8 +28,6 @@ TWO_RANKS = "two ranks"  # consolidated from them; a single process goes on
 NAMES = (
     "eigen",
     "inverse pi",
-    "ekfac gradients",
-    "truncated",
     "muon",
     "kaisa",
     "halves",

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker, moments, orthogonal, products
+from ...linalg import moments, orthogonal, products
 from ...plan.routes import cargo_bytes
 from ..lengths import Length, OfBase
 from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Specs, StackKey
 from ..stacks import stack_key as key_of
 
 DampingOf = Callable[[Layer], float]
-Rotation = Tensor | None  # Q_newᵀ Q_old; None where a basis does not move
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class StepValues:
     damping_of: DampingOf
     decay_of: Callable[[Layer], float]
     base: OfBase | None = None  # the base's side, of rules that make directions
-    terms: float = 0.0  # K of all ranks
-    graded: frozenset[str] = frozenset()  # layers with rows and a gradient in this step
 
 
 class Rule(ABC):
@@ -43,7 +40,6 @@ class Rule(ABC):
     results: tuple[str, ...]  # names of the results; a diagonal factor has the first
     multiplied: tuple[str, ...]  # state that gradients are multiplied with
     length: Length | None = None  # new gradients are steps' directions, of this length
-    rotates = False  # tensors of the groups lie in the eigenbasis and rotate with it
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -105,16 +101,6 @@ class Rule(ABC):
         """Form the tensors that follow from these layers' new state."""
         return None
 
-    def settle(
-        self,
-        applied: AppliedFactors,
-        ready: Iterable[Layer],
-        renewed: Iterable[Layer],
-        damping_of: DampingOf,
-    ) -> None:
-        """End the step: ``ready`` layers have a state, ``renewed`` ones a new one."""
-        return None
-
     # ---- application ----
 
     @abstractmethod
@@ -173,59 +159,6 @@ class TriangleRule(Rule):
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
             factor[self.method].copy_(whole)
-
-
-class EigenbasisRule(Rule):
-    """A rule that keeps eigenvalues and eigenvectors as its state."""
-
-    method = "eigen"
-    results = ("values", "vectors")
-    multiplied = ("vectors",)
-
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        specs: Specs = {"values": ((count, key.size), key.dtype)}
-        if not key.diagonal:
-            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
-        return specs
-
-    def _bases(
-        self, group: LayerGroup, slots: Slots, like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the eigenvectors of G and of A."""
-        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
-        return g, a
-
-    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the eigenvalues of G and of A."""
-        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
-        assert g is not None and a is not None
-        return g, a
-
-    def curvature(self, group: LayerGroup, change: Tensor, members: list[Layer]) -> Tensor:
-        """Return Σ δᵀFδ of changes δ that are stacked like gradients."""
-        slots = group.slots_of(members)
-        squares = kronecker.into_basis(change, *self._bases(group, slots, change)).square()
-        return self._weighed(group, squares, slots)
-
-    def _weighed(self, group: LayerGroup, squares: Tensor, slots: Slots) -> Tensor:
-        g, a = self._eigenvalues(group, slots, squares)
-        return (g[:, None, :] @ squares @ a[:, :, None]).sum()
-
-
-class RotatingRule(EigenbasisRule):
-    """A rule that keeps gradients' tensors in the eigenbasis, and rotates them with the basis."""
-
-    rotates = True
-
-    @abstractmethod
-    def rotate(
-        self,
-        applied: AppliedFactors,
-        layer: Layer,
-        slots: Slots,
-        rotations: tuple[Rotation, Rotation],
-    ) -> None:
-        """Express the group's tensors of a layer in its new bases, G's first."""
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

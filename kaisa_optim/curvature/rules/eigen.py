@@ -9,12 +9,22 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, at
-from .base import DampingOf, EigenbasisRule, StepValues, stored
+from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, StackKey, at
+from .base import DampingOf, Rule, StepValues, stored
 
 
-class EigenRule(EigenbasisRule):
+class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
+
+    method = "eigen"
+    results = ("values", "vectors")
+    multiplied = ("vectors",)
+
+    def state_specs(self, key: StackKey, count: int) -> Specs:
+        specs: Specs = {"values": ((count, key.size), key.dtype)}
+        if not key.diagonal:
+            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
+        return specs
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
@@ -38,6 +48,19 @@ class EigenRule(EigenbasisRule):
         damping = group.common_or_each(members, values.damping_of)
         g, a = self._eigenvalues(group, slots, projected)
         projected.div_(kronecker.damped_product(g, a, damping))
+
+    def _bases(
+        self, group: LayerGroup, slots: Slots, like: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the eigenvectors of G and of A."""
+        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
+        return g, a
+
+    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the eigenvalues of G and of A."""
+        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
+        assert g is not None and a is not None
+        return g, a
 
 
 class StoredProductRule(EigenRule):

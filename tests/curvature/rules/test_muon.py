@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from kaisa_optim import (
-    AdaptiveDamping,
     KFACAdam,
     KFACMuon,
     KFACParamScheduler,
@@ -240,10 +239,8 @@ def test_damping_may_be_scheduled():
     assert other.param_groups[0]["damping"] == 0.05
 
 
-def test_objects_that_need_a_damping_or_a_clip_are_refused():
+def test_schedules_of_the_clip_are_refused():
     _, opt = pair("chain")
-    with pytest.raises(ValueError, match="AdaptiveDamping can't work with KFACMuon"):
-        AdaptiveDamping(opt)
     with pytest.raises(ValueError, match="Invalid kl_clip: KFACMuon has no use for it"):
         KFACParamScheduler(opt, kl_clip=lambda epoch: 0.5)
     with pytest.raises(ValueError, match="it has no layer that K-FAC covers"):
