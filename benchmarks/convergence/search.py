@@ -86,10 +86,11 @@ def backward(
 ) -> None:
     """Gradients of the loss that averages over all terms of a step's micro-batches."""
     terms = [task.weight(y) for _, y in step]
-    if task.terms is not None:
-        for optimizer in optimizers:
-            if isinstance(optimizer, KFACMixin):
-                optimizer.preconditioner.loss_terms = sum(terms)
+    for optimizer in optimizers if task.terms is not None else ():
+        if isinstance(optimizer, KFACMixin):
+            kfac = optimizer.preconditioner
+            if kfac.options.compute_method != "polar":  # which has no use for it
+                kfac.loss_terms = sum(terms)
     for optimizer in optimizers:
         optimizer.zero_grad()
     for (x, y), n in zip(step, terms, strict=True):
