@@ -277,7 +277,7 @@ _REFRESHES = (
            "From 50 on, steps 5, 10, 25 and 50 refresh everything, too, unless normalization is "
            '"kaisa".',
            "optimizer", schedulable=True, follows=_refresh_interval,
-           guide="tuning.md#cheaper-refreshes"),
+           guide="tuning.md#where-to-start"),
     Option("staggered", None, "bool | int | None", _staggered,
            "True spreads the layers over both intervals, and refreshes as many at once as there "
            "are ranks; a number: that many at once; False: all at once. None: True, unless "
