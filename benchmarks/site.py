@@ -90,8 +90,6 @@ GAINERS = ("Muon", "SOAP", "KFACAdam", "KFACMuon")
 MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
 STEPS = {
     "KFACSGD": "KFACSGD",
-    "bases refined": "KFACSGD, bases followed",
-    "refined and truncated": "KFACSGD, truncated, bases followed",
     "inverses": "KFACSGD, inverse",
     "kfac-pytorch": "kfac-pytorch",
 }
@@ -112,7 +110,7 @@ SECTIONS = {
     "Ranks": ("comm", "optim/join"),
     "Assignment": ("plan",),
     "Checkpoints": ("core/checkpoint", "optim/loading"),
-    "Schedules and adaptive damping": ("optim/scheduler", "optim/adaptive_damping"),
+    "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),
 }  # fmt: skip
 HIDDEN = ("linalg/products",)  # caught where it is raised
@@ -431,12 +429,12 @@ def plot_rates(plt: Any) -> None:
 
 def plot_step_time(plt: Any) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    colours = [OURS, "#5c6bc0", "#7986cb", PALE, OTHERS]
+    colours = [OURS, PALE, OTHERS]
     for axis, network in zip(axes, ("resnet32", "transformer"), strict=True):
         for k, (label, colour) in enumerate(zip(STEPS, colours, strict=True)):
             name = STEPS[label]
             found = [ratio(network, machine, "10/100", name) or 0 for machine in MACHINES]
-            places = [i + 0.17 * (k - 2) for i in range(len(found))]
+            places = [i + 0.17 * (k - 1) for i in range(len(found))]
             axis.bar(places, found, 0.15, color=colour, label=label)
         axis.axhline(1, color="black", linewidth=1)
         axis.set_xticks(range(len(MACHINES)), MACHINES)

@@ -59,11 +59,13 @@ def plain(kind: Any, **options: Any) -> Maker:
 
 def kfac(kind: Any, **options: Any) -> Maker:
     def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-        intervals: dict[str, Any] = {"factor_update_steps": every, "inv_update_steps": refreshed}
-        intervals["early_refreshes"] = ()  # as if training had begun long ago
+        intervals: dict[str, Any] = {"factor_update_steps": every, "inv_update_steps": 1}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the base optimizer updates these")
-            return [kind(model, **intervals, **task.options, **options)]
+            optimizer = kind(model, **intervals, **task.options, **options)
+        # No early refreshes, as if training had begun long ago.
+        optimizer.preconditioner.inv_update_steps = refreshed
+        return [optimizer]
 
     return make
 

@@ -153,11 +153,12 @@ def ours(**options: Any) -> Maker:
                 lr=0.01,
                 momentum=0.9,
                 factor_update_steps=every,
-                inv_update_steps=refreshed,
-                early_refreshes=(),  # a step is timed as if training had begun long ago
+                inv_update_steps=1,
                 **task.options,
                 **options,
             )
+        # No early refreshes: a step is timed as if training had begun long ago.
+        optimizer.preconditioner.inv_update_steps = refreshed
         return [optimizer]
 
     return make

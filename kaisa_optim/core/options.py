@@ -32,7 +32,7 @@ _SHARE = 0.01
 # The factors of the first batches fit badly. These few refreshes took KFACAdam's loss after 150
 # steps from 2.27 to 2.15 on a character GPT. They took KFACSGD's loss, after half of a horizon at a
 # learning rate of 0.1, from 0.063 to 0.039 on a U-Net, and from 1.324 to 1.283 on ResNet-8.
-_EARLY = (5, 10, 25, 50)
+EARLY = (5, 10, 25, 50)
 
 _OFTEN, _SELDOM = 10, 50
 
@@ -119,17 +119,6 @@ def _staggered(name: str, value: Any) -> bool | int:
     return _whole(1, must)(name, value)
 
 
-def _step_numbers(name: str, value: Any) -> tuple[int, ...]:
-    steps = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [0]
-    if not all(is_whole(n) and n >= 1 for n in steps):
-        must = (
-            "it must be numbers of steps, such as (5, 10), each at least 1: the first step, number "
-            "0, refreshes everything anyway"
-        )
-        raise invalid(name, value, must)
-    return tuple(sorted({int(n) for n in steps}))
-
-
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
     patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
@@ -211,11 +200,12 @@ def _refresh_interval(options: Options) -> int:
     return _OFTEN if options.compute_method == "polar" else _SELDOM
 
 
-def _early_refreshes(options: Options) -> tuple[int, ...]:
+def _early(options: Options) -> tuple[int, ...]:
     """Return early steps where the first batches' state would else be kept for long."""
     every = options.inv_update_steps
     seldom = not callable(every) and every >= _SELDOM
-    return _EARLY if seldom and not options.kaisa_scaling else ()
+    early = options.compute_method == "polar" or seldom
+    return EARLY if early and not options.kaisa_scaling else ()
 
 
 def _split(options: Options) -> str | None:
@@ -281,19 +271,16 @@ _REFRESHES = (
            "The interval, in steps, at which a layer's statistics are gathered.",
            "optimizer", schedulable=True),
     Option("inv_update_steps", None, f"{_STEPS} | None", _interval,
-           'The interval, in steps, at which a layer is refreshed. None: 10 for "polar", else 50.',
+           'The interval, in steps, at which a layer is refreshed. None: 10 for "polar", else 50. '
+           'Steps 5, 10, 25 and 50 refresh everything, too, with "polar" and with intervals from '
+           '50 on, unless normalization is "kaisa".',
            "optimizer", schedulable=True, follows=_refresh_interval,
-           guide="tuning.md#cheaper-refreshes"),
+           guide="tuning.md#where-to-start"),
     Option("staggered", None, "bool | int | None", _staggered,
            "True spreads the layers over both intervals, and refreshes as many at once as there "
            "are ranks; a number: that many at once; False: all at once. None: True, unless "
            'normalization is "kaisa".',
            follows=lambda options: not options.kaisa_scaling),
-    Option("early_refreshes", None, "Iterable[int] | None", _step_numbers,
-           "Further steps in which everything is gathered and refreshed. None: (5, 10, 25, 50) "
-           "where inv_update_steps is 50 or more; else none, and none if normalization is "
-           '"kaisa".',
-           follows=_early_refreshes),
     Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
            '"polar": K-FAC\'s direction, as long as the base\'s own step lowers the loss; "eigen" '
            'and "inverse": the papers\' preconditioned gradients, by eigendecompositions or by '
@@ -407,6 +394,8 @@ class Options:
         for name, option in OPTIONS.items():
             if option.follows is not None and getattr(self, name) is None:
                 self._settle(name, option.follows(self))
+        # Numbers of the steps that gather and refresh everything; a later interval changes none.
+        self._settle("early", _early(self))
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
         check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
@@ -458,7 +447,8 @@ class Options:
 
         Parameter groups are compared with the groups. Each rank has a GradScaler of its own.
         """
-        values = {n: v for n, v in self.__dict__.items() if OPTIONS[n].scope != "group"}
+        names = [n for n, option in OPTIONS.items() if option.scope != "group"]
+        values = {n: v for n, v in self.__dict__.items() if n in names}
         values["grad_scaler"] = None if self.grad_scaler is None else "given"
         return {name: "a callable" if callable(v) else v for name, v in values.items()}
 
@@ -471,11 +461,6 @@ class Options:
     def turns(self) -> bool | int:
         """The number of layers refreshed at once; True: as many as there are ranks, False: all."""
         return self.staggered or False
-
-    @property
-    def early(self) -> tuple[int, ...]:
-        """Numbers of the steps that gather and refresh everything."""
-        return tuple(self.early_refreshes)
 
     @property
     def kaisa_scaling(self) -> bool:
@@ -500,6 +485,8 @@ _FORMER = {
     "moments": f"leave it out: {_MOMENTS_NOW}",
     "nesterov": f"leave it out: {_MOMENTS_NOW}",
     "orthogonal": f"leave it out: {_MOMENTS_NOW}",
+    "early_refreshes": "leave it out: steps 5, 10, 25 and 50 refresh everything, if "
+    "inv_update_steps is 50 or more",
     "eigenvalue_correction": "leave it out: eigenvalues are the factors' own; directions of "
     'compute_method="polar" have lengths by second moments',
     "truncation": "leave it out: gradients are multiplied by all eigenvectors; to multiply less, "

@@ -114,7 +114,7 @@ class Questions(Hyperparameters):
         The mean is over whole intervals as they are now set, with every layer in use. "factors" go
         to their owners, "second_order" state to the gradient workers, and "gradients" to receivers;
         "status" is the numbers that ranks exchange. The bytes follow from shapes: no collective is
-        called, and on one process nothing arrives. The mean leaves out ``early_refreshes``, each
+        called, and on one process nothing arrives. The mean leaves out early refreshes, each
         about as much as the first step, and the all-reduce of gradients, such as
         DistributedDataParallel's.
         """

@@ -281,7 +281,7 @@ def test_what_is_called_while_paused_belongs_to_no_pass():
 def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     model = Branches()
     model.b.requires_grad_(False)
-    options = {"factor_update_steps": 3, "staggered": False, "early_refreshes": ()}
+    options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
     opt = KFACSGD(model, lr=0.1, **options)
     seen = []
     for i in range(7):
@@ -336,7 +336,7 @@ def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     model = Towers()
     skipped = {} if inputs else {"skip_layers": ["raw"]}
     model.raw.requires_grad_(not inputs)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, early_refreshes=(), **skipped)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=10, **skipped)
     gathered = set()
     for i in range(8):
         opt.zero_grad()
@@ -375,7 +375,7 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
 def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
     """Else a layer whose use shares a period with the turns would gather once, or never again."""
     model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, early_refreshes=(), **options)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options)
     found = train(model, opt, range(100), period)
     for name in ("a", "b", "head"):
         assert 10 <= sum(name in new for new in found) <= 12, name
@@ -415,7 +415,7 @@ def test_ranks_wait_alike_for_what_is_overdue(fraction):
 
 def test_an_overdue_turn_is_saved():
     model, other = Branches(), Branches()
-    options = {"factor_update_steps": 4, "staggered": False, "early_refreshes": ()}
+    options = {"factor_update_steps": 4, "staggered": False, "inv_update_steps": 10}
     opt = KFACSGD(model, lr=0.1, **options)
     train(model, opt, range(4), 2)
     train(model, opt, range(4, 5), 2)  # it was the turn of b, too

@@ -450,7 +450,7 @@ def test_frozen_layers_are_not_due():
     """They never have statistics, and must not make every step pay for a draw."""
     model = seeded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), 8)
     model[0].requires_grad_(False)
-    options = {"factor_update_steps": 3, "staggered": False, "early_refreshes": ()}
+    options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
     opt = KFACSGD(model, lr=0.1, **options)
     due = []
     for _ in range(6):

@@ -238,8 +238,8 @@ def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer):
 
 
 @pytest.mark.parametrize("parts", [each, some])
-def test_grafting_warm_up_and_early_refreshes(parts):
-    helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3, "early_refreshes": (5,)}
+def test_grafting_and_warm_up(parts):
+    helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3}
     check(Plan((2,), parts, options=helped))
 
 

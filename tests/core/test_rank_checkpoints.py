@@ -339,7 +339,7 @@ def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[s
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_turns_of_another_number_of_ranks_miss_no_layer(before, after, tmp_path):
     """By default they follow from how many there are; here from the middle of an interval on."""
-    plan = Plan("adam", {"staggered": True, "early_refreshes": ()})
+    plan = Plan("adam", {"staggered": True})
     path, interval = str(tmp_path / "state"), OPTIONS["inv_update_steps"]
     run(before, section, plan, range(interval + 2), None, path)
     results = run(after, goes_on, plan, path, range(interval + 2, 4 * interval))

@@ -1,4 +1,4 @@
-"""Grafting, warm-up and early refreshes: opt-in, for the base's own lr and for the first steps."""
+"""Grafting and warm-up, for the base's own lr; early refreshes: all for the first steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.cluster import (
     Plan,
+    Trained,
     assert_alike,
     build,
     error,
@@ -25,7 +26,7 @@ from tests.support.cluster import (
 )
 from tests.support.cluster import average as average_gradients
 from tests.support.cluster import network as network_of
-from tests.support.ranks import RankError, run
+from tests.support.ranks import run
 from tests.support.training import (
     Probe,
     assert_near,
@@ -36,6 +37,7 @@ from tests.support.training import (
     network,
     values,
 )
+from tests.support.training import early as refreshing_early
 from tests.support.training import train as train_plainly
 from tests.support.watch import (
     Watch,
@@ -51,7 +53,8 @@ from tests.support.watch import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
-ALL = {"grafting": True, "kl_clip": None, "warmup_steps": 4, "early_refreshes": (2, 5)}
+ALL = {"grafting": True, "kl_clip": None, "warmup_steps": 4}
+EARLY = (2, 5)
 INTERVALS = {"factor_update_steps": 3, "inv_update_steps": 4}
 
 
@@ -245,7 +248,6 @@ def test_statistics_do_not_wait_for_the_warm_up():
     ("options", "early"),
     [
         ({}, (5, 10, 25, 50)),
-        ({"early_refreshes": ()}, ()),
         ({"inv_update_steps": 40}, ()),
     ],
 )
@@ -275,17 +277,17 @@ def test_early_refreshes_take_in_their_steps_statistics(normalization):
     gathering, refreshed = {0, 4, 8, *early}, {0, 5, *early}
     papers = normalization == "kaisa"
     model = network()
-    opt = exact(
-        model,
-        damping=damping,
-        factor_decay=decay,
-        factor_update_steps=4,
-        inv_update_steps=5,
-        staggered=False,
-        early_refreshes=iter(early),
-        normalization=normalization,
-        compute_method="inverse" if papers else "eigen",  # the papers' full split is no kron + γ
-    )
+    with refreshing_early(*early):
+        opt = exact(
+            model,
+            damping=damping,
+            factor_decay=decay,
+            factor_update_steps=4,
+            inv_update_steps=5,
+            staggered=False,
+            normalization=normalization,
+            compute_method="inverse" if papers else "eigen",  # the papers' full split has no kron
+        )
     averages: dict[str, tuple[Tensor, Tensor]] = {}
     used: dict[str, tuple[Tensor, Tensor]] = {}
     weight = 1.0 if papers else 0.0
@@ -326,25 +328,15 @@ def test_turns_stay_as_they_are():
     early = (2, 3, 9)
     models = [network_of("chain") for _ in range(3)]
     every, refreshed = 4, 6
-    opts: list[Any] = [
-        KFACSGD(m, lr=0.1, kl_clip=None, **options)
-        for m, options in zip(
-            models,
-            [
-                {
-                    "factor_update_steps": every,
-                    "inv_update_steps": refreshed,
-                    "early_refreshes": early,
-                },
-                {
-                    "factor_update_steps": lambda step: 1 if step in early else every,
-                    "inv_update_steps": lambda step: 1 if step in early else refreshed,
-                },
-                {"factor_update_steps": every, "inv_update_steps": refreshed},
-            ],
-            strict=True,
-        )
-    ]
+    plain = {"factor_update_steps": every, "inv_update_steps": refreshed}
+    scheduled = {
+        "factor_update_steps": lambda step: 1 if step in early else every,
+        "inv_update_steps": lambda step: 1 if step in early else refreshed,
+    }
+    with refreshing_early(*early):
+        opts: list[Any] = [KFACSGD(models[0], lr=0.1, kl_clip=None, **plain)]
+    for model, options in zip(models[1:], (scheduled, plain), strict=True):
+        opts.append(KFACSGD(model, lr=0.1, kl_clip=None, **options))
     for i in range(14):
         for model, opt in zip(models, opts, strict=True):
             x = torch.randn(5, 7, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
@@ -364,16 +356,24 @@ def test_ranks_take_the_steps_of_one_process(name, assignment):
     plan = Plan(
         even(2, 2), name, options={**ALL, **INTERVALS}, spread={"assignment": assignment}, steps=8
     )
-    ranks = run(2, train, plan)
+    ranks = run(2, train_with_early_steps, plan)
     assert_alike([rank.parameters for rank in ranks])
-    assert error(ranks[0].parameters, train_alone(plan).parameters) < 1e-9
+    assert error(ranks[0].parameters, train_with_early_steps(plan, alone=True).parameters) < 1e-9
 
 
-def received(plan: Plan) -> tuple[list[Counter[str]], dict[str, int], dict[str, float]]:
+def train_with_early_steps(plan: Plan, alone: bool = False) -> Trained:
+    with refreshing_early(*EARLY):
+        return train_alone(plan) if alone else train(plan)
+
+
+def received(
+    plan: Plan, early: tuple[int, ...]
+) -> tuple[list[Counter[str]], dict[str, int], dict[str, float]]:
     """What arrived here in each step; what the account says of a step of all; the means."""
     rank = dist.get_rank()
     model = network_of(plan.network)
-    opt = build(plan, model, model, **plan.spread)
+    with refreshing_early(*early):
+        opt = build(plan, model, model, **plan.spread)
     kfac, found = opt.preconditioner, []
     for step in range(plan.steps):
         opt.zero_grad()
@@ -392,23 +392,14 @@ def test_what_travels():
     """An early refresh brings what a step of all brings; grafting and warm-up bring nothing."""
     plan = Plan(even(2, 2), "images", options=INTERVALS, spread={"assignment": "layer-wise"})
     helped = Plan(plan.sizes, plan.network, options={**INTERVALS, **ALL}, spread=plan.spread)
-    pairs = zip(run(2, received, plan), run(2, received, helped), strict=True)
+    pairs = zip(run(2, received, plan, ()), run(2, received, helped, EARLY), strict=True)
     for (plain, both, volume), (other, same, again) in pairs:
         assert volume == again and both == same
         for i, (without, found) in enumerate(zip(plain, other, strict=True)):
-            if i in ALL["early_refreshes"]:
+            if i in EARLY:
                 assert found == +Counter({k: n for k, n in both.items() if k != "total"})
             else:
                 assert found == without
-
-
-def differing() -> None:
-    KFACSGD(network(), lr=0.1, early_refreshes=[5, 5 + dist.get_rank()])
-
-
-def test_ranks_need_the_same_early_refreshes():
-    with pytest.raises(RankError, match=r"Invalid early_refreshes: \(5, 6\) on rank 1, \(5,\) on"):
-        run(2, differing)
 
 
 # ---- state ----
@@ -418,7 +409,8 @@ def test_ranks_need_the_same_early_refreshes():
 def test_a_checkpoint_goes_on_bit_for_bit(saved, tmp_path):
     def make() -> tuple[nn.Module, Any]:
         model = network()
-        return model, KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS, **ALL)
+        with refreshing_early(*EARLY):
+            return model, KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS, **ALL)
 
     model, opt = make()
     train_plainly(model, opt, range(saved))

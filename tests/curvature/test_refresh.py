@@ -903,7 +903,7 @@ def test_unstaggered_refreshes_all_at_once(interval):
 
 def test_factors_between_their_updates_do_not_change():
     model = network()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False, early_refreshes=())
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False, inv_update_steps=10)
     seen = []
     train(model, opt, range(7), lambda i: seen.append(factors(opt)))
     for step in range(1, 7):

@@ -325,7 +325,7 @@ LAUNCHING: dict[str, tuple[Make, int]] = {
     "inverse": (
         lambda m: KFACSGD(m, lr=0.1, compute_method="inverse", foreach=True, **QUIET), 0
     ),
-    "Adam": (lambda m: KFACAdam(m, lr=0.1, **QUIET), 0),
+    "Adam": (lambda m: KFACAdam(m, lr=0.1, foreach=True, **QUIET), 0),
     "LAMB": (lambda m: KFACLAMB(m, lr=0.1, **QUIET), 0),
     # Broken sums are blotted out one by one, and the norm's A is written for each feature.
     "gathering": (

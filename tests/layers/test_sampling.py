@@ -27,12 +27,11 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 
 # Statistics of the last step alone, at weights that stay: factors show which rows were taken.
 BARE: dict[str, Any] = {
-    "early_refreshes": (),
     "lr": 0.0,
     "kl_clip": None,
     "factor_decay": 1e-30,
     "factor_update_steps": 1,
-    "inv_update_steps": 1000,
+    "inv_update_steps": 40,  # and none early
 }
 
 
@@ -57,7 +56,7 @@ def factors_of(opt: Any) -> Factors:
 
 def each_step(net: nn.Module, x: Tensor, steps: int, **options: Any) -> list[Factors]:
     """The factors of every step."""
-    opt = KFACSGD(net, **{**BARE, "early_refreshes": (), **options})
+    opt = KFACSGD(net, **{**BARE, **options})
     found = []
     for _ in range(steps):
         opt.zero_grad()

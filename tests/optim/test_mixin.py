@@ -962,7 +962,7 @@ def test_numbers_or_callables_of_the_step():
         inv_update_steps=schedule("inv_update_steps", 1, 2),
         loss_terms=schedule("loss_terms", 8, 4, 2),
     )
-    by_hand = KFACSGD(expected, lr=0.1, early_refreshes=())
+    by_hand = KFACSGD(expected, lr=0.1, inv_update_steps=1)
     for i in range(6):
         at = min(i, 2)
         group, kfac = by_hand.param_groups[0], by_hand.preconditioner

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.core import options
 from kaisa_optim.curvature import notes, refresh
 
 
@@ -35,6 +36,11 @@ def refreshed(kfac: Any) -> dict[tuple[str, str], bool]:
     """Return the factors that the last step refreshed, and whether its host waited for them."""
     plan = kfac.plan
     return dict.fromkeys(plan.decompose, True) | dict.fromkeys(plan.attempt, False)
+
+
+def early(*steps: int) -> Any:
+    """Let optimizers that are built under it refresh everything in these steps, too."""
+    return mock.patch.object(options, "_early", lambda settled: steps)
 
 
 # Statistics and second-order state anew in every step, and steps that no clip scales.
