@@ -1,0 +1,243 @@
+"""Symmetric inverse roots of damped factors, against float64 eigenvalues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kaisa_optim.linalg import roots
+from kaisa_optim.linalg.roots import inverse_roots
+
+KINDS = "geometric", "halves", "first", "power 1", "power 2"
+paths = pytest.mark.parametrize("by_products", [False, True], ids=["eigenvectors", "products"])
+
+
+def eigenvalues(kind: str, n: int, condition: float) -> Tensor:
+    i = torch.arange(1, n + 1, device="cpu").double()
+    if kind == "geometric":
+        return condition ** (-(i - 1) / max(1, n - 1))
+    if kind == "halves":
+        return (i <= (n + 1) // 2).double()
+    return (i <= 1).double() if kind == "first" else i ** -float(kind.split()[1])
+
+
+def spectrum(kind: str, n: int, condition: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a float64 factor, and the damping that gives about this condition number."""
+    values = eigenvalues(kind, n, condition)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, device="cpu").double())
+    factor = (q * values) @ q.T
+    damping = torch.full((), 1 / condition / values.mean().item(), dtype=torch.float64)
+    return ((factor + factor.T) / 2).to(damping.device), damping
+
+
+def exactly_damped(factors: Tensor, damping: Tensor) -> Tensor:
+    exact = factors.double()
+    mean = exact.diagonal(dim1=1, dim2=2).mean(1)
+    eye = torch.eye(factors.shape[-1], dtype=torch.float64)
+    return exact / mean[:, None, None] + damping.double()[:, None, None] * eye
+
+
+def off(root: Tensor, damped: Tensor) -> Tensor:
+    """Return the spectral norm of S F̂ S - I."""
+    rest = root @ damped @ root - torch.eye(root.shape[-1], dtype=torch.float64)
+    return torch.linalg.eigvalsh((rest + rest.mT) / 2).abs().amax(-1)
+
+
+def bar(condition: float, by_products: bool) -> float:
+    return 0.05 if condition > 1e4 and by_products else 1e-3
+
+
+stacks = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.floats(0, 6), st.floats(-30, 30), st.integers(0, 2**16)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def stacked(n: int, drawn: list[tuple[str, float, float, int]]) -> tuple[Tensor, Tensor]:
+    pairs = [(spectrum(kind, n, 10**c, seed), 10**scale) for kind, c, scale, seed in drawn]
+    factors = torch.stack([(scale * factor).float() for (factor, _), scale in pairs])
+    return factors, torch.stack([damping for (_, damping), _ in pairs]).float()
+
+
+@paths
+@given(st.integers(2, 48), stacks)
+@settings(max_examples=150)
+def test_roots_of_any_spectrum_and_scale(by_products, n, drawn):
+    factors, damping = stacked(n, drawn)
+    found, good = inverse_roots(factors, damping, 3, diagonal=False, by_products=by_products)
+    assert good.all() and len(found) == 3
+    damped = exactly_damped(factors, damping)
+    most = torch.tensor([bar(10**c, by_products) for _, c, _, _ in drawn])
+    for i, root in enumerate(found):
+        assert root.dtype == torch.float32
+        assert torch.equal(root, root.mT)
+        assert (torch.linalg.eigvalsh(root.double()) > 0).all()
+        power = torch.linalg.matrix_power(root.double(), 2**i)  # (F̂^-⅛)⁴ is about F̂^-½
+        norm = off(power, damped)
+        assert (norm <= most).all()
+        assert ((power - found[0]).norm(dim=(1, 2)) <= most * power.norm(dim=(1, 2))).all()
+        estimate = roots.residual(factors, damping, power.float())
+        # Both are rounded: float32 roots are, by 1e-7 times the root of the condition number.
+        assert (estimate >= 0.7 * norm - 1e-3).all()
+        assert (estimate <= 1.1 * n**0.25 * norm + 1e-3).all()
+
+
+@pytest.mark.parametrize("n", [128, 300])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+def test_both_paths_agree_on_larger_factors(kind, n, condition):
+    factor, damping = spectrum(kind, n, condition, 0)
+    factors, damping = factor[None].float(), damping[None].float()
+    damped = exactly_damped(factors, damping)
+    both = [
+        inverse_roots(factors, damping, 3, diagonal=False, by_products=by_products)
+        for by_products in (False, True)
+    ]
+    for by_products, (found, good) in zip((False, True), both, strict=True):
+        assert good.all()
+        assert off(found[0].double(), damped) <= bar(condition, by_products)
+    for one, other in zip(both[0][0], both[1][0], strict=True):
+        assert (one - other).norm() <= (1e-4 if condition <= 1e4 else 3e-3) * one.norm()
+
+
+@paths
+@given(st.integers(1, 40), st.integers(0, 2**16), st.integers(-90, 90))
+@settings(max_examples=30)
+def test_powers_of_two_cancel(by_products, n, seed, exponent):
+    factor, damping = spectrum("power 1", n, 1e3, seed)
+    factors, damping = factor[None].float(), damping[None]
+    found, expected = (
+        inverse_roots(some, damping, 2, diagonal=False, by_products=by_products)[0]
+        for some in (factors * 2.0**exponent, factors)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+@paths
+@given(st.integers(1, 30), st.integers(0, 2**16), st.sampled_from([1e-30, 1.0, 1e30]))
+@settings(max_examples=30)
+def test_a_diagonal_is_the_dense_matrix_of_it(by_products, n, seed, scale):
+    values = scale * torch.rand(3, n, generator=torch.Generator("cpu").manual_seed(seed),
+                                device="cpu")  # fmt: skip
+    values = values.to(torch.get_default_device())
+    values[1] = 0
+    damping = torch.tensor([1e-3, 1e-3, 0.1])
+    found, good = inverse_roots(values, damping, 3, diagonal=True)
+    dense, as_good = inverse_roots(
+        values.diag_embed(), damping, 3, diagonal=False, by_products=by_products
+    )
+    assert good.all() and as_good.all()
+    for one, other in zip(found, dense, strict=True):
+        assert one.shape == (3, n) and one.dtype == other.dtype == torch.float32
+        torch.testing.assert_close(one.diag_embed(), other, rtol=1e-4, atol=1e-5)
+    exact = values[0].double() / values[0].double().mean() + damping[0].double()
+    torch.testing.assert_close(found[0][0].double(), exact**-0.5)
+    torch.testing.assert_close(found[2][0].double(), exact**-0.125)
+
+
+@paths
+@pytest.mark.parametrize("n", [1, 2, 65])
+def test_a_zero_factor_counts_as_the_identity(by_products, n):
+    factors = torch.zeros(2, n, n)
+    factors[1] = torch.eye(n)
+    damping = torch.tensor([1e-2, 3.0])
+    found, good = inverse_roots(factors, damping, 3, diagonal=False, by_products=by_products)
+    assert good.all()
+    for i, root in enumerate(found):
+        torch.testing.assert_close(root[0], torch.eye(n), rtol=0, atol=1e-5)
+        torch.testing.assert_close(root[1], torch.eye(n) / 2 ** (1 / 2**i), rtol=0, atol=1e-5)
+
+
+@paths
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [(0, 0), (2, 1), (8, 8)])
+def test_a_number_that_is_not_finite_leaves_neighbours_alone(by_products, number, at):
+    factors = torch.stack([spectrum("power 1", 9, 1e3, seed)[0] for seed in range(3)]).float()
+    damping = torch.full((3,), 0.01)
+    expected, _ = inverse_roots(factors, damping, 3, diagonal=False, by_products=by_products)
+    factors[1, at[0], at[1]] = factors[1, at[1], at[0]] = number
+    found, good = inverse_roots(factors, damping, 3, diagonal=False, by_products=by_products)
+    assert good.tolist() == [True, False, True]
+    for one, other in zip(found, expected, strict=True):
+        # The paths differ by more: the neighbours must not change to the other one.
+        torch.testing.assert_close(one[::2], other[::2], rtol=1e-6, atol=1e-6)
+    diagonals = factors.diagonal(dim1=1, dim2=2)
+    if at[0] == at[1]:
+        found, good = inverse_roots(diagonals, damping, 3, diagonal=True)
+        assert good.tolist() == [True, False, True]
+        assert all(root[::2].isfinite().all() for root in found)
+
+
+@paths
+def test_an_indefinite_factor_is_flagged(by_products):
+    factors = torch.eye(5).repeat(3, 1, 1)
+    factors[0, 0, 0] = -1
+    factors[2] *= -1
+    damping = torch.full((3,), 0.1)
+    _, good = inverse_roots(factors, damping, 1, diagonal=False, by_products=by_products)
+    assert good.tolist() == [False, True, False]
+    _, good = inverse_roots(factors.diagonal(dim1=1, dim2=2), damping, 1, diagonal=True)
+    assert good.tolist() == [False, True, False]
+    assert roots.residual(factors, damping, factors)[0].isnan()
+
+
+def test_roots_that_are_off_are_flagged(monkeypatch):
+    factors, damping = torch.diag(torch.arange(1.0, 9.0))[None], torch.tensor([0.1])
+    (root,), good = inverse_roots(factors, damping, 1, diagonal=False, by_products=True)
+    assert good.all()
+    assert roots.residual(factors, damping, root) < 1e-4
+    assert roots.residual(factors, damping, 1.5 * root) > 1.2
+    monkeypatch.setattr(roots, "_POLYNOMIALS", roots._POLYNOMIALS[:-3])
+    _, good = inverse_roots(factors, damping, 1, diagonal=False, by_products=True)
+    assert not good.any()
+
+
+@paths
+def test_condition_numbers_beyond_float32_are_flagged(by_products):
+    factors = torch.ones(1, 9, 9).double()
+    for condition, expected in ((1e5, True), (1e14, False)):
+        damping = torch.tensor([9 / condition]).double()
+        _, good = inverse_roots(
+            factors.float(), damping, 1, diagonal=False, by_products=by_products
+        )
+        assert good.tolist() == [expected]
+
+
+def test_products_follow_where_the_solver_fails(monkeypatch):
+    factors, damping = spectrum("power 1", 20, 1e3, 0)
+    factors, damping = factors[None].float(), damping[None]
+
+    def fail(matrices: Tensor) -> None:
+        raise roots.LinAlgError("no convergence")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    found, good = inverse_roots(factors, damping, 2, diagonal=False, by_products=False)
+    expected, _ = inverse_roots(factors, damping, 2, diagonal=False, by_products=True)
+    assert good.all() and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("halvings", [1, 2, 3])
+def test_no_number_is_needed_on_the_host(halvings):
+    """Tensors on the meta device have shapes but no numbers: to ask for one raises."""
+    factors, damping = torch.empty(2, 5, 5, device="meta"), torch.empty(2, device="meta")
+    found, good = inverse_roots(factors, damping, halvings, diagonal=False)
+    assert len(found) == halvings and good.shape == (2,)
+    assert all(root.shape == (2, 5, 5) for root in found)
+    assert roots.residual(factors, damping, found[0]).shape == (2,)
+    inverse_roots(torch.empty(2, 5, device="meta"), damping, halvings, diagonal=True)
+
+
+@paths
+def test_float64_factors_give_float64_roots(by_products):
+    factor, damping = spectrum("power 1", 30, 1e4, 0)
+    found, good = inverse_roots(
+        factor[None], damping[None], 3, diagonal=False, by_products=by_products
+    )
+    assert good.all() and all(root.dtype == torch.float64 for root in found)
+    damped = exactly_damped(factor[None], damping[None])
+    assert off(found[0], damped) < (2e-5 if by_products else 1e-10)
