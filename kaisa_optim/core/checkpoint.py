@@ -7,7 +7,7 @@ It loads into them in place, so that names and shapes must be the same in every 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ STEP = f"{PREFIX}step"
 _FORMER = f"{PREFIX}under_way"
 _STATUS_SHAPES = (6,), (8,)  # earlier versions had two more numbers, for such decompositions
 _CONVENTIONS = 8  # codes of the factors' meaning
+_DIRECTIONS = 5  # the code of "polar": G has no scale, and the base's momenta are of raw gradients
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
-_MOMENTUM = "momentum"  # the name of a rule's moment
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
@@ -104,24 +104,6 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
     )
 
 
-def make_room(state: State, stepped: Container[Tensor]) -> None:
-    """Remove entries that hold K-FAC's tensors alone where the base has to step and begin its own.
-
-    K-FAC kept the moments of such a parameter, until its layer lost its state or was loaded
-    elsewhere. Parameters in ``stepped`` take no step of the base: the base's tensors are removed
-    there, so that it starts anew if the parameter ever comes back to it.
-    """
-    for p, entry in state.items():
-        if p.grad is None or not isinstance(entry, dict):
-            continue
-        bases = [key for key in entry if not str(key).startswith(PREFIX)]
-        if p in stepped:
-            for key in bases:
-                del entry[key]
-        elif not bases:
-            entry.clear()
-
-
 def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
     """Remove the tensors of an earlier layout, whose layers may be gone; return their homes.
 
@@ -158,7 +140,10 @@ def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
 def _convention(kfac: Preconditioner) -> int:
     """Return a code of the factors' meaning; factors of another convention do not fit here."""
     o = kfac.options
-    return 4 * o.kaisa_scaling + 2 * (o.weight_sharing == "reduce") + (o.loss_reduction == "sum")
+    reduces = 2 * (o.weight_sharing == "reduce")
+    if kfac.rule.makes_directions:
+        return _DIRECTIONS + reduces
+    return 4 * o.kaisa_scaling + reduces + (o.loss_reduction == "sum")
 
 
 # ---- on several ranks ----
@@ -175,8 +160,14 @@ def absent(kfac: Preconditioner) -> list[str]:
     ]
 
 
-def consolidate(kfac: Preconditioner, to: int) -> Entries:
-    """Bring other ranks' tensors to rank ``to``; every rank must call."""
+def consolidate(
+    kfac: Preconditioner, to: int, momentum: str, momenta: Mapping[Tensor, Tensor]
+) -> Entries:
+    """Bring other ranks' tensors to rank ``to``; every rank must call.
+
+    ``momenta`` has the base's momentum, of this name, of each parameter that K-FAC steps; on ranks
+    that keep none, an empty tensor of the same dtype.
+    """
     items = [
         item
         for layer in kfac.registry.active
@@ -184,6 +175,13 @@ def consolidate(kfac: Preconditioner, to: int) -> Entries:
         for item in _everywhere(kfac, layer)
         if item.source != to
     ]
+    owner, active = kfac.registry.owner, kfac.registry.active
+    sources: dict[Tensor, int] = {p: owner(x, "g") for x in active for p in x.parameters}
+    for p, kept in momenta.items():
+        if sources[p] != to:
+            here = kept if kept.numel() == p.numel() else None
+            key = p, momentum
+            items.append(GatherItem(key, sources[p], tuple(p.shape), kept.dtype, p.device, here))
     entries: Entries = {}
     for (home, name), tensor in kfac.ranks.gather_to(items, to, "checkpoint").items():
         entries.setdefault(home, {})[name] = tensor
@@ -242,10 +240,29 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
                 base[index] = kept
         else:
             base[index] = entry
-    state_dict["state"] = base
+    foreign = {p for x in foreign_moments(kfac, entries) for p in (x.weight, x.bias)}
+    state_dict["state"] = {i: e for i, e in base.items() if by_index.get(i) not in foreign}
     state_dict.pop(_FORMER, None)  # the saved factors are decomposed instead
     _check_shapes(kfac, entries)
     return entries
+
+
+def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
+    """Return layers whose saved moments are of preconditioned gradients, and K-FAC's now of raw
+    ones, or the other way round: these moments mean nothing here.
+    """
+
+    def kind(code: int) -> bool:
+        return code % _CONVENTIONS in (_DIRECTIONS, _DIRECTIONS + 2)
+
+    return [
+        layer
+        for layer in kfac.layers.values()
+        for entry in _entries_of(layer, entries)
+        if (status := entry.get(f"{PREFIX}{layer.tag}status")) is not None
+        and status.shape in _STATUS_SHAPES
+        and kind(int(status[5])) != kind(_convention(kfac))
+    ]
 
 
 def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
@@ -364,34 +381,25 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     return same and _saved_covers(layer, entry) == layer.covers
 
 
-class Restored(NamedTuple):
-    """Names of layers that start anew, wholly or in part."""
-
-    anew: list[str]  # layers whose factors are missing, or do not fit
-    moments_anew: list[str]  # layers whose moments are missing, or of another kind
-
-
-def restore(kfac: Preconditioner, entries: Entries) -> Restored:
-    """Continue from loaded tensors."""
+def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
+    """Continue from loaded tensors; return the names of layers whose factors start anew."""
     kfac.discard()
     for layer in kfac.layers.values():
         layer.covers = _covers_after(layer, entries)
         kfac.reset(layer)
     kfac.allocate()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
-    restored = Restored([], [])
+    anew = []
     for layer in kfac.registry.active:
         kfac.states[layer.name].failures = kfac.states[layer.name].levels = 0
         entry = entries.get(_home(layer), {})
-        if not _restore_layer(kfac, layer, entry, restored):
-            restored.anew.append(layer.name)
+        if not _restore_layer(kfac, layer, entry):
+            anew.append(layer.name)
     kfac.resume(max(steps, default=0))
-    return restored
+    return anew
 
 
-def _restore_layer(
-    kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor], restored: Restored
-) -> bool:
+def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     """Take over one layer's tensors; return False where its factors are not among them."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
     views = dict(_named(kfac, layer))
@@ -412,8 +420,4 @@ def _restore_layer(
     state.failures, state.levels = failures, code // _CONVENTIONS
     if state.has_state:  # a decomposition that was under way is done anew at once
         state.stale.update(side for side, step in zip("ag", begun, strict=False) if step >= 0)
-    name = f"{PREFIX}{layer.tag}{_MOMENTUM}"
-    given = name in entry  # a consolidated state has other ranks' moments, too
-    if name in views and not given if kfac.rule.makes_directions else given:
-        restored.moments_anew.append(layer.name)
     return True

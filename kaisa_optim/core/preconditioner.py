@@ -163,7 +163,7 @@ class Preconditioner(Questions):
 
     def _directions(self, base: BaseSide, values: StepValues) -> dict[Tensor, Tensor]:
         """Return the directions of the parameters whose layers all have a state."""
-        ready, mine = self._stepped(self.registry.with_state)
+        ready, mine = self.stepped()
         of_base = base.follow(ready, mine)
         updates = self.gradients.updates(replace(values, base=of_base))
         assert self.rule.length is not None
@@ -171,9 +171,14 @@ class Preconditioner(Questions):
         new = updates.by_parameter(self.registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
-    def _stepped(self, layers: list[Layer]) -> tuple[set[Tensor], set[Tensor]]:
-        """Return the parameters that these layers cover wholly, and those with momenta here."""
-        chosen, registry = set(layers), self.registry
+    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
+        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
+
+        All layers of these parameters have a state; ``all_layers`` takes all for ready.
+        """
+        registry = self.registry
+        layers = registry.active if all_layers else registry.with_state
+        chosen = set(layers)
         raw = {p for x in registry.active if x not in chosen for p in x.parameters}
         ready = set[Tensor](p for x in layers for p in x.parameters).difference(raw)
         here = (x for x in layers if x in self.applied.group_of or x in registry.sharded)
@@ -184,7 +189,7 @@ class Preconditioner(Questions):
         self.capture.reset()
         if base is None:
             return {}
-        base.open(self._stepped(self.registry.active)[1])
+        base.open(self.stepped(all_layers=True)[1])
         return zeros_like_gradients(self.registry.active)
 
     def _exchanges(self) -> bool:

@@ -83,6 +83,28 @@ class BaseStep:
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         return OfBase(squares=self.length.squares, rate_of=rates.__getitem__)
 
+    def kept(
+        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """Return the momenta of ``ready`` parameters; of those that are not ``mine``, an empty one.
+
+        The keys are alike on all ranks.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in ready and self.keeps(group):
+                    here = optimizer.state[p].get(self.momentum) if p in mine else None
+                    shape = p.shape if p in mine else (0,)
+                    dtype = self.dtype_of(p)
+                    room = torch.zeros(shape, dtype=dtype, device=p.device)
+                    found[p] = room if here is None else here
+        return found
+
+    def dtype_of(self, p: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter's momentum."""
+        return p.dtype
+
     def open(self, optimizer: KFACMixin, mine: Collection[Tensor]) -> None:
         """Make the entries of parameters, so that a checkpoint can be loaded into them."""
         for group in optimizer.param_groups:
@@ -300,7 +322,10 @@ class MuonStep(BaseStep):
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         super()._settle(entry, p, found, group)
         if found is not None:
-            entry[self.momentum] = entry[self.momentum].to(math_dtype(p.dtype))
+            entry[self.momentum] = entry[self.momentum].to(self.dtype_of(p))
+
+    def dtype_of(self, p: Tensor) -> torch.dtype:
+        return math_dtype(p.dtype)
 
     def ahead(
         self, group: Group, entries: list[Entry], gradients: list[Tensor]
@@ -320,6 +345,10 @@ class AnyStep(BaseStep):
     """
 
     length = FallLength
+    momentum = MOMENTUM
+
+    def keeps(self, group: Group) -> bool:
+        return False  # as a rule, the base keeps one on all ranks
 
     def follow(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

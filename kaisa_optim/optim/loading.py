@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import checkpoint
@@ -24,7 +26,7 @@ class Load:
     def __init__(self, optimizer: KFACMixin) -> None:
         self._kfac = optimizer.preconditioner
         self.entries: checkpoint.Entries = {}  # K-FAC's part of the state
-        self.restored = checkpoint.Restored([], [])
+        self.anew: list[str] = []  # layers whose factors are missing, or do not fit
         self._fresh = False  # the state was taken before any step, so that nothing is missing
 
     def separate(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -50,28 +52,44 @@ class Load:
         return loaded
 
     def warn(self, optimizer: KFACMixin) -> None:
-        """Warn of layers whose factors or moments start anew."""
-        missing, moments_anew = self.restored
-        if moments_anew:
-            names = ", ".join(map(repr, moments_anew))
+        """Warn of layers whose factors or momenta start anew."""
+        missing, momenta_anew = self.anew, self._without_momenta(optimizer)
+        if momenta_anew:
+            names = ", ".join(map(repr, momenta_anew))
             warnings.warn(
-                f"the moments of {names} are missing in this state, or of another kind than this "
-                "optimizer's, and begin at zero; for a run to go on, build it with the class that "
-                "the state was saved with, and on several ranks call consolidate_state_dict() "
-                "before a save",
+                f"the momenta of {names} are missing in this state, or of another compute_method, "
+                "and begin at zero; for a run to go on, build the optimizer as the saved one, and "
+                "on several ranks call consolidate_state_dict() before a save",
                 stacklevel=3,
             )
         if missing and not self._fresh:
             ranks = self._kfac.ranks
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
-            anew = ", and their moments begin at zero" if self._kfac.rule.makes_directions else ""
             warnings.warn(
                 "the checkpoint holds no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; they are estimated anew, from the "
-                f"next backward pass on{anew}",
+                "next backward pass on",
                 stacklevel=3,
             )
+
+    def _without_momenta(self, optimizer: KFACMixin) -> list[str]:
+        """Return the layers that have a state here, or had one, but no momentum."""
+        kfac, base = self._kfac, optimizer.base_part
+        found = [layer.name for layer in checkpoint.foreign_moments(kfac, self.entries)]
+        if not kfac.rule.makes_directions:
+            return found
+        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for layer in kfac.registry.with_state:
+            weight = layer.parameters[0]
+            here = layer in kfac.applied.group_of or layer in kfac.registry.sharded
+            if (
+                here
+                and base.keeps(group_of[weight])
+                and base.momentum not in optimizer.state[weight]
+            ):
+                found.append(layer.name)
+        return list(dict.fromkeys(found))
 
 
 def warn_of_share(kfac: Preconditioner) -> bool:
@@ -135,3 +153,41 @@ def set_base_state(
         "its state"
     )
     raise invalid_because("state_dict", why) from failed
+
+
+def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole state without K-FAC's part, and with the base's second moments."""
+    kfac = optimizer.preconditioner
+    if kfac.registry.sharded:
+        raise RuntimeError("base_state_dict() can't gather parameters that fully_shard has sharded")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries: dict[Tensor, dict[str, Any]] = {
+        p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
+    }
+    seconds: dict[Tensor, Tensor] = {}
+    for layer in kfac.registry.with_state if optimizer.base_part.second else ():
+        total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}square_sum"]
+        for weight in layer.parameters:
+            seconds.setdefault(weight, torch.zeros(weight.shape, dtype=total.dtype))
+        means = total.cpu() / (layer.g_dim * layer.a_dim)
+        matrix = means[:, None, None].expand(-1, layer.g_dim, layer.a_dim)
+        own = [seconds[p] for p in layer.parameters]
+        for part, room in zip(layer.matrix_parts(matrix), layer.parameter_parts(own), strict=True):
+            room.copy_(part)
+    for p, second in seconds.items():
+        if optimizer.base_part.momentum in entries[p]:
+            entries[p][optimizer.base_part.second[0]] = second.to(p.device, p.dtype)
+    # Clone counts: entries share one, and the base would count once for each of them.
+    kept = {
+        i: {
+            key: value.clone() if key == "step" and isinstance(value, Tensor) else value
+            for key, value in entries[p].items()
+            if not str(key).startswith("kfac")
+        }
+        for i, p in enumerate(parameters)
+    }
+    groups = [
+        {key: value for key, value in group.items() if key not in GROUP_KEYS}
+        for group in state["param_groups"]
+    ]
+    return {"state": {i: entry for i, entry in kept.items() if entry}, "param_groups": groups}

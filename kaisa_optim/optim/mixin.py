@@ -61,7 +61,7 @@ class KFACMixin(Optimizer, Joinable):
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
-        self._base_step = bases.step_of(self._base, self.defaults)
+        self.base_part = bases.step_of(self._base, self.defaults)
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -77,7 +77,7 @@ class KFACMixin(Optimizer, Joinable):
             self._kfac_options,
             self.param_groups,
             self._group_schedules,
-            self._base_step.length(),
+            self.base_part.length(),
             known,
             self._kfac_process_group,
             {"base optimizer": self._base.__name__} if compare else None,
@@ -116,7 +116,7 @@ class KFACMixin(Optimizer, Joinable):
 
     def _step_along(self) -> None:
         """Step along K-FAC's directions, and let the base step the parameters without one."""
-        base = self._base_step
+        base = self.base_part
         with gradients_of(base.limited(self)):
             directions = self.preconditioner.step(self.param_groups, bases.Bound(base, self))
             for p in self._stepped - directions.keys():
@@ -261,8 +261,36 @@ class KFACMixin(Optimizer, Joinable):
             raise invalid("to", to, must)
         if ranks.world > 1:
             self.preconditioner.settle_load(self.param_groups)
-            entries = checkpoint.consolidate(self.preconditioner, to)
+            momenta = self._momenta()
+            entries = checkpoint.consolidate(
+                self.preconditioner, to, self.base_part.momentum, momenta
+            )
             self._consolidated = entries if ranks.rank == to else None
+
+    def _momenta(self) -> dict[Tensor, Tensor]:
+        """Return the momenta of the parameters that K-FAC steps, as far as they are kept here."""
+        kfac = self.preconditioner
+        if not kfac.rule.makes_directions:
+            return {}
+        ready, mine = kfac.stepped()
+        # Each rank has its own part of a sharded momentum, as of the parameter.
+        sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}
+        begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
+        return self.base_part.kept(self, begun, mine)
+
+    def base_state_dict(self) -> dict[str, Any]:
+        """Return a state that a plain optimizer of the base class loads, without K-FAC's part.
+
+        Second moments, which K-FAC keeps as one number a block, are equal within a block. On
+        several ranks, call :meth:`consolidate_state_dict` first, and this method on that rank.
+        """
+        kfac = self.preconditioner
+        if kfac.ranks.world > 1 and self._consolidated is None:
+            raise RuntimeError(
+                "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
+                "all ranks first, and base_state_dict() on that rank"
+            )
+        return loading.of_base(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone.
@@ -309,7 +337,7 @@ class KFACMixin(Optimizer, Joinable):
                 entries = self._loaded.entries if "_loaded" in self.__dict__ else {}
                 restored = self._resume(entries)
                 if "_loaded" in self.__dict__:
-                    self._loaded.restored = restored
+                    self._loaded.anew = restored
             return
         state = dict(state)
         entries = loading.take_entries(state["state"])
@@ -319,7 +347,7 @@ class KFACMixin(Optimizer, Joinable):
         self._start(known, compare=False)  # one rank alone may make a copy
         self._resume(entries)
 
-    def _resume(self, entries: checkpoint.Entries) -> checkpoint.Restored:
+    def _resume(self, entries: checkpoint.Entries) -> list[str]:
         """Continue from loaded tensors."""
         self._consolidated = None
         self._stepped = set()
