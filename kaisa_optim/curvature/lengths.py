@@ -31,6 +31,9 @@ _LEAST_COSINE = 0.01
 # begin at zero, and weights of size 1 need longer steps than weights of size 1 / √n.
 _OF_RATE, _OF_WEIGHTS = 0.2, 0.05
 _FREE, _FREE_OF_WEIGHTS = 0.003, 0.02
+# SGD's steps have no length of their own: only the weights' share limits them, and this length,
+# since weights may begin at zero.
+_LEAST = 0.001
 
 
 @dataclass
@@ -116,18 +119,23 @@ class AdamLength(Length):
         if one.present is not None:  # the other blocks' moments stay as they are
             moved = torch.where(one.present, moved, older)
         kept[one.slots] = moved
-        norms = [torch.linalg.vector_norm(one.momentum, x, (1, 2)) for x in (1, 2)]
+        shares = _last_columns(one, base)
+        momentum = one.momentum if shares is None else _in_last(one.momentum, shares.sqrt())
+        norms = [torch.linalg.vector_norm(momentum, x, (1, 2)) for x in (1, 2)]
         spread = (moved / adam.rest2).sqrt_().add_(adam.eps * math.sqrt(one.entries))
         fall = norms[0] * norms[1] / (adam.rest1 * spread)
-        return _no_terms(one, torch.minimum(fall / _unit(one, norms[1]), _limit(one, base)))
+        scale = fall / _along(one, _unit(one, shares), shares)
+        return _no_terms(one, torch.minimum(scale, _limit(one, base)))
 
 
 class FallLength(Length):
     """The fall of a base that has stepped: ⟨M, -U⟩ for its step U, which its rate is part of."""
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        norm = torch.linalg.vector_norm(one.momentum, 2, (1, 2))
-        scale = one.sums.measured.clamp(min=0) / _unit(one, norm)
+        shares = _last_columns(one, base)
+        if shares is not None:  # the base moves the parameters by directions as they are
+            one.direction[..., -1] *= shares[:, None]
+        scale = one.sums.measured.clamp(min=0) / _along(one, _unit(one, None), None)
         return _no_terms(one, torch.minimum(scale, _limit(one, base, taken=True)))
 
 
@@ -139,7 +147,7 @@ class MuonLength(Length):
         each = {
             x: orthogonal.muon_scale(g, a, base.settings_of(x.parameters[0])) for x in one.members
         }
-        _unit(one, torch.linalg.vector_norm(one.momentum, 2, (1, 2)))
+        _unit(one, None)
         scale = one.group.common_or_each(one.members, each.__getitem__)
         return _no_terms(one, scale * max(g, a) ** -0.5)
 
@@ -154,12 +162,11 @@ class SGDLength(Length):
     terms = 5
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
+        norms = _unit(one, _last_columns(one, base))
         squares = one.momentum.square().sum(1)
-        norm = squares.sum(1).sqrt_()
-        along = _unit(one, norm)
         last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
-        own = squares.sum(1) / along
-        limit = torch.minimum(_limit(one, base), own * _MOST_OF_OWN)
+        along = _along(one, norms, None)
+        limit = _limit(one, base, of_momentum=True)
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
@@ -173,16 +180,13 @@ class SGDLength(Length):
         return {x: torch.minimum(terms[x][:, 4], scale.to(terms[x].device)) for x in layers}
 
 
-_MOST_OF_OWN = 10.0
-
-
 def _weighed(rows: Tensor, rates: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
     """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over layers; ``rates`` are of weight and of bias.
 
     Layers are added up in their order, so that all ranks have the same bits.
     """
     first = rates[0][0]
-    if all(rate is first or same(rate, first) for both in rates for rate in both):
+    if all(_same(rate, first) for both in rates for rate in both):
         total = rows.sum(0)
         return total[0], total[2]
     weights = torch.stack([_on(rate, rows) for both in rates for rate in both]).view(-1, 2)
@@ -191,7 +195,7 @@ def _weighed(rows: Tensor, rates: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Te
     return fall, along
 
 
-def same(a: Any, b: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Compare without a comparison of tensors, which would wait for the device."""
     return a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and bool(a == b))
 
@@ -208,36 +212,73 @@ def _no_terms(one: Stepped, scale: Tensor | float) -> Tensor:
     return one.direction.new_empty(len(one.direction), 0)
 
 
-def _unit(one: Stepped, norm: Tensor) -> Tensor:
-    """Scale directions to a root mean square of 1; return ⟨D, M⟩, at least 0.01 ‖D‖ ‖M‖.
+def _last_columns(one: Stepped, base: OfBase) -> Tensor | None:
+    """Return the bias's learning rate as a share of the weight's, ``[blocks]``; None if all are 1.
 
-    ``norm`` is ‖M‖. A momentum of zero keeps its direction of zero, and gets 1.
+    A parameter moves by its own rate along the direction.
     """
-    own = torch.linalg.vector_norm(one.direction, 2, (1, 2))
+    rates = [_rates(layer, base) for layer in one.members]
+    if all(_same(weight, bias) for weight, bias in rates):
+        return None
+    like = one.direction
+    shares = [_on(bias, like) / _on(weight, like) for weight, bias in rates]
+    each = zip(shares, one.members, strict=True)
+    found = torch.cat([share.expand(layer.blocks) for share, layer in each])
+    return torch.where(found.isfinite(), found, 1.0)
+
+
+def _in_last(matrices: Tensor, shares: Tensor) -> Tensor:
+    """Return a copy whose last columns are multiplied by these numbers."""
+    found = matrices.clone()
+    found[..., -1] *= shares[:, None]
+    return found
+
+
+def _unit(one: Stepped, shares: Tensor | None) -> Tensor:
+    """Scale directions so that the steps along them have a root mean square of 1; zero stays zero.
+
+    Return ‖M‖, ``[blocks]``.
+    """
+    moved = one.direction if shares is None else _in_last(one.direction, shares)
+    own = torch.linalg.vector_norm(moved, 2, (1, 2))
     size = math.sqrt(one.entries)
     one.direction.mul_((size / torch.where(own > 0, own, size))[:, None, None])
+    return torch.linalg.vector_norm(one.momentum, 2, (1, 2))
+
+
+def _along(one: Stepped, norms: Tensor, shares: Tensor | None) -> Tensor:
+    """Return ⟨D, M⟩ of directions from :func:`_unit`, at least 0.01 ‖D‖ ‖M‖; 1 for a zero M.
+
+    ``norms`` are ‖M‖; ``shares`` multiply the last column's part.
+    """
     along = torch.linalg.vecdot(one.direction.flatten(1), one.momentum.flatten(1))
-    along = torch.maximum(along, norm * (_LEAST_COSINE * size))
-    return torch.where(norm > 0, along, 1.0)
+    if shares is not None:
+        last = torch.linalg.vecdot(one.direction[..., -1], one.momentum[..., -1])
+        along = along + last * (shares - 1)
+    along = torch.maximum(along, norms * (_LEAST_COSINE * math.sqrt(one.entries)))
+    return torch.where(norms > 0, along, 1.0)
 
 
-def _limit(one: Stepped, base: OfBase, *, taken: bool = False) -> Tensor:
+def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:
     """Return the largest scale of each block: steps have limited root mean squares.
 
-    ``taken`` says that the learning rate is in the scale already. Vectors have no limit.
+    ``taken`` says that the learning rate is in the scale already, ``of_momentum`` that the base
+    steps along a momentum of any length. Vectors have no limit.
     """
     if 1 in one.direction.shape[1:]:
         return one.direction.new_full((len(one.direction),), math.inf)
     rates = {layer: _rates(layer, base)[0] for layer in one.members}
     rate: Any
     if any(isinstance(x, Tensor) for x in rates.values()):  # do not wait for a device's rate
-        each = [_on(rates[x], one.direction).expand(x.blocks) for x in one.members]
-        rate = torch.cat(each)
+        rate = torch.cat([_on(rates[x], one.direction).expand(x.blocks) for x in one.members])
     else:
         rate = per_block(one.members, rates.__getitem__, one.group.g.key)
     size = (one.sums.weights / one.entries).sqrt_()
-    most = torch.minimum(rate * _OF_RATE, size * _OF_WEIGHTS)
-    most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
+    if of_momentum:
+        most = (size * _FREE_OF_WEIGHTS).clamp_(min=_LEAST)
+    else:
+        most = torch.minimum(rate * _OF_RATE, size * _OF_WEIGHTS)
+        most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
     return most if taken else most / rate
 
 

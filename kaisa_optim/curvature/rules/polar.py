@@ -22,7 +22,7 @@ from .cholesky import of_factors
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
-_KEPT = 0.9
+_KEPT = 0.8
 
 
 class PolarRule(TriangleRule):
