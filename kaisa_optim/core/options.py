@@ -34,7 +34,7 @@ _SHARE = 0.01
 # learning rate of 0.1, from 0.063 to 0.039 on a U-Net, and from 1.324 to 1.283 on ResNet-8.
 EARLY = (5, 10, 25, 50)
 
-# "polar" refreshed every 10 and every 20 steps ended alike (digits 0.144 and 0.145, characters 1.948
+# "polar" refreshed every 10 and every 20 steps ended alike (digits 0.144 and 0.145, a GPT 1.948
 # and 1.944), every 50 steps 4 % higher.
 _OFTEN, _SELDOM = 20, 50
 
