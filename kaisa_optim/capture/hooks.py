@@ -355,7 +355,7 @@ class Capture:
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
             self._note_order(layer, forward_pass, x)
-            call = Call(passage, blocks, layer.mode(output), part, gathers)
+            call = Call(passage, blocks, part, gathers)
             record = functools.partial(self._backward, call)
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
@@ -415,7 +415,7 @@ class Capture:
 
         def moments(known_a: Tensor | None = None) -> Moments:
             dtype = torch.promote_types(passage.own.dtype, torch.float32)
-            how = PassSettings(self._reduce, dtype, call.blocks, call.mode, call.part)
+            how = PassSettings(self._reduce, dtype, call.blocks, call.part)
             return layer.moments(x, grad, covers, how, known_a)
 
         in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)

@@ -96,7 +96,6 @@ class Call:
 
     passage: Passage
     blocks: slice
-    mode: Any
     part: Part
     gathers: bool
     drawn: Drawn = dataclasses.field(default_factory=Drawn)

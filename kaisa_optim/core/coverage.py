@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import is_sharded
 from ..errors import invalid_because
-from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
 from .ties import Candidates, tie
 
 
@@ -120,16 +120,17 @@ def cover(
             own += [p for child in inner for p in child._parameters.values() if p in trained]
         if kind is None or reason is not None:
             reasons.update((p, reason or "") for p in own)
-        if kind is None and own and not papers_only:
+        if kind is None and own:
             watched = _watched(name, module, reasons)
             candidates.extend((layer, own) for layer in watched)
         elif kind is not None and reason is None:
             claimed.update(child for child in module.modules() if child is not module)
             candidates += [(layer, own) for layer in kind.layers_of(name, module)]
-    tied = set() if papers_only else tie(candidates, names)
+    tied = set() if papers_only else tie(candidates, names, reasons)
     for layer, own in candidates:
-        if papers_only and not layer.in_papers:
-            reasons.update((p, _PAPERS_ONLY) for p in own)
+        if papers_only and (layer.by_use or not layer.in_papers):
+            for p in own:
+                reasons.setdefault(p, _PAPERS_ONLY)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
             layer.wide = max_factor_size
             _train(layer, trained, found, reasons)
@@ -153,23 +154,17 @@ def _note_uncovered(
 
 def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
     """Return layers for a module's parameters; their use will be watched."""
-    own = [p for p in module._parameters.values() if p is not None]
-    if any(is_sharded(p) for p in own):
-        title = type(module).__name__
-        why = f"{title}: its weights are sharded, and their use can't be watched"
-        reasons.update((p, why) for p in own)
-        return []
     kind = inherited_kind(module)
+    layers: list[Layer] = []
     if kind is None:
-        found = declared(name, module)
-        reasons.update(found.reasons.items())
-        for layer in found.layers:
-            reasons.pop(layer.weight, None)
-            reasons.pop(layer.bias, None)
-        return found.layers
-    layers = []
-    if not kind.intercepts() and kind.unsupported(module) is None:
+        layers, why = declared(name, module)
+        reasons.update(why.items())
+    elif not kind.intercepts() and kind.unsupported(module) is None:
         layers = kind.layers_of(name, module)
+    if any(is_sharded(p) for p in module._parameters.values()):
+        text = f"{type(module).__name__}: its weights are sharded, and their use can't be watched"
+        reasons.update((p, text) for layer in layers for p in (layer.weight, layer.bias))
+        return []
     for layer in layers:
         if layer.weight is not None:
             layer.watched_in, layer.by_use = (module,), True
@@ -218,13 +213,9 @@ def _train(
 
 def beside_matrices(model: nn.Module) -> set[Tensor]:
     """Return parameters that multiply no input as a matrix: of embeddings and norms."""
-    found: set[Tensor] = set()
-    for module in unwrapped(model).modules():
-        kind = kind_of(module)
-        table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if table or (kind is not None and not kind.multiplies):
-            found.update(p for p in module._parameters.values() if p is not None)
-    return found
+    beside = nn.Embedding, nn.EmbeddingBag, *NORMS
+    modules = (m for m in unwrapped(model).modules() if isinstance(m, beside))
+    return {p for module in modules for p in module._parameters.values() if p is not None}
 
 
 def refuse_flattened(model: nn.Module) -> None:

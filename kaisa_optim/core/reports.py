@@ -20,7 +20,7 @@ from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
 from ..curvature.sums import FactorSums
 from ..errors import invalid_because
-from ..layers import Layer
+from ..layers import SCALES, Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, LayerState
@@ -244,8 +244,11 @@ def coverage(registry: Registry) -> CoverageReport:
 
 
 def poor_coverage(found: CoverageReport) -> str:
-    """Return a warning if much of a model is left; parameters that options leave do not count."""
-    left = sum(one.size for one in found.left.values())
+    """Return a warning if much of a model is left.
+
+    Parameters that options leave, and those that scale or shift entries, do not count.
+    """
+    left = sum(one.size for one in found.left.values() if one.reason != SCALES)
     if left <= (1 - _ENOUGH) * found.total:
         return ""
     text = "the base optimizer updates these with their raw gradients"

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..layers import ElementwiseLayer, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
+from ..layers import SCALES, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
 
 _MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
 
 Candidates = list[tuple[Layer, list[Tensor]]]  # a layer, and its module's trained parameters
 
 
-def tie(layers: Candidates, names: Mapping[Tensor, list[str]]) -> set[Tensor]:
-    """Make one layer of each parameter that several modules share; return these parameters.
+def tie(
+    layers: Candidates,
+    names: Mapping[Tensor, list[str]],
+    reasons: MutableMapping[Tensor | None, str],
+) -> set[Tensor]:
+    """Make one layer of each table or matrix that several modules share; return these weights.
 
-    Tables and matrices share a weight; a bias of one of their modules becomes a layer of its own.
+    The base optimizer steps the biases of these modules.
     """
-    tied = set()
+    tied: set[Tensor] = set()
     for users in _shared(layers, names):
         if not all(type(layer) in _MATRICES and layer.blocks == 1 for layer, _ in users):
             continue
         # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
         primary = next((layer for layer, _ in users if layer.diagonal_input), users[0][0])
-        for layer, own in users:
+        assert primary.weight is not None
+        tied.add(primary.weight)
+        primary.watched_in = tuple(dict.fromkeys(layer.module for layer, _ in users))
+        for candidate in users:
+            layer = candidate[0]
             if layer.bias is not None:
-                bias = ElementwiseLayer(names[layer.bias][0], layer.module, layer.bias)
+                reasons[layer.bias] = SCALES
                 layer.bias = None
-                layers.append((bias, own))
-        tied.add(_keep(primary, users, layers))
-    for users in _shared(layers, names):
-        if all(type(layer) is ElementwiseLayer for layer, _ in users):
-            tied.add(_keep(users[0][0], users, layers))
+            if layer is not primary:
+                layers.remove(candidate)
     return tied
 
 
@@ -48,13 +53,3 @@ def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candi
         if weight is not None and len(names[weight]) > 1 and not is_sharded(weight):
             of_weight.setdefault(weight, []).append(candidate)
     return [users for weight, users in of_weight.items() if len(users) == len(names[weight])]
-
-
-def _keep(primary: Layer, users: Candidates, layers: Candidates) -> Tensor:
-    """Let one layer stand for all layers of its weight; its calls are watched in all modules."""
-    primary.watched_in = tuple(dict.fromkeys(layer.module for layer, _ in users))
-    for candidate in users:
-        if candidate[0] is not primary:
-            layers.remove(candidate)
-    assert primary.weight is not None
-    return primary.weight

@@ -1,6 +1,6 @@
 """Layer kinds, one file a kind."""
 
-from . import attention, conv, embedding, linear, norm  # noqa: F401 (each registers its kinds)
+from . import attention, conv, embedding, linear  # noqa: F401 (each registers its kinds)
 from .base import (
     Layer,
     Moments,
@@ -14,12 +14,13 @@ from .base import (
 )
 from .embedding import EmbeddingLayer
 from .linear import LinearLayer
-from .parameters import Declared, ElementwiseLayer, MatrixLayer, declared
+from .parameters import NORMS, SCALES, Declared, MatrixLayer, declared
 from .watch import WatchMode
 
 __all__ = [
+    "NORMS",
+    "SCALES",
     "Declared",
-    "ElementwiseLayer",
     "EmbeddingLayer",
     "Layer",
     "LinearLayer",

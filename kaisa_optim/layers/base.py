@@ -42,7 +42,6 @@ class PassSettings(NamedTuple):
     reduce: bool  # one row for each example: ā, Σ ∂L/∂s
     dtype: torch.dtype  # the moments' dtype
     blocks: slice = slice(None)  # the layer's blocks that the call sees
-    mode: Any = None  # facts of the forward pass that the moments need, if any
     part: Part = WHOLE  # the part of the pass that is read
 
 
@@ -87,7 +86,6 @@ class CoveredModule:
     divided_by_positions = False  # the papers' normalization divides rows by the positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
-    multiplies = True  # its weight is a matrix, or kernel, that multiplies the input
     reads_input = True  # output_rows reads the input, too
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps a tensor made of its input, and not the input
@@ -228,10 +226,6 @@ class RowsOfModule(CoveredModule):
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
         """Return whether statistics need the module's input in the backward pass."""
         return covers[0]
-
-    def mode(self, output: Tensor) -> Any:
-        """Return the facts of the forward pass of ``output`` that moments need, if any."""
-        return None
 
 
 class MomentsOfRows(RowsOfModule):

@@ -21,9 +21,8 @@ from ..linalg.moments import (
     symmetric,
     takes_halves,
 )
-from ..linalg.patches import Pairs, patch_moment, patch_sums, pays, windows
+from ..linalg.patches import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from ..linalg.precision import rounded
-from ..linalg.spectrum import Sizes
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch. GPUs

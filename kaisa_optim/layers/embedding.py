@@ -13,7 +13,6 @@ class EmbeddingLayer(Layer):
     diagonal_input = True
     watchable = True
     input_dim = 0
-    multiplies = False
     reads_dense_only = True
 
     def __init__(self, name: str, module: nn.Embedding) -> None:

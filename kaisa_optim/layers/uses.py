@@ -8,7 +8,6 @@ its A belongs to the primary's G, and its G to the primary's A.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from .base import Layer, Moments, PassSettings
 from .conv import ConvLayer
 from .embedding import EmbeddingLayer
 from .linear import SequenceRows
-from .sampling import Part, Sample
 
 
 class Use(Layer):
@@ -167,60 +165,6 @@ class TableUse(Use, EmbeddingLayer):
             x, grad, reduce=reduce, diagonal=True, append_one=append_one, dtype=dtype
         )
         return moment if diagonal else torch.diag_embed(moment)
-
-
-class EntriesUse(Use):
-    """Entries of the weight that scale or shift entries of an input.
-
-    ``dims`` are the output's dimensions along which the entries lie, in order. Along its other
-    dimensions, one entry serves many numbers. ``span`` has the entries that the call uses.
-    """
-
-    def __init__(self, primary: Layer, dims: tuple[int, ...], span: slice, *, scales: bool) -> None:
-        super().__init__(primary)
-        self.dims, self.span, self.scales = dims, span, scales
-        self.unseen_output = True
-
-    def needs_input(self, covers: tuple[bool, bool]) -> bool:
-        return covers[0] and self.scales
-
-    def unbatched(self, x: Tensor) -> bool:
-        return 0 in self.dims or x.dim() == 0
-
-    def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
-        whole = x.shape == output.shape
-        return super().part(x, output, sample if whole else None, reduce=reduce)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """Return ``[batch, positions, entries]``."""
-        others = [i for i in range(tensor.dim()) if i not in self.dims]
-        batch = 1 if self.unbatched(tensor) else tensor.shape[0]
-        entries = math.prod(tensor.shape[i] for i in self.dims)
-        return tensor.permute((*others, *self.dims)).reshape(batch, -1, entries)
-
-    def moments(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        how: PassSettings,
-        known_a: Tensor | None = None,
-    ) -> Moments:
-        part = how.part
-        grad = part.of(grad)
-        products = grad.to(how.dtype)
-        if x is not None and self.scales:
-            products = products * (part.of(x) if x.dim() == grad.dim() else x)
-        rows = self._rows(products)
-        batch, positions, _ = rows.shape
-        if how.reduce:
-            rows = rows.sum(1, keepdim=True)
-        sums = part.weighted(torch.linalg.vecdot(rows.flatten(0, 1), rows.flatten(0, 1), dim=0))
-        g = sums.new_zeros(1, self.outputs)
-        g[0, self.span] = sums
-        batch, positions = part.whole_counts(batch, positions)
-        count = batch if how.reduce else batch * positions
-        return Moments(g.new_full((1, 1), count), g, count, positions, how.blocks)
 
 
 class ConvUse(ConvLayer):

@@ -1,7 +1,7 @@
 """Watching the calls in a module's forward that use parameters of its own.
 
 A mode sees every torch function that runs under it. The mode knows some functions: products,
-tables, norms, sums and products of entries, convolutions. If a parameter or a view of it is among
+tables, convolutions. If a parameter or a view of it is among
 the arguments, the mode taps the result for the parameter's layer.
 """
 
@@ -18,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 from . import uses
 from .conv import ConvLayer
 from .embedding import EmbeddingLayer
-from .norm import _Norm
-from .parameters import ElementwiseLayer
-from .views import Place, entries_of, place_of
+from .views import Place, place_of
 
 if TYPE_CHECKING:
     from .base import Layer, Tap
@@ -107,17 +105,6 @@ class WatchMode(TorchFunctionMode):
             use.first = place.first
         return self.tap(use, out, x, place.blocks)
 
-    def entries(self, found: Found, out: Tensor, x: Tensor | None) -> Tensor:
-        """Tap a sum with entries of a weight, or a product of them with ``x``."""
-        layer = found.layer
-        if not isinstance(layer, ElementwiseLayer):
-            return out
-        where = entries_of(found.view, found.whole, out)
-        if where is None:
-            return out
-        use = uses.EntriesUse(layer, where.dims, where.span, scales=x is not None)
-        return self.tap(use, out, out if x is None else x, _ALL)
-
     def rows(self, found: Found, out: Tensor, indices: Tensor) -> Tensor:
         """Tap rows of a weight, picked by indices."""
         layer, place = found.layer, found.place()
@@ -152,17 +139,14 @@ def _addmm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _biased_product(
     mode: WatchMode, out: Any, x: Any, weight: Any, bias: Any, *, input_dim: int
 ) -> Any:
-    found, shift = mode.find(weight), mode.find(bias)
-    if found is not None:
-        layer = found.layer
-        own = found.view is found.whole and bias is (layer.bias if layer.covers[1] else bias)
-        if own and layer.input_dim == input_dim and layer.blocks == 1:
-            out = mode.tap(layer, out, x, _ALL) if layer.multiplies else out
-        else:
-            out = mode.product(found, out, x, uses.ProductUse, input_dim)
-    if shift is not None:
-        out = mode.entries(shift, out, None)
-    return out
+    found = mode.find(weight)
+    if found is None:
+        return out
+    layer = found.layer
+    own = found.view is found.whole and bias is (layer.bias if layer.covers[1] else bias)
+    if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
+        return mode.tap(layer, out, x, _ALL)
+    return mode.product(found, out, x, uses.ProductUse, input_dim)
 
 
 def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -249,16 +233,9 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     if len(args) != 2 or kwargs:
         return out
-    found = [mode.find(value) for value in args]
-    for one, other in zip(found, reversed(args), strict=True):
-        if one is None:
-            continue
-        if not isinstance(other, Tensor):
-            mode.stands_in(out, one)
-        elif one.layer.multiplies:
-            out = _positions(mode, one, out)
-        else:
-            out = mode.entries(one, out, None)
+    for found in [mode.find(value) for value in args]:
+        if found is not None:
+            out = _positions(mode, found, out)
     return out
 
 
@@ -270,83 +247,12 @@ def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     return mode.rows(found, out, indices)
 
 
-def _multiplied(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    found = [mode.find(value) for value in args[:2]]
-    if len(args) != 2 or kwargs or found == [None, None]:
-        return func(*args, **kwargs)
-    at = 0 if found[0] is not None else 1
-    one, x = found[at], args[1 - at]
-    if func is torch.Tensor.mul_ and isinstance(x, Tensor):
-        x = x.detach().clone()  # before it is written into
-    out = func(*args, **kwargs)
-    if one is None or None not in found or not isinstance(x, Tensor):
-        return out
-    return mode.entries(one, out, x)
-
-
-def _expanded(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
-    found = mode.find(args[0])
-    if found is None or out.numel() == args[0].numel():
-        return out
-    return mode.entries(found, out, None)
-
-
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     found = mode.find(args[0])
     if found is not None and isinstance(out, Tensor) and out.is_floating_point():
         mode.stands_in(out, found)
     return out
-
-
-def _norm(at: int) -> Callable[..., Any]:
-    """Return a function that watches a norm whose weight is the argument ``at``."""
-
-    def watch(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        out = func(*args, **kwargs)
-        weight = mode.find(_argument(args, kwargs, at, "weight"))
-        bias = mode.find(_argument(args, kwargs, at + 1, "bias"))
-        if weight is not None and isinstance(weight.layer, _Norm):
-            return mode.tap(weight.layer, out, _argument(args, kwargs, 0, "input"), _ALL)
-        if weight is not None:
-            normalized = _normalized(func, args, kwargs, at)
-            out = mode.entries(_along(weight, out, func), out, normalized)
-        return out if bias is None else mode.entries(_along(bias, out, func), out, None)
-
-    return watch
-
-
-def _normalized(func: Any, args: Args, kwargs: Kwargs, at: int) -> Any:
-    """Return a norm's output without its weight, the argument ``at``, and the bias after it."""
-    left = {at: "weight", at + 1: "bias"}
-    if func is F.batch_norm and _argument(args, kwargs, 5, "training", False):
-        # In training, this second call needs no running statistics, and must not move them again.
-        left |= {1: "running_mean", 2: "running_var"}
-    given = [None if i in left else value for i, value in enumerate(args)]
-    named = {k: None if k in left.values() else value for k, value in kwargs.items()}
-    with torch.no_grad():
-        return func(*given, **named)
-
-
-def _along(found: Found, out: Tensor, norm: Any) -> Found:
-    """Return entries as they broadcast; except for layer norm, they belong to channels."""
-    if norm is F.layer_norm:
-        return found
-    return found._replace(view=found.view.view(-1, *(1,) * (out.dim() - 2)))
-
-
-def _rms_norm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
-    weight = mode.find(_argument(args, kwargs, 2, "weight"))
-    if weight is None:
-        return out
-    x, shape = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "normalized_shape")
-    if isinstance(weight.layer, _Norm):
-        return mode.tap(weight.layer, out, x, _ALL)
-    with torch.no_grad():
-        normalized = func(x, shape, None, _argument(args, kwargs, 3, "eps"))
-    return mode.entries(weight, out, normalized)
 
 
 def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -393,14 +299,7 @@ WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
     torch.Tensor.index_select: _picked,
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
     **dict.fromkeys((torch.sub, torch.Tensor.sub, torch.Tensor.sub_), _added),
-    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.mul_), _multiplied),
-    **dict.fromkeys((torch.Tensor.expand, torch.Tensor.expand_as), _expanded),
-    torch.Tensor.repeat: _expanded,
     **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
-    F.layer_norm: _norm(2),
-    F.group_norm: _norm(2),
-    F.batch_norm: _norm(3),
-    F.rms_norm: _rms_norm,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
     torch._grouped_mm: _grouped,
 }

@@ -11,7 +11,7 @@ def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest eigenvalues come first.
     """
-    if factors.shape[-1] == 1:  # a solver would be called for each of a norm layer's features
+    if factors.shape[-1] == 1:  # a solver would be called for each depthwise channel
         return factors[..., 0].clamp(min=0), torch.ones_like(factors)
     values, vectors = torch.linalg.eigh(factors)
     return values.clamp_(min=0).flip(-1), vectors.flip(-1)

@@ -19,11 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import spectrum
 from .moments import second_moment
-from .precision import full_precision
-from .products import multiplies_slowly
-from .spectrum import Sizes, half_of_shifts
 
 _AT_ONCE = 1 << 19  # numbers of the images that CPUs take together
 _FEW = 1 << 20  # numbers of shifted lines up to which no convolution is needed
@@ -31,6 +27,7 @@ _CALLS = 16  # the cost of a piece's calls, in products of channels with channel
 _MOST_TAPS = 256  # the places of all pairs of taps are kept in memory
 _MOST_ROWS = 3  # products of channels with channels, for each one in the result
 _REMEMBERED = 1 << 10  # geometries; each step has the same ones
+Sizes = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
 # For each dimension in which positions are left out: its axis, and a tuple of _strips.
 Strip = tuple[tuple[int, int, int, int, int], ...]
@@ -100,9 +97,14 @@ def patch_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: 
     return whole.reshape(groups, channels * taps, channels * taps)
 
 
+def _half_of_shifts(kernel: Sizes) -> int:
+    """Return how many shifts between taps are not before 0; shift 0 stands first."""
+    return (math.prod(2 * k - 1 for k in kernel) + 1) // 2
+
+
 def _rows(alike: _Alike) -> int:
     return sum(
-        len(pieces) * half_of_shifts(kernel) * math.prod(counts) ** 2
+        len(pieces) * _half_of_shifts(kernel) * math.prod(counts) ** 2
         for (counts, kernel, *_), pieces in alike
     )
 
@@ -132,7 +134,7 @@ def _places(
             rows.append(first + row)
             sign = (-1.0) ** len(piece)
             weights.append(torch.where(shift == 0, sign / 2, sign))
-            first += half_of_shifts(own_kernel) * math.prod(counts) ** 2
+            first += _half_of_shifts(own_kernel) * math.prod(counts) ** 2
     block = torch.cat(blocks)
     order = block.argsort(stable=True)
     counted = block.bincount(minlength=math.prod(kernel) ** 2)
@@ -232,18 +234,13 @@ def _autocorrelation(x: Tensor, kernel: Sizes, dilation: Sizes, groups: int) -> 
         return second_moment(rows, x.dtype, diagonal=False)[:, None]
     if len(kernel) == 1 and kernel[0] * x.numel() <= _FEW:
         return _shifts_of_lines(x.unflatten(1, (groups, -1)), kernel[0], dilation[0])
-    geometry = tuple(map(int, x.shape[2:])), kernel, dilation
-    channels, slow = x.shape[1] // groups, multiplies_slowly(x)
-    if x.device.type == "cpu" and spectrum.pays(*geometry, channels, groups, len(x), slow):
-        with full_precision("cpu"):  # the user's setting is for rows, not for frequencies
-            return spectrum.autocorrelation(x, kernel, dilation, groups)
     total: Tensor | None = None
     for images in x.split(_images_at_once(x)):
         own = _by_convolution(images, kernel, dilation, groups)
         total = own if total is None else total.add_(own)
     assert total is not None
     found = total.unflatten(0, (groups, -1)).flatten(3).permute(0, 3, 1, 2)
-    return found[:, -half_of_shifts(kernel) :]
+    return found[:, -_half_of_shifts(kernel) :]
 
 
 def _images_at_once(x: Tensor) -> int:
