@@ -31,7 +31,7 @@ _LEAST_COSINE = 0.01
 # begin at zero, and weights of size 1 need longer steps than weights of size 1 / √n.
 _OF_RATE, _OF_WEIGHTS = 0.2, 0.05
 _FREE, _FREE_OF_WEIGHTS = 0.003, 0.02
-# SGD's rate is no length of a step: a share of the weights' size alone limits SGD's steps. With 0.05,
+# SGD's rate is no length of a step: only a share of the weights' size limits its steps. With 0.05,
 # the autoencoder of digits broke at a rate of 1, where SGD diverges. Without a limit it broke at
 # 0.1, and a U-Net ended at 0.040 for 0.046.
 _OF_WEIGHTS_BY_SGD = 0.03
