@@ -160,6 +160,7 @@ class SGDLength(Length):
         last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
         own = squares.sum(1) / along
         limit = torch.minimum(_limit(one, base), own * _MOST_OF_OWN)
+        along = torch.where(norm > 0, along, 0.0)  # blocks at rest do not shorten the others' steps
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
