@@ -166,7 +166,8 @@ class SGDLength(Length):
         norms = _unit(one, _last_columns(one, base))
         squares = one.momentum.square().sum(1)
         last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
-        along = _along(one, norms, None)
+        # Blocks at rest do not shorten the others' steps.
+        along = torch.where(norms > 0, _along(one, norms, None), 0.0)
         limit = _limit(one, base, of_momentum=True)
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
