@@ -38,8 +38,8 @@ from tests.support.training import (
 )
 
 METHODS: dict[str, dict[str, Any]] = {
-    "eigen": {},
-    "outer product": {"compute_eigenvalue_outer_product": True},
+    "eigen": {"compute_method": "eigen"},
+    "outer product": {"compute_method": "eigen", "compute_eigenvalue_outer_product": True},
     "inverse": {"compute_method": "inverse"},
     "full inverse": {"compute_method": "inverse", "damping_split": "full"},
 }
@@ -105,7 +105,7 @@ def test_layers_in_one_stack_keep_to_themselves(method):
         {"params": part.parameters(), "damping": damping}
         for part, damping in zip(model.parts, dampings, strict=True)
     ]
-    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP, **METHODS[method])
+    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP | METHODS[method])
     for i, used in enumerate([(0, 1, 2), (2, 0), (0, 3, 4), (4, 3, 2, 1, 0)]):
         model.used = used
         before = values(model)
@@ -139,7 +139,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-2, torc
 
 def one_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=1.0, damping=0.1, **EVERY_STEP, **options)
+    opt = KFACSGD(model, **{"lr": 1.0, "damping": 0.1, **EVERY_STEP, **options})
     before = values(model)
     train(model, opt, [0])
     return opt, difference(before, model)
@@ -225,7 +225,11 @@ def drifted(options: dict[str, Any], able: int) -> float:
     return float((mine - first).norm() / first.norm())
 
 
-@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {}], ids=["eigen", "muon"])
+@pytest.mark.parametrize(
+    "options",
+    [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
+    ids=["eigen", "polar", "muon"],
+)
 @pytest.mark.parametrize("able", [0, 1, 2])
 def test_ranks_multiply_in_bfloat16_only_together(options, able):
     """Else the weights of one whose device has no instructions for it would drift apart."""
@@ -236,6 +240,7 @@ def drifted_after_a_move(before: int, after: int) -> float:
     """The same, where so many of the ranks can at first, and so many after the model was moved."""
     model = network(dtype=torch.float32)
     options = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+    options |= METHODS["eigen"]
     opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
     for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
         has = mock.patch.object(
@@ -263,10 +268,11 @@ def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
     "make",
     [
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
-        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP),
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP | METHODS["inverse"]),
+        lambda m: KFACSGD(m, lr=0.1, inv_update_steps=1),
         lambda m: KFACMuon(m, lr=0.01),
     ],
-    ids=["eigen", "inverse", "muon"],
+    ids=["eigen", "inverse", "polar", "muon"],
 )
 def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
     """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
@@ -347,7 +353,7 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
     """The state of before stays in use, as where a decomposition fails; of a diagonal, too."""
     model = nn.Sequential(nn.Linear(4, 3))
     options = {**EVERY_STEP, "damping": 0.01, "factor_dtype": torch.float16}
-    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **options, **how)
+    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **{**options, **how})
     for scale in (1.0, 1.0, 1e4, 1.0):
         opt.zero_grad()
         with warnings.catch_warnings(record=True) as said:
@@ -440,7 +446,7 @@ ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
 def test_memory_usage_adds_up_to_the_byte(method, dtype):
     model = Zoo()
     opt = KFACSGD(
-        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **EVERY_STEP, **METHODS[method]
+        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **EVERY_STEP | METHODS[method]
     )
     kfac = opt.preconditioner
 
@@ -530,7 +536,7 @@ def planted(monkeypatch, method):
 
 
 def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
-    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method], **options}
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP | METHODS[method], **options}
     model, other = network(dtype=torch.float32), network(dtype=torch.float32)
     return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
 
@@ -595,7 +601,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
     """Of four equal layers one fails; the others are as they would be."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
-    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method]}
+    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP | METHODS[method]}
     twin = copy.deepcopy(model)
     opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
     train(model, opt, [0])
@@ -706,7 +712,7 @@ def test_other_errors_are_not_swallowed(method, planted):
 def test_an_inverse_of_an_indefinite_average_is_told():
     """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
     model = network()
-    opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, damping=1e-4, **EVERY_STEP | METHODS["inverse"])
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
     a = opt.preconditioner.owned.by_key[opt.preconditioner.layers["0"], "a"]
@@ -1025,8 +1031,8 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
         seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
         return original(*given, **how)
 
-    original = orthogonal.polar
-    monkeypatch.setattr(orthogonal, "polar", spied)
+    original = orthogonal.orthogonalized
+    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
     CHOICES[choice]()
     chosen = snapshot()
     model = network(dtype=torch.float32)

@@ -43,8 +43,13 @@ def early(*steps: int) -> Any:
     return mock.patch.object(options, "_early", lambda settled: steps)
 
 
-# Statistics and second-order state anew in every step, and steps that no clip scales.
-EVERY_STEP: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
+# Preconditioned gradients that no clip scales, with statistics and bases anew in every step.
+EVERY_STEP: dict[str, Any] = {
+    "compute_method": "eigen",
+    "factor_update_steps": 1,
+    "inv_update_steps": 1,
+    "kl_clip": None,
+}
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Sequential:
