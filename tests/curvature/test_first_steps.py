@@ -397,7 +397,9 @@ def received(
 
 def test_what_travels():
     """An early refresh brings what a step of all brings; grafting and warm-up bring nothing."""
-    plan = Plan(even(2, 2), "images", options={**FREE, **INTERVALS}, spread={"assignment": "layer-wise"})
+    plan = Plan(
+        even(2, 2), "images", options={**FREE, **INTERVALS}, spread={"assignment": "layer-wise"}
+    )
     helped = Plan(plan.sizes, plan.network, options={**INTERVALS, **ALL}, spread=plan.spread)
     pairs = zip(run(2, received, plan, ()), run(2, received, helped, EARLY), strict=True)
     for (plain, both, volume), (other, same, again) in pairs:

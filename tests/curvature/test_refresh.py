@@ -453,9 +453,7 @@ ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_usage_adds_up_to_the_byte(method, dtype):
     model = Zoo()
-    opt = KFACSGD(
-        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **ALWAYS[method]
-    )
+    opt = KFACSGD(model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **ALWAYS[method])
     kfac = opt.preconditioner
 
     def pass_backward() -> None:

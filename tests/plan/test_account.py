@@ -249,7 +249,9 @@ CASES = {
     "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
     "inverse, full split": Case(options=inverse | {"damping_split": "full"}),
     "inverse, layer-wise": Case(options=inverse | {"assignment": "layer-wise"}),
-    "products": Case(options=eigen | {"compute_eigenvalue_outer_product": True, "inv_dtype": brain}),
+    "products": Case(
+        options=eigen | {"compute_eigenvalue_outer_product": True, "inv_dtype": brain}
+    ),
     "stored": Case("tokens", {"factor_dtype": brain, "inv_dtype": half}),
     "stored inverses": Case(options=inverse | {"factor_dtype": torch.float64, "inv_dtype": half}),
     "diagonal": Case(options={"max_factor_size": 6}),
