@@ -83,6 +83,9 @@ def mlps(draw, activations=(nn.Identity,), depth: int = 3) -> nn.Sequential:
 BENT = (nn.Tanh, nn.Sigmoid, nn.Softplus, nn.ReLU)
 
 
+EIGEN = ref.METHODS["eigen"]
+
+
 def plain(net: nn.Module, method: str = "eigen", **options) -> KFACSGD:
     """An optimizer whose step subtracts the preconditioned gradient and nothing else."""
     return KFACSGD(net, lr=1.0, kl_clip=None, **ref.METHODS[method], **options)
@@ -683,7 +686,7 @@ def test_the_clip_knows_which_learning_rate_it_means(which, alpha):
     def run(**options):
         net = varied(3)
         x = torch.ones(2, 1, 3, 3, dtype=torch.float64).cumsum(-1)
-        opt = KFACSGD(net, lr=0.5, **options)
+        opt = KFACSGD(net, lr=0.5, **EIGEN, **options)
         opt.param_groups[0]["lr"] = 0.05
         gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3]))
         return net, gradients, {key: step / 0.05 for key, step in steps.items()}
@@ -811,6 +814,7 @@ def test_the_running_average_is_weighed_and_unbiased(data, sharing, decays):
         factor_update_steps=1,
         inv_update_steps=1,
         weight_sharing=sharing,
+        **EIGEN,
     )
     values: dict[str, list] = {name: [] for name in COVERED}
     for decay in decays:
@@ -835,7 +839,7 @@ def test_the_running_average_is_weighed_and_unbiased(data, sharing, decays):
 @pytest.mark.parametrize("decay", [0.001, 0.95, 1.0])
 def test_the_first_value_is_exact_whatever_the_decay(decay):
     net = varied(2)
-    opt = KFACSGD(net, lr=1.0, factor_decay=decay)
+    opt = KFACSGD(net, lr=1.0, factor_decay=decay, **EIGEN)
     other = varied(2)
     exact = plain(other, factor_decay=0.5)
     x = torch.ones(2, 1, 3, 3, dtype=torch.float64).cumsum(-1)

@@ -16,7 +16,7 @@ from kaisa_optim.linalg import eigen
 
 
 def step(net, x, **options):
-    opt = KFACSGD(net, lr=1.0, kl_clip=None, **options)
+    opt = KFACSGD(net, lr=1.0, **{"compute_method": "eigen", "kl_clip": None, **options})
     net(x).square().sum(1).mean().backward()
     opt.step()
     return opt

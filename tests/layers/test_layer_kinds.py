@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from tests.support import reference as ref
+from tests.support.watch import PAPERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
@@ -417,7 +418,7 @@ def test_a_batch_norm_means_the_mode_of_its_forward(training):
     net, x = build(Case(lambda: nn.BatchNorm1d(3), image(5, 3), prepare=run_statistics))
     layer = net.layer.train(training)
     a, g = ref.input_rows(layer, x), ref.gradient_rows(layer, loss_of, x)
-    opt = KFACSGD(net, lr=1.0)
+    opt = KFACSGD(net, lr=1.0, **PAPERS)
     loss = loss_of(net(x))
     layer.train(not training)
     with torch.no_grad():
@@ -656,7 +657,8 @@ def test_attention_equals_the_same_attention_of_linear_layers():
     by_hand = OfLinears(mha).double()
     net = Net(mha)
     x = normal(3, 5, 4)
-    options = {"lr": 1.0, "damping": DAMPING}  # the clip on: the sum over layers must agree too
+    options = {"lr": 1.0, "damping": DAMPING, "compute_method": "eigen"}
+    # The clip is on: the sum over layers must agree, too.
     first, second = KFACSGD(net, **options), KFACSGD(by_hand, **options)
     loss_of(net(x, x, x, need_weights=False)[0]).backward()
     loss_of(by_hand(x)).backward()
@@ -724,7 +726,7 @@ def test_a_batch_that_is_not_first_gives_the_same_encoder(sharing):
     found = []
     for layer in (first, second):
         net = Net(layer)
-        opt = KFACSGD(net, lr=1.0, kl_clip=None, loss_terms=2, weight_sharing=sharing)
+        opt = KFACSGD(net, lr=1.0, **PAPERS, loss_terms=2, weight_sharing=sharing)
         out = net(x) if layer is first else net(x.transpose(0, 1)).transpose(0, 1)
         loss_of(out).backward()
         steps = ref.take_step(opt, net)
@@ -787,7 +789,7 @@ def test_loss_terms(terms, count):
     x = tokens(3, 4, high=6)
     a = ref.input_rows(layer, x)
     g = ref.gradient_rows(layer, loss_of, x)
-    opt = KFACSGD(net, lr=1.0, loss_terms=terms)
+    opt = KFACSGD(net, lr=1.0, **PAPERS, loss_terms=terms)
     loss_of(net(x)).backward()
     opt.step()
     for actual, wanted in zip(
@@ -800,7 +802,7 @@ def test_a_number_of_terms_is_that_of_the_whole_step():
     """Not of each micro-batch: a user who masks counts what all of them average."""
     net, x = build(LINEAR["3d"])
     g = ref.gradient_rows(net.layer, loss_of, x)
-    opt = KFACSGD(net, lr=1.0, loss_terms=4.0)
+    opt = KFACSGD(net, lr=1.0, **PAPERS, loss_terms=4.0)
     out = net(x)
     opt.zero_grad()
     for rows in range(len(x)):
@@ -813,7 +815,7 @@ def test_a_number_of_terms_is_that_of_the_whole_step():
 def test_a_sum_has_one_term():
     net, x = build(LINEAR["3d"])
     g = ref.gradient_rows(net.layer, loss_of, x)
-    opt = KFACSGD(net, lr=1.0, loss_reduction="sum")
+    opt = KFACSGD(net, lr=1.0, **PAPERS, loss_reduction="sum")
     loss_of(net(x)).backward()
     opt.step()
     ref.assert_close(opt.preconditioner.factors("layer")[1], ref.factors(g, g, 1.0)[1])

@@ -20,6 +20,7 @@ from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
 from tests.support.ranks import RankError, run
+from tests.support.watch import PAPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -28,7 +29,7 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 # Statistics of the last step alone, at weights that stay: factors show which rows were taken.
 BARE: dict[str, Any] = {
     "lr": 0.0,
-    "kl_clip": None,
+    **PAPERS,
     "factor_decay": 1e-30,
     "factor_update_steps": 1,
     "inv_update_steps": 40,  # and none early
@@ -376,7 +377,7 @@ def test_ranks_take_the_rows_that_one_process_would(name):
     plan = Plan(
         ((8,), (4, 4)),
         network=name,
-        options={"statistics_fraction": 0.25, "damping": 0.1, "kl_clip": None, **intervals},
+        options={"statistics_fraction": 0.25, "damping": 0.1, **PAPERS, **intervals},
         steps=3,
     )
     ranks = run(2, train, plan)

@@ -366,7 +366,7 @@ def test_rows_of_a_matrix_are_those_of_a_table(pick):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weight_sharing": "reduce"}, {"eigenvalue_correction": "examples"}],
+    [{}, {"weight_sharing": "reduce"}],
     ids=lambda options: next(iter(options.values()), "plain"),
 )
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
