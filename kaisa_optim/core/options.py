@@ -398,7 +398,8 @@ class Options:
                 self._settle(name, option.follows(self))
         # Numbers of the steps that gather and refresh everything; a later interval changes none.
         self._settle("early", _early(self))
-        for name, value in asked.items():  # first: conflicts name settings of the papers as remedies
+        # First, since conflicts name options of the papers as remedies.
+        for name, value in asked.items():
             self._refuse_without_use(name, value)
         for name, value in asked.items():
             self._refuse_conflicts(name, value)

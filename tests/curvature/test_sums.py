@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
+from kaisa_optim.layers.norm import BatchNormLayer
 from torch import nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import PassSettings, conv, norm
-from kaisa_optim.layers.norm import BatchNormLayer
 from kaisa_optim.layers.sampling import WHOLE, Sample
 from kaisa_optim.layers.saving import UNKNOWN, saving_hooks
 from kaisa_optim.linalg import eigen
