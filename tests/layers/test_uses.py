@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kaisa_optim import KFACAdam
 from tests.support.watch import DAMPING, assert_close, exact, normal, seeded, solved, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]

@@ -19,7 +19,6 @@ from tests.support.reference import MUON_POLYNOMIAL as POLYNOMIAL
 from tests.support.reference import muon_direction, muon_ratio
 from tests.support.training import assert_near
 
-
 sizes = st.integers(1, 9)
 
 
