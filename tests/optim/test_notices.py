@@ -93,7 +93,7 @@ def test_lr_0_at_construction_leaves_the_clip_off():
 @pytest.mark.parametrize("cls", [KFACSGD, KFACMuon])
 def test_a_clip_that_is_set_is_refused(cls):
     opt = cls(network(), lr=0.1)
-    with pytest.raises(ValueError, match="Invalid kl_clip: 0.5 with compute_method='polar', whi"):
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.5 with compute_method='polar', whi"):
         opt.preconditioner.kl_clip = 0.5
     assert opt.preconditioner.kl_clip != 0.5
 
