@@ -56,6 +56,10 @@ REMEDIES = {
     ),
     "has no statistics yet": "Ask after the first step.",
     "not here": "Ask on the rank that optimizer.preconditioner.assignment names.",
+    "needs the whole state": "Do both, as the message says.",
+    "that fully_shard has sharded": (
+        "Save with torch.distributed.checkpoint, or load the weights alone into an unsharded model."
+    ),
     "only some ranks have loaded": "Call load_state_dict() on all ranks.",
     "has no gradient on ranks": (
         "Average gradients over all ranks before step(), a missing one as zero, or use "

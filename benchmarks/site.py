@@ -98,7 +98,7 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "optim/arguments", "optim/family", "optim/mixin", "optim/moments", "optim/lamb",
+        "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
         "optim/muon", "core/coverage", "core/muon_groups",
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
