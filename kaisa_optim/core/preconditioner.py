@@ -39,8 +39,8 @@ class BaseSide(Protocol):
     def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
         """Take gradients into the momenta of ``mine``; K-FAC steps all of ``ready``."""
 
-    def open(self, mine: Collection[Tensor]) -> None:
-        """Make entries for momenta, without a step."""
+    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
+        """Make entries, and momenta of ``mine``, without a step."""
 
 
 class Preconditioner(Questions):
@@ -189,7 +189,7 @@ class Preconditioner(Questions):
         self.capture.reset()
         if base is None:
             return {}
-        base.open(self.stepped(all_layers=True)[1])
+        base.open(*self.stepped(all_layers=True))
         return zeros_like_gradients(self.registry.active)
 
     def _exchanges(self) -> bool:

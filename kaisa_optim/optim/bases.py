@@ -45,6 +45,7 @@ class BaseStep:
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
+    counts = False  # entries have a count of steps, on all ranks
 
     def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
         """Return gradients that the base limits for all parameters together."""
@@ -105,12 +106,17 @@ class BaseStep:
         """Return the dtype of a parameter's momentum."""
         return p.dtype
 
-    def open(self, optimizer: KFACMixin, mine: Collection[Tensor]) -> None:
+    def open(
+        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
+    ) -> None:
         """Make the entries of parameters, so that a checkpoint can be loaded into them."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p in mine:
-                    self._settle(optimizer.state[p], p, OfBase(), group)
+                if p in ready:
+                    entry = optimizer.state[p]
+                    self._settle(entry, p, OfBase() if p in mine else None, group)
+                    if self.counts:
+                        entry.setdefault("step", _zero_count())
 
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         """Complete a parameter's entry where its momentum is kept, else remove the momentum.
@@ -173,8 +179,8 @@ class Bound(NamedTuple):
     def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
         return self.base.follow(self.optimizer, ready, mine)
 
-    def open(self, mine: Collection[Tensor]) -> None:
-        self.base.open(self.optimizer, mine)
+    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
+        self.base.open(self.optimizer, ready, mine)
 
 
 class AdamStep(BaseStep):
@@ -182,6 +188,7 @@ class AdamStep(BaseStep):
 
     length = AdamLength
     second = ("exp_avg_sq", "max_exp_avg_sq")
+    counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0)
 
     def settings(
@@ -233,7 +240,7 @@ def _counted(entries: list[Entry]) -> list[int]:
     for key, number in numbers.items():
         shared.setdefault(number, tensors[key].cpu())
     if any(entry.get("step") is None for entry in entries):
-        shared.setdefault(0, torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+        shared.setdefault(0, _zero_count())
     before = [0 if e.get("step") is None else numbers[id(e["step"])] for e in entries]
     for entry, number in zip(entries, before, strict=True):
         entry["step"] = shared[number]
@@ -242,8 +249,14 @@ def _counted(entries: list[Entry]) -> list[int]:
     return [number + 1 for number in before]
 
 
+def _zero_count() -> Tensor:
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+
+
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
+
+    counts = False
 
     def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
         return clipped_gradients(optimizer.param_groups)
@@ -403,7 +416,9 @@ class AnyStep(BaseStep):
         torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
         return momenta
 
-    def open(self, optimizer: KFACMixin, mine: Collection[Tensor]) -> None:
+    def open(
+        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
+    ) -> None:
         """Leave entries to the base, which makes them in its first step."""
 
     def release(self, entry: Entry) -> None:

@@ -41,6 +41,7 @@ WORDS = 11
 ROWS = 8  # of a batch, over all ranks
 STEPS = 6
 INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-3}
+EIGEN = {"compute_method": "eigen"}
 
 
 class Net(nn.Module):
@@ -233,13 +234,14 @@ def check_owners(ranks: list[Trained], alone: Trained, tolerance: float) -> None
         *((some, o) for o in ("adam", "muon")),
     ],
 )
-def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer):
-    check(Plan((2,), parts, optimizer))
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer, method):
+    check(Plan((2,), parts, optimizer, {"compute_method": method}))
 
 
 @pytest.mark.parametrize("parts", [each, some])
 def test_grafting_and_warm_up(parts):
-    helped = {"grafting": True, "kl_clip": None, "warmup_steps": 3}
+    helped = {**EIGEN, "grafting": True, "kl_clip": None, "warmup_steps": 3}
     check(Plan((2,), parts, options=helped))
 
 
@@ -273,6 +275,9 @@ def test_lamb_says_that_it_takes_no_model_that_is_sharded_in_part():
     [
         ((4,), each, "sgd", {}),
         ((2, 2), some, "sgd", {}),
+        ((4,), each, "sgd", EIGEN),
+        ((2, 2), some, "sgd", EIGEN),
+        ((2, 2), each, "lamb", {}),
         ((4,), some, "adam", {"compute_method": "inverse", "bucket_cap_mb": 1e-4}),
         ((2, 2), each, "adam", {"compute_method": "inverse", "bucket_cap_mb": 1e-4}),
     ],
@@ -294,8 +299,8 @@ def test_a_reduction_in_another_dtype():
 
 
 def test_the_clip_is_active():
-    free = Plan((2,), options={"kl_clip": None})
-    ranks = [run(2, train, plan)[0].parameters for plan in (free, Plan((2,)))]
+    free = Plan((2,), options={**EIGEN, "kl_clip": None})
+    ranks = [run(2, train, plan)[0].parameters for plan in (free, Plan((2,), options=EIGEN))]
     assert error(*ranks) > 1e-3
 
 
@@ -390,7 +395,7 @@ def attends(shards: bool) -> tuple[dict[str, Tensor], str]:
     """With ``shards`` on a rank, else alone and with the attention skipped."""
     torch.manual_seed(0)
     model = Attentive().double()
-    options: dict[str, Any] = {**INTERVALS, "staggered": False}
+    options: dict[str, Any] = {**INTERVALS, **EIGEN, "staggered": False}
     if shards:
         fully_shard(model, mesh=mesh_of((2,)))
     else:

@@ -750,7 +750,10 @@ def process_group():
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(
     ("base", "method"),
-    [("SGD", "eigen"), ("momentum", "inverse"), ("Adam", "eigen"), ("LAMB", "eigen")],
+    [
+        *((base, "polar") for base in BASES),
+        *(("SGD", "eigen"), ("momentum", "inverse"), ("Adam", "eigen"), ("LAMB", "eigen")),
+    ],
 )
 def test_distributed_checkpoint_round_trip(base, flatten, method, tmp_path, process_group):
     cls, settings = BASES[base]

@@ -24,8 +24,16 @@ from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler
 from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.linalg import kronecker
 from kaisa_optim.plan.assignment import make_grid
+from tests.support.cluster import taken_by
 from tests.support.ranks import run
-from tests.support.training import EVERY_STEP, as_on_a_gpu, assert_near, assert_same, refreshed
+from tests.support.training import (
+    METHODS,
+    as_on_a_gpu,
+    assert_near,
+    assert_same,
+    early,
+    refreshed,
+)
 
 SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
 STEPS = 5
@@ -51,7 +59,9 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
-    return KFACSGD(model, lr=0.1, **{**EVERY_STEP, "kl_clip": 1e-2, **options})
+    """Of "polar", unless options name a method of the papers, whose steps a clip then limits."""
+    options = {**METHODS["polar"], "kl_clip": 1e-2, **options}
+    return KFACSGD(model, lr=0.1, **taken_by(KFACSGD, options))
 
 
 def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -104,7 +114,12 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 def compare(
     situation: Situation, strategy: str, near: tuple[float, float] = (1e-9, 1e-11), **options: Any
 ) -> None:
-    """Ranks have the same bits, and what one process has up to rounding."""
+    """Ranks have the same bits, and what one process has up to rounding, in both kinds of steps."""
+    if "compute_method" not in options:
+        for method in ("polar", "eigen"):
+            own = (10 * near[0], 10 * near[1]) if method == "polar" else near
+            compare(situation, strategy, own, compute_method=method, **options)
+        return
     ranks, spread = STRATEGIES[strategy]
     alone = situation({"staggered": ranks, **options})
     results = run(ranks, timed, situation, {**options, **spread})
@@ -282,7 +297,9 @@ def scales_and_tells(options: dict[str, Any]) -> list[Tensor]:
     """What all ranks know of the factors where all of them precondition all layers."""
     kfac = _scaled(options)[1].preconditioner
     views = [view for layer in kfac.layers.values() for view in sorted_views(kfac, layer)]
-    return [view.clone() for name, view in views if name.endswith("values")]  # signs may differ
+    return [
+        view.clone() for name, view in views if name.endswith(("values", "root"))
+    ]  # signs may differ
 
 
 def sorted_views(kfac: Any, layer: Any) -> list[tuple[str, Tensor]]:
@@ -529,11 +546,15 @@ def test_a_rank_that_has_nothing_in_some_steps(strategy: str) -> None:
 
 def schedules(options: dict[str, Any]) -> list[Tensor]:
     model = ddp(net())
-    opt = optimizer(model, **options)
+    with early():  # else "polar" refreshes everything in step 5
+        opt = optimizer(model, **options)
+    damping = opt.param_groups[0]["damping"]
+    polar = opt.preconditioner.rule.makes_directions
+    clip: dict[str, Any] = {} if polar else {"kl_clip": lambda epoch: 1 + epoch}
     scheduler = KFACParamScheduler(
         opt,
         damping=lambda epoch: 0.5**epoch,
-        kl_clip=lambda epoch: 1 + epoch,
+        **clip,
         # Ranks may take a new interval a step later than one process does: here both intervals
         # have the step after the change in common, so that it makes no difference.
         factor_update_steps={1: 2},
@@ -545,7 +566,7 @@ def schedules(options: dict[str, Any]) -> list[Tensor]:
         plans.append(opt.preconditioner.plan)
         if i % 2:
             scheduler.step()
-    assert opt.param_groups[0]["damping"] == 5e-3 / 32
+    assert opt.param_groups[0]["damping"] == damping / 32
     assert [i for i, plan in enumerate(plans) if plan.average] == [0, 1, 2, 4, 6, 8]
     assert [i for i, plan in enumerate(plans) if plan.refresh] == [*range(7), 9]
     return weights(model)
@@ -840,7 +861,8 @@ def in_float32(options: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("eigen", torch.bfloat16), ("inverse", torch.float16)]
+    ("method", "dtype"),
+    [("polar", torch.bfloat16), ("eigen", torch.bfloat16), ("inverse", torch.float16)],
 )
 @every_strategy
 def test_factors_and_second_order_state_in_half(
@@ -856,7 +878,7 @@ def warned() -> list[str]:
     model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        opt = optimizer(model, skip_layers="nothing")
+        opt = optimizer(model, skip_layers="nothing", compute_method="eigen")
         opt.param_groups[0]["lr"] = 1.0
         x, y = whole(0)
         F.mse_loss(model.cell(model(x)), y).backward()
