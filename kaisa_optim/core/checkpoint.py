@@ -240,10 +240,10 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
                 base[index] = kept
         else:
             base[index] = entry
+    _check_shapes(kfac, entries)
     foreign = {p for x in foreign_moments(kfac, entries) for p in (x.weight, x.bias)}
     state_dict["state"] = {i: e for i, e in base.items() if by_index.get(i) not in foreign}
     state_dict.pop(_FORMER, None)  # the saved factors are decomposed instead
-    _check_shapes(kfac, entries)
     return entries
 
 

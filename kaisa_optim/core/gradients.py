@@ -129,9 +129,12 @@ class GradientStack:
         ]
         self._own = [view for layer in layers for view in places[layer].own]
         self._are_whole = self._own == self._layouts  # each part is a whole parameter
-        # Each layer is one block, made of whole parameters, as many as the others'.
-        each = {len(layer.parameters) for layer in layers}
-        self.is_plain = self._are_whole and self.shape[0] == len(layers) and len(each) == 1
+        whole = iter([own == view for own, view in zip(self._own, self._layouts, strict=True)])
+        # Whether each layer is one block, made of whole parameters.
+        self.are_plain = [
+            all([*itertools.islice(whole, len(layer.parameters))]) and layer.blocks == 1
+            for layer in layers
+        ]
         # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
@@ -295,15 +298,34 @@ def block_sums(stack: GradientStack, tensors: list[Tensor | None], *, squares: b
 
     ``squares``: of their squares. A tensor that is ``None`` counts as zero.
     """
-    if stack.is_plain and squares:  # no copy is needed
-        found = [x for x in tensors if x is not None]
-        norms = iter(torch._foreach_norm(found, 2, dtype=stack.dtype) if found else ())
-        zero = torch.zeros((), dtype=stack.dtype, device=stack.device)
-        each = torch.stack([zero if x is None else next(norms) for x in tensors])
-        return each.square_().view(len(stack.layers), -1).sum(1)
     by_parameter: dict[Tensor, Tensor | None] = dict(zip(stack.parameters, tensors, strict=True))
+    plain = [x for x, is_plain in zip(stack.layers, stack.are_plain, strict=True) if is_plain]
+    norms = stack.empty()[:0, 0, 0]
+    if squares and plain:  # no copy is needed
+        of_layers = [[by_parameter[p] for p in layer.parameters] for layer in plain]
+        norms = _square_sums(of_layers, norms)
+        if len(plain) == len(stack.layers):
+            return norms
     whole = stack.collect(by_parameter.__getitem__)
-    return (whole.square_() if squares else whole).sum((1, 2))
+    sums = (whole.square_() if squares else whole).sum((1, 2))
+    if not len(norms):
+        return sums
+    # A layer's sum has the same bits in any stack, since each rank stacks its own layers.
+    rows = iter(norms.split(1))
+    own = zip(stack.are_plain, sums.split(stack.blocks), strict=True)
+    return torch.cat([next(rows) if is_plain else row for is_plain, row in own])
+
+
+def _square_sums(of_layers: list[list[Tensor | None]], like: Tensor) -> Tensor:
+    """Return the sums of squares of each layer's tensors, ``[layers]``."""
+    found = [x for tensors in of_layers for x in tensors if x is not None]
+    norms = iter(torch._foreach_norm(found, 2, dtype=like.dtype) if found else ())
+    zero, most = like.new_zeros(()), max(map(len, of_layers))
+    each = [
+        [zero if x is None else next(norms) for x in tensors] + [zero] * (most - len(tensors))
+        for tensors in of_layers
+    ]
+    return torch.stack([*itertools.chain(*each)]).square_().view(len(of_layers), most).sum(1)
 
 
 def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:

@@ -183,6 +183,7 @@ class Hyperparameters:
 
     @grad_scaler.setter
     def grad_scaler(self, value: Any) -> None:
+        value = self.options.checked("grad_scaler", value)
         self.sums.loss_scale = _scale_reader(value)
         self._grad_scaler = value
 
@@ -214,7 +215,6 @@ def clip_lr(group: Group) -> Any:
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     """Return a function that reads a loss scale without waiting for the device."""
-    check("grad_scaler", scaler)
     if scaler is None:
         return None
     if callable(scaler):

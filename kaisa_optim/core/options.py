@@ -398,6 +398,9 @@ class Options:
                 self._settle(name, option.follows(self))
         # Numbers of the steps that gather and refresh everything; a later interval changes none.
         self._settle("early", _early(self))
+        # First, since conflicts name options of the papers as remedies.
+        for name, value in asked.items():
+            self._refuse_without_use(name, value)
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
         check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
@@ -405,10 +408,11 @@ class Options:
     def checked(self, name: str, value: Any) -> Any:
         """Return the settled value of one option that goes with the others, or refuse it."""
         value = check(name, value)
+        self._refuse_without_use(name, value)
         self._refuse_conflicts(name, value)
         return value
 
-    def _refuse_conflicts(self, name: str, value: Any) -> None:
+    def _refuse_without_use(self, name: str, value: Any) -> None:
         option = OPTIONS[name]
         method = self.compute_method
         if option.of_papers and method == "polar" and differs(value, option.default):
@@ -417,6 +421,9 @@ class Options:
                 'or name compute_method="eigen" or "inverse" for the papers\' gradients'
             )
             raise invalid_because(name, why)
+
+    def _refuse_conflicts(self, name: str, value: Any) -> None:
+        option = OPTIONS[name]
         for conflict in option.conflicts if option.in_use(value) else ():
             found = getattr(self, conflict.other)
             if found in conflict.values:

@@ -35,6 +35,9 @@ _FREE, _FREE_OF_WEIGHTS = 0.003, 0.02
 # the autoencoder of digits broke at a rate of 1, where SGD diverges. Without a limit it broke at
 # 0.1, and a U-Net ended at 0.040 for 0.046.
 _OF_WEIGHTS_BY_SGD = 0.03
+# A block's scale under SGD is at most this multiple of the scale by its own fall alone: blocks with
+# tiny gradients, such as idle experts', would else take whole steps.
+_MOST_OF_OWN = 10.0
 
 
 @dataclass
@@ -166,8 +169,10 @@ class SGDLength(Length):
         norms = _unit(one, _last_columns(one, base))
         squares = one.momentum.square().sum(1)
         last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
-        along = _along(one, norms, None)
-        limit = _limit(one, base, of_momentum=True)
+        # Blocks at rest do not shorten the others' steps.
+        along = torch.where(norms > 0, _along(one, norms, None), 0.0)
+        own = squares.sum(1) / along.clamp(min=torch.finfo(along.dtype).tiny)
+        limit = torch.minimum(_limit(one, base, of_momentum=True), own * _MOST_OF_OWN)
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:

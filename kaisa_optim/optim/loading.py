@@ -165,7 +165,8 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
     }
     seconds: dict[Tensor, Tensor] = {}
-    for layer in kfac.registry.with_state if optimizer.base_part.second else ():
+    replaces = kfac.rule.makes_directions and bool(optimizer.base_part.second)
+    for layer in kfac.registry.with_state if replaces else ():
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}square_sum"]
         for weight in layer.parameters:
             seconds.setdefault(weight, torch.zeros(weight.shape, dtype=total.dtype))

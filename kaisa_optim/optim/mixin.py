@@ -353,6 +353,9 @@ class KFACMixin(Optimizer, Joinable):
         self._stepped = set()
         restored = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
+        if not self.preconditioner.rule.makes_directions:  # the base is to begin these anew
+            foreign = checkpoint.foreign_moments(self.preconditioner, entries)
+            loaded.difference_update(p for layer in foreign for p in layer.parameters)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
 

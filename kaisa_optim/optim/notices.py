@@ -13,7 +13,7 @@ import torch
 
 from ..comm import agreement
 from ..core import reports
-from ..core.options import KL_CLIP, meant
+from ..core.options import meant
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
 from .arguments import GROUP_KEYS, OF_ALL
@@ -44,9 +44,7 @@ class Notices:
         if self._of_settings:
             return
         found = _unread(optimizer)
-        if not found and kfac.rule.makes_directions:
-            found = _unused(kfac)
-        elif not found:
+        if not found and not kfac.rule.makes_directions:
             found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
         if found:
             self._of_settings = True
@@ -92,12 +90,6 @@ def _unread(optimizer: KFACMixin) -> str:
         "whole optimizer: pass it as an argument, or, of those that may change, set it as an "
         "attribute of optimizer.preconditioner"
     )
-
-
-def _unused(kfac: Preconditioner) -> str:
-    """Name a clip that a rule which makes directions has no use for."""
-    unread = kfac.kl_clip not in (None, KL_CLIP)
-    return f"kl_clip {kfac.kl_clip!r}: of no use to KFACMuon; leave it out" if unread else ""
 
 
 def _unread_scale(kfac: Preconditioner) -> str:

@@ -19,7 +19,8 @@ from tests.support.watch import assert_close, normal
 # Torch says so of inputs that need no gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
-NEWEST = {"factor_decay": 1e-12}  # an average is the last value
+EIGEN = {"compute_method": "eigen"}
+NEWEST = {**EIGEN, "factor_decay": 1e-12}  # an average is the last value
 
 
 class Branches(nn.Module):
@@ -63,7 +64,7 @@ def output_factor(opt: Any, name: str) -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
 def test_micro_batches_of_other_branches_count_for_a_layer_that_comes_late(options):
     model = Branches()
-    opt = KFACSGD(model, lr=0.1, **options)
+    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
     for i, ways in enumerate(("aa", "ab")):
         opt.zero_grad()
         found = gradients_of(model.b)
@@ -76,7 +77,7 @@ def late_on_the_last_rank(options: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Branches()
     wrapped = DDP(model, find_unused_parameters=True)
-    opt = KFACSGD(wrapped, lr=0.1, **options)
+    opt = KFACSGD(wrapped, lr=0.1, **options, **EIGEN)
     found = gradients_of(model.b)
     for i, last in enumerate("ab"):
         opt.zero_grad()
@@ -173,7 +174,7 @@ def test_a_step_left_out_leaves_nothing_on_a_branch_that_the_next_does_not_take(
 
 def test_micro_batches_on_different_branches_are_no_steps_left_out():
     model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, **EIGEN)
     found = gradients_of(model.a)
     micro_batches(model, 0, "ab")
     opt.step()
@@ -282,7 +283,7 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     model = Branches()
     model.b.requires_grad_(False)
     options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
-    opt = KFACSGD(model, lr=0.1, **options)
+    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
     seen = []
     for i in range(7):
         opt.zero_grad()
@@ -375,7 +376,7 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
 def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
     """Else a layer whose use shares a period with the turns would gather once, or never again."""
     model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options, **EIGEN)
     found = train(model, opt, range(100), period)
     for name in ("a", "b", "head"):
         assert 10 <= sum(name in new for new in found) <= 12, name
@@ -416,11 +417,11 @@ def test_ranks_wait_alike_for_what_is_overdue(fraction):
 def test_an_overdue_turn_is_saved():
     model, other = Branches(), Branches()
     options = {"factor_update_steps": 4, "staggered": False, "inv_update_steps": 10}
-    opt = KFACSGD(model, lr=0.1, **options)
+    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
     train(model, opt, range(4), 2)
     train(model, opt, range(4, 5), 2)  # it was the turn of b, too
     other.load_state_dict(model.state_dict())
-    resumed = KFACSGD(other, lr=0.1, **options)
+    resumed = KFACSGD(other, lr=0.1, **options, **EIGEN)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert gathering(resumed) == gathering(opt) == {"b"}
     assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
@@ -500,7 +501,7 @@ class Timed(nn.Module):
 def test_a_number_before_the_batch_is_no_batch(by_name):
     torch.manual_seed(0)
     model = Timed()
-    opt = KFACSGD(model, lr=0.1)
+    opt = KFACSGD(model, lr=0.1, **EIGEN)
     gradients = gradients_of(model.layer)
     t, x = torch.tensor(0.5), normal(8, 6)
     (model(t=t, x=x) if by_name else model(t, x)).square().sum(1).mean().backward()

@@ -242,10 +242,6 @@ KINDS = {
     "transposed": (lambda: nn.ConvTranspose1d(2, 2, 2), normal(3, 2, 3)),
     "transposed, unbatched": (lambda: nn.ConvTranspose1d(2, 2, 2), normal(2, 3)),
     "embedding": (lambda: nn.Embedding(5, 4), torch.tensor([[1, 2], [0, 4]])),
-    "layer norm": (lambda: nn.LayerNorm(4), normal(3, 4)),
-    "rms norm": (lambda: nn.RMSNorm(4), normal(3, 4)),
-    "group norm": (lambda: nn.GroupNorm(2, 4), normal(3, 4, 2)),
-    "batch norm": (lambda: nn.BatchNorm1d(4), normal(3, 4)),
     "attention": (Attends, normal(3, 5, 4)),
     "attention, batch first": (lambda: Attends(batch_first=True), normal(3, 5, 4)),
     "attention, unbatched": (Attends, normal(5, 4)),
@@ -383,7 +379,7 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
             handle.remove()
 
     train(copy.deepcopy(net), watch=True)
-    opt = KFACSGD(net, lr=0.1)
+    opt = KFACSGD(net, lr=0.1, compute_method="eigen")
     train(net, watch=False)
     opt.step()
     assert {name for name, _, _ in seen} == {"0", "3"}
@@ -737,7 +733,6 @@ class OwnUses(nn.Module):
         self.block = Block()
         self.places = nn.Parameter(torch.ones(3, 4))
         self.product = nn.Parameter(torch.eye(4))
-        self.norm = nn.Parameter(torch.ones(4))
         self.gamma = nn.Parameter(torch.full((4,), 0.5))
 
     def inner(self, x: Tensor) -> Tensor:
@@ -745,7 +740,7 @@ class OwnUses(nn.Module):
 
     def outer(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            x = F.layer_norm(x @ self.product, (4,), self.norm)
+            x = F.layer_norm(x @ self.product, (4,))
         return x + self.run(self.inner, x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -774,7 +769,7 @@ def test_a_forward_may_checkpoint_uses_of_its_own_parameters(whole):
     for name, p in plain[0].named_parameters():
         assert_close(found[0].get_parameter(name), p, 1e-9, name)
     assert_same(found, plain, list(plain[1].preconditioner.layers))
-    assert found[1].preconditioner.coverage().share == 1
+    assert set(found[1].preconditioner.coverage().left) == {"1.gamma"}
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
@@ -804,19 +799,19 @@ def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
     class Hidden(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block, self.gamma = Block(), nn.Parameter(torch.full((4,), 0.5))
+            self.block, self.product = Block(), nn.Parameter(0.5 * torch.eye(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + checkpoint(lambda x: self.gamma * self.block(x), x, use_reentrant=True)
+            return x + checkpoint(lambda x: self.block(x) @ self.product, x, use_reentrant=True)
 
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Hidden(), nn.Linear(4, 9)))
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Hidden(), nn.Linear(4, 40)))
     opt = exact(net, factor_update_steps=1, lr=0.01)
     for i in range(6):
         opt.zero_grad()
         loss_of(net(normal(6, 4, seed=i))).backward()
-        gradient = net[1].gamma.grad.clone()
-        assert_close(taken(opt, net)["1.gamma"], 0.01 * gradient, 1e-12)
-    assert opt.preconditioner.coverage().left.keys() == {"1.gamma"}
+        gradient = net[1].product.grad.clone()
+        assert_close(taken(opt, net)["1.product"], 0.01 * gradient, 1e-12)
+    assert opt.preconditioner.coverage().left.keys() == {"1.product"}
 
 
 @pytest.mark.parametrize("kind", ["linear", "no bias", "convolution", "sequences"])
@@ -866,12 +861,11 @@ def saved_bytes(net: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
-@pytest.mark.parametrize("kind", ["linear", "convolution", "norm", "attention"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_capture_keeps_no_extra_memory(kind):
     make, shape = {
         "linear": (mlp, (6, 4)),
         "convolution": (convnet, (6, 2, 3, 3)),
-        "norm": (lambda: seeded(lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))), (6, 4)),
         "attention": (
             lambda: seeded(
                 # With batch_first torch copies the input once more on its way into the attention.

@@ -28,6 +28,7 @@ from tests.support import reference as ref
 from tests.support.cluster import CLASSES, batch, kept, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same
+from tests.support.watch import PAPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -42,7 +43,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 def optimizer(model: nn.Module, **options: Any) -> Any:
-    return KFACSGD(model, **{"lr": 0.1, "kl_clip": None, **options})
+    return KFACSGD(model, **{"lr": 0.1, **PAPERS, **options})
 
 
 def target(kind: str, outputs: Tensor) -> Tensor:
@@ -451,7 +452,7 @@ def test_frozen_layers_are_not_due():
     model = seeded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), 8)
     model[0].requires_grad_(False)
     options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
-    opt = KFACSGD(model, lr=0.1, **options)
+    opt = optimizer(model, **options)
     due = []
     for _ in range(6):
         opt.zero_grad()
@@ -608,7 +609,7 @@ def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
 
 def test_the_papers_normalization_is_refused():
     model = nn.Linear(2, 3)
-    opt = KFACSGD(model, lr=0.1, normalization="kaisa")
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", normalization="kaisa")
     with pytest.raises(ValueError, match="Invalid normalization"):
         opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
 

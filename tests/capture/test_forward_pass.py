@@ -173,7 +173,7 @@ def test_a_packed_sequence_counts_its_sequences():
 
     def g(loss_terms):
         net = Net(unpack=lambda v: v.data)
-        opt = KFACSGD(net, lr=0.1, loss_terms=loss_terms)
+        opt = KFACSGD(net, lr=0.1, compute_method="eigen", loss_terms=loss_terms)
         loss_of(net(pack_sequence(parts))).backward()
         opt.step()
         return opt.preconditioner.factors("last")[1]
@@ -274,10 +274,10 @@ def test_a_group_taken_away_or_added_by_hand_is_named(added):
 )
 def test_factors_of_another_convention_are_not_taken_over(changed):
     net = Net()
-    opt = KFACSGD(net, lr=0.1)
+    opt = KFACSGD(net, lr=0.1, compute_method="eigen")
     loss_of(net(rows(8))).backward()
     opt.step()
-    other = KFACSGD(Net(), lr=0.1, **changed)
+    other = KFACSGD(Net(), lr=0.1, compute_method="eigen", **changed)
     with pytest.warns(UserWarning, match="no K-FAC factors of this kind for 'first', 'last'"):
         other.load_state_dict(opt.state_dict())
     with pytest.raises(KeyError, match="no statistics yet"):

@@ -19,12 +19,14 @@ from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from tests.support.ranks import run
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
+EIGEN = {"compute_method": "eigen"}
 CASES = {
     "SGD": (KFACSGD, {}),
-    "SGD, all at once": (KFACSGD, {"staggered": False, "kl_clip": None}),
+    "SGD, all at once": (KFACSGD, {"staggered": False}),
+    "eigen": (KFACSGD, {**EIGEN, "kl_clip": None}),
     "inverse": (KFACSGD, {"compute_method": "inverse"}),
-    "scheduled": (KFACSGD, {"damping": lambda step: 0.1, "kl_clip": lambda step: 0.1}),
-    "the papers'": (KFACSGD, {"normalization": "kaisa"}),
+    "scheduled": (KFACSGD, {**EIGEN, "damping": lambda step: 0.1, "kl_clip": lambda step: 0.1}),
+    "the papers'": (KFACSGD, {**EIGEN, "normalization": "kaisa"}),
     "RAdam": (with_kfac(torch.optim.RAdam), {}),
     "Adam": (KFACAdam, {}),
     "LAMB": (KFACLAMB, {}),

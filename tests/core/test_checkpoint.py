@@ -43,8 +43,9 @@ BASES = {
     "LARS": (with_kfac(LARS), {"lr": 0.5}),
 }
 METHODS = {
-    "eigen": {},
-    "outer product": {"compute_eigenvalue_outer_product": True},
+    "polar": {},
+    "eigen": {"compute_method": "eigen"},
+    "outer product": {"compute_method": "eigen", "compute_eigenvalue_outer_product": True},
     "inverse": {"compute_method": "inverse"},
     "kaisa": {"normalization": "kaisa", "compute_method": "inverse"},
 }
@@ -73,15 +74,17 @@ def quietly_load(opt: Any, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("base", "method", "staggered"),
     [
-        *((base, "eigen", True) for base in BASES),
-        *(("momentum", method, True) for method in METHODS if method != "eigen"),
+        *((base, method, True) for base in BASES for method in ("polar", "eigen")),
+        *(("momentum", x, True) for x in METHODS if x not in ("polar", "eigen")),
+        ("Muon", "polar", True),
+        ("Adam", "polar", False),
         ("Adam", "eigen", False),
         ("momentum", "inverse", False),
         ("LAMB", "kaisa", False),
     ],
 )
 def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, staggered, tmp_path):
-    cls, settings = BASES[base]
+    cls, settings = {**BASES, "Muon": (KFACMuon, {"lr": 0.02})}[base]
     options = {**settings, **METHODS[method], "staggered": staggered}
     options |= {"factor_update_steps": 2, "inv_update_steps": 4}
     model, opt = pair(cls, **options)
@@ -101,13 +104,14 @@ def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, st
         assert_same(fresh.state_dict(), opt.state_dict())
 
 
-def test_the_saved_points_differ(tmp_path):
+@pytest.mark.parametrize(("method", "key"), [("polar", "a_root"), ("eigen", "a_values")])
+def test_the_saved_points_differ(method, key, tmp_path):
     """Else the test above would pass with K-FAC state that is ignored."""
-    options = {"lr": 0.05, "factor_update_steps": 2, "inv_update_steps": 5}
+    options = {"lr": 0.05, "factor_update_steps": 2, "inv_update_steps": 5, **METHODS[method]}
     model, opt = pair(KFACSGD, **options)
     train(model, opt, range(3))
     state = disk(opt.state_dict(), tmp_path / "state")
-    state["state"][0]["kfac_a_values"] *= 1.01
+    state["state"][0][f"kfac_{key}"][0, 0] *= 1.01  # a scale of all would not turn directions
     other, fresh = pair(KFACSGD, **options)
     other.load_state_dict(model.state_dict())
     quietly_load(fresh, state)
@@ -119,22 +123,26 @@ def test_the_saved_points_differ(tmp_path):
 
 def schedules(opt: Any) -> list[Any]:
     s = torch.optim.lr_scheduler
+    directions = opt.preconditioner.rule.makes_directions
+    clip = {} if directions else {"kl_clip": {2: 0.5, 6: 0.1}}
     return [
         s.OneCycleLR(opt, 0.1, total_steps=14),
         KFACParamScheduler(
             opt,
             damping=lambda e: 0.9**e,
-            kl_clip={2: 0.5, 6: 0.1},
             factor_update_steps={3: 2},
             inv_update_steps={1: 2, 7: 0.1},
+            **clip,
         ),
     ]
 
 
 @pytest.mark.filterwarnings("ignore:lr .* is above kl_clip_lr")
 @pytest.mark.parametrize("taken", range(8))
-def test_continuation_with_schedulers(taken, tmp_path):
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_continuation_with_schedulers(method, taken, tmp_path):
     options = {"lr": 0.05, "momentum": 0.9, "factor_update_steps": 1, "inv_update_steps": 2}
+    options |= METHODS[method]
     model, opt = pair(KFACSGD, **options)
     both = schedules(opt)
 
@@ -223,16 +231,21 @@ def test_an_earlier_checkpoint_rewinds_a_trained_optimizer():
     assert_same(values(model), end)
 
 
-def test_entries_are_flat_tensors_beside_the_bases(tmp_path):
-    model, opt = pair(KFACAdam, lr=0.01)
+@pytest.mark.parametrize(
+    ("method", "of_base"),
+    [("polar", {"step", "exp_avg"}), ("eigen", {"step", "exp_avg", "exp_avg_sq"})],
+)
+def test_entries_are_flat_tensors_beside_the_bases(method, of_base, tmp_path):
+    model, opt = pair(KFACAdam, lr=0.01, **METHODS[method])
     train(model, opt, [0])
     state = opt.state_dict()["state"]
     assert state.keys() == {0, 1, 2, 3}
     for index, entry in state.items():
         ours = {key for key in entry if key.startswith("kfac")}
-        assert entry.keys() - ours == {"step", "exp_avg", "exp_avg_sq"}
+        assert entry.keys() - ours == of_base
         assert all(isinstance(entry[key], torch.Tensor) for key in ours)
         assert ("kfac_a_average" in ours) == (index in (0, 2))
+        assert ("kfac_square_sum" in ours) == (method == "polar" and index in (0, 2))
         assert int(entry["kfac_step"]) == 1
     live = opt.state[model[0].weight]
     assert live["kfac_a_average"].data_ptr() == opt.preconditioner.factors("0")[0].data_ptr()
@@ -286,7 +299,8 @@ def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_p
     ],
 )
 def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_path):
-    model, opt = pair(cls, **settings)
+    """Of the papers' methods, whose entries are the base's own."""
+    model, opt = pair(cls, **settings, **METHODS["eigen"])
     train(model, opt, range(3))
     saved = disk(opt.state_dict(), tmp_path / "state")
     base = plain(model.parameters(), **settings)
@@ -302,28 +316,48 @@ def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_p
     train(expected, by_hand, range(3, 6))
     assert_same(model, expected)
     # And back again: the factors of then are still there.
-    _, again = pair(cls, **settings)
+    _, again = pair(cls, **settings, **METHODS["eigen"])
     quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
     assert_same(factors(again), factors(opt))
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(base):
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(method, base):
     cls, settings = BASES[base]
-    model, opt = pair(cls, **settings)
+    model, opt = pair(cls, **settings, **METHODS[method])
     train(model, opt, range(3))
-    state = opt.state_dict()
-    entries = {
-        i: {key: value for key, value in entry.items() if not key.startswith("kfac_")}
-        for i, entry in state["state"].items()
-    }
-    state["state"] = {i: entry for i, entry in entries.items() if entry}
+    state = opt.base_state_dict()
+    assert not any(str(key).startswith("kfac") for x in state["state"].values() for key in x)
+    assert not {"damping", "factor_decay", "kl_clip_lr"} & state["param_groups"][0].keys()
     plain = cls._base(model.parameters(), **settings)
     plain.load_state_dict(state)
+    for p in model.parameters():
+        for key in plain.state[p].keys() & opt.state[p].keys():
+            assert_same(plain.state[p][key], opt.state[p][key])
     before = values(model)
     train(model, plain, range(3, 5))
     moved = difference(before, model).values()
     assert all(torch.isfinite(by).all() and by.any() for by in moved)
+
+
+@pytest.mark.parametrize("base", ["Adam", "LAMB"])
+def test_an_exported_second_moment_is_the_mean_over_its_block(base):
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    train(model, opt, range(3))
+    state = opt.base_state_dict()["state"]
+    for weight, bias, entries in ((0, 1, 4 * 6 + 6), (2, 3, 6 * 3 + 3)):
+        mean = opt.state[list(model.parameters())[weight]]["kfac_square_sum"] / entries
+        for index, p in zip((weight, bias), list(model.parameters())[weight:], strict=False):
+            second = state[index]["exp_avg_sq"]
+            assert second.shape == p.shape and second.dtype == p.dtype
+            assert_same(second, mean.expand(p.shape))
+    # And a load takes the sums from it.
+    _, again = pair(cls, **settings)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind"):
+        again.load_state_dict(copy.deepcopy({**opt.base_state_dict()}))
+    assert_same(again.state_dict()["state"], state)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -492,13 +526,45 @@ def test_another_method_takes_the_factors_and_refreshes():
     """Second-order state is of the method's own; running averages are not."""
     model, opt = pair(KFACSGD, lr=0.05, **{**EVERY_STEP, "factor_update_steps": 2})
     train(model, opt, range(3))
-    options = {"lr": 0.05, "compute_method": "inverse", "damping_split": "full"}
-    other, target = pair(KFACSGD, **options, **{**EVERY_STEP, "inv_update_steps": 100})
+    options = {**EVERY_STEP, "compute_method": "inverse", "damping_split": "full"}
+    other, target = pair(KFACSGD, lr=0.05, **{**options, "inv_update_steps": 100})
     other.load_state_dict(model.state_dict())
     target.load_state_dict(opt.state_dict())
     assert_same(factors(target), factors(opt))
     train(other, target, [3])
     assert target.preconditioner.registry.with_state == list(target.preconditioner.layers.values())
+
+
+@pytest.mark.parametrize("base", ["momentum", "Adam", "LAMB"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("eigen", "polar"), ("inverse", "polar"), ("polar", "eigen")]
+)
+def test_momenta_of_another_method_begin_anew(before, after, base):
+    """The papers' methods have momenta of preconditioned gradients, "polar" of raw ones."""
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings, **METHODS[before])
+    train(model, opt, range(3))
+    other, target = pair(cls, **settings, **METHODS[after])
+    other.load_state_dict(model.state_dict())
+    state = copy.deepcopy(opt.state_dict())
+    with pytest.warns(UserWarning) as record:
+        target.load_state_dict(state)
+    momenta, factors_anew = (str(w.message) for w in record)
+    assert "the momenta of '0', '2' are missing in this state, or of another compute" in momenta
+    assert "no K-FAC factors of this kind for '0', '2'" in factors_anew
+    kept = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    assert not any(kept & entry.keys() for entry in target.state.values())
+    assert target.preconditioner.steps == 3
+    train(other, target, range(3, 6))
+    # As from the start, with the weights and counts of then.
+    fresh = copy.deepcopy(other)
+    fresh.load_state_dict(model.state_dict())
+    begun = cls(fresh, **settings, **METHODS[after])
+    for group, saved in zip(begun.param_groups, opt.param_groups, strict=True):
+        group.update({key: saved[key] for key in ("step", "damping") if key in saved})
+    begun.preconditioner.resume(3)
+    train(fresh, begun, range(3, 6))
+    assert_same(other, fresh)
 
 
 def test_a_layer_frozen_between_save_and_load():

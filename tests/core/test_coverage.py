@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACMuon, Layer, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
 from kaisa_optim.layers import base
 from tests.support.watch import (
     assert_close,

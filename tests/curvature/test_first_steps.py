@@ -1,4 +1,4 @@
-"""Grafting and warm-up, for the base's own lr; early refreshes: all for the first steps."""
+"""Grafting and warm-up of the papers' gradients; early refreshes: all for the first steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ from tests.support.watch import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
-ALL = {"grafting": True, "kl_clip": None, "warmup_steps": 4}
+EIGEN: dict[str, Any] = {"compute_method": "eigen"}
+FREE = {**EIGEN, "kl_clip": None}
+GRAFTED = {**FREE, "grafting": True}
+ALL = {**GRAFTED, "warmup_steps": 4}
 EARLY = (2, 5)
 INTERVALS = {"factor_update_steps": 3, "inv_update_steps": 4}
 
@@ -153,7 +156,7 @@ def test_the_projections_into_an_attention_keep_one_length():
 def test_a_gradient_of_zero_leads_to_no_step(dtype):
     model = network(dtype=dtype)
     nn.init.zeros_(model[2].weight)  # so that nothing reaches the first layer
-    opt = KFACSGD(model, lr=1.0, grafting=True, kl_clip=None)
+    opt = KFACSGD(model, lr=1.0, **GRAFTED)
     backward(model, 0)
     steps = taken(opt, model)
     assert not steps["0.weight"].any() and not steps["0.bias"].any()
@@ -169,7 +172,7 @@ def test_the_base_sees_grafted_gradients():
     """A multiple of the loss has other factors; beside no damping, v alone would shrink with it."""
     model, scaled = network(), network()
     opts = [
-        KFACSGD(m, lr=0.1, momentum=0.9, grafting=True, kl_clip=None, damping=damping)
+        KFACSGD(m, lr=0.1, momentum=0.9, damping=damping, **GRAFTED)
         for m, damping in ((model, 0.1), (scaled, 10.0))
     ]
     for i in range(4):
@@ -183,10 +186,10 @@ def test_the_base_sees_grafted_gradients():
 
 def test_grafting_and_the_clip_exclude_each_other():
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.00015 with grafting.*kl_clip=None"):
-        KFACSGD(network(), lr=0.1, grafting=True)
+        KFACSGD(network(), lr=0.1, grafting=True, **EIGEN)
     with pytest.raises(ValueError, match=r"Invalid kl_clip: <function.*with grafting"):
-        KFACSGD(network(), lr=0.1, grafting=True, kl_clip=lambda step: None)
-    kfac = KFACSGD(network(), lr=0.1, grafting=True, kl_clip=None).preconditioner
+        KFACSGD(network(), lr=0.1, grafting=True, kl_clip=lambda step: None, **EIGEN)
+    kfac = KFACSGD(network(), lr=0.1, **GRAFTED).preconditioner
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.1 with grafting"):
         kfac.kl_clip = 0.1
     assert kfac.kl_clip is None
@@ -203,7 +206,7 @@ def test_the_base_sees_more_and_more_of_the_preconditioned_gradient(kl_clip):
     by_hand = copy.deepcopy(model)
     base = {"lr": lr, "momentum": 0.9, "weight_decay": 0.01}
     every = {"factor_update_steps": 1, "inv_update_steps": 2, "damping": 0.03}
-    opt = KFACSGD(model, **base, **every, kl_clip=kl_clip, warmup_steps=steps)
+    opt = KFACSGD(model, **EIGEN, **base, **every, kl_clip=kl_clip, warmup_steps=steps)
     sgd = torch.optim.SGD(by_hand.parameters(), **base)
     probe = Probe(model, **every, kl_clip=kl_clip and kl_clip / lr**2)
     for i in range(5):
@@ -224,7 +227,7 @@ def test_the_base_sees_more_and_more_of_the_preconditioned_gradient(kl_clip):
 
 def test_the_first_step_is_the_bases():
     model, plain = network(), network()
-    train_plainly(model, KFACSGD(model, lr=0.1, warmup_steps=1), [0])
+    train_plainly(model, KFACSGD(model, lr=0.1, warmup_steps=1, **EIGEN), [0])
     train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0])
     assert_same(model, plain)
 
@@ -232,7 +235,7 @@ def test_the_first_step_is_the_bases():
 def test_statistics_do_not_wait_for_the_warm_up():
     model, warmed = network(), network()
     opts = [
-        KFACSGD(m, lr=0.0, kl_clip=None, factor_update_steps=1, warmup_steps=n)
+        KFACSGD(m, lr=0.0, factor_update_steps=1, warmup_steps=n, **FREE)
         for m, n in ((model, 0), (warmed, 9))
     ]
     for m, opt in zip((model, warmed), opts, strict=True):
@@ -248,17 +251,20 @@ def test_statistics_do_not_wait_for_the_warm_up():
     ("options", "early"),
     [
         ({}, (5, 10, 25, 50)),
-        ({"inv_update_steps": 40}, ()),
+        ({"inv_update_steps": 40}, (5, 10, 25, 50)),
+        (EIGEN, (5, 10, 25, 50)),
+        ({**EIGEN, "inv_update_steps": 40}, ()),
     ],
 )
-def test_bases_are_found_anew_early(options, early):
+def test_bases_and_roots_are_found_anew_early(options, early):
     """By default, and all of them together; in other steps none or one of the two."""
     model = network()
     opt = KFACAdam(model, lr=0.01, **options)
+    name = "a_vectors" if options.get("compute_method") == "eigen" else "a_root"
 
     def bases() -> list[Tensor]:
         kfac = opt.preconditioner
-        return [dict(kfac.store.views(x))["a_vectors"].clone() for x in kfac.layers.values()]
+        return [dict(kfac.store.views(x))[name].clone() for x in kfac.layers.values()]
 
     before, together = None, []
     for i in range(60):
@@ -328,8 +334,9 @@ def test_turns_stay_as_they_are():
     early = (2, 3, 9)
     models = [network_of("chain") for _ in range(3)]
     every, refreshed = 4, 6
-    plain = {"factor_update_steps": every, "inv_update_steps": refreshed}
+    plain = {**EIGEN, "factor_update_steps": every, "inv_update_steps": refreshed}
     scheduled = {
+        **EIGEN,
         "factor_update_steps": lambda step: 1 if step in early else every,
         "inv_update_steps": lambda step: 1 if step in early else refreshed,
     }
@@ -390,7 +397,9 @@ def received(
 
 def test_what_travels():
     """An early refresh brings what a step of all brings; grafting and warm-up bring nothing."""
-    plan = Plan(even(2, 2), "images", options=INTERVALS, spread={"assignment": "layer-wise"})
+    plan = Plan(
+        even(2, 2), "images", options={**FREE, **INTERVALS}, spread={"assignment": "layer-wise"}
+    )
     helped = Plan(plan.sizes, plan.network, options={**INTERVALS, **ALL}, spread=plan.spread)
     pairs = zip(run(2, received, plan, ()), run(2, received, helped, EARLY), strict=True)
     for (plain, both, volume), (other, same, again) in pairs:

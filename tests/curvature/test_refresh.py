@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACMuon
 from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, products
+from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, products, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
@@ -31,6 +31,7 @@ from tests.support.training import (
     backward,
     batch,
     difference,
+    early,
     factors,
     network,
     train,
@@ -38,10 +39,17 @@ from tests.support.training import (
 )
 
 METHODS: dict[str, dict[str, Any]] = {
-    "eigen": {},
-    "outer product": {"compute_eigenvalue_outer_product": True},
+    "eigen": {"compute_method": "eigen"},
+    "outer product": {"compute_method": "eigen", "compute_eigenvalue_outer_product": True},
     "inverse": {"compute_method": "inverse"},
     "full inverse": {"compute_method": "inverse", "damping_split": "full"},
+}
+ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
+ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
+SOLVERS: dict[str, tuple[Any, str]] = {
+    "eigen": (eigen, "eigendecompose"),
+    "inverse": (kronecker, "damped_inverse"),
+    "polar": (roots, "inverse_roots"),
 }
 LinAlgError = torch.linalg.LinAlgError
 
@@ -105,7 +113,7 @@ def test_layers_in_one_stack_keep_to_themselves(method):
         {"params": part.parameters(), "damping": damping}
         for part, damping in zip(model.parts, dampings, strict=True)
     ]
-    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP, **METHODS[method])
+    opt = KFACSGD(groups, lr=1.0, model=model, **ALWAYS[method])
     for i, used in enumerate([(0, 1, 2), (2, 0), (0, 3, 4), (4, 3, 2, 1, 0)]):
         model.used = used
         before = values(model)
@@ -137,9 +145,9 @@ SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 0.3}
 
 
-def one_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
+def one_step(method: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=1.0, damping=0.1, **EVERY_STEP, **options)
+    opt = KFACSGD(model, lr=1.0, damping=0.1, **ALWAYS[method], **options)
     before = values(model)
     train(model, opt, [0])
     return opt, difference(before, model)
@@ -150,18 +158,18 @@ def norm_of_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALWAYS)
 @pytest.mark.parametrize("dtype", SIZES)
 def test_storage_of_second_order_state(dtype, method, monkeypatch):
     seen = spy_on_decompositions(monkeypatch)
-    opt, moved = one_step(inv_dtype=dtype, **METHODS[method])
-    _, reference = one_step(**METHODS[method])
+    opt, moved = one_step(method, inv_dtype=dtype)
+    _, reference = one_step(method)
     assert set(seen) <= {torch.float32, torch.float64}
     assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
     usage, size = opt.preconditioner.memory_usage(), SIZES[dtype]
     squares = 5 * 5 + 6 * 6 + 7 * 7 + 3 * 3
-    if "inverse" in method:
-        assert usage["inverses"] == squares * size
+    if method == "polar" or "inverse" in method:
+        assert usage["roots" if method == "polar" else "inverses"] == squares * size
         assert "eigenvectors" not in usage
     else:
         assert usage["eigenvectors"] == squares * size
@@ -177,7 +185,7 @@ def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype
     moved = []
     for has in (False, True):
         monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device, has=has: has)
-        moved.append(one_step(inv_dtype=dtype, **METHODS[method])[1])
+        moved.append(one_step(method, inv_dtype=dtype)[1])
     rounded = norm_of_difference(moved[1], moved[0])
     assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
 
@@ -225,7 +233,11 @@ def drifted(options: dict[str, Any], able: int) -> float:
     return float((mine - first).norm() / first.norm())
 
 
-@pytest.mark.parametrize("options", [{"inv_dtype": torch.bfloat16}, {}], ids=["eigen", "muon"])
+@pytest.mark.parametrize(
+    "options",
+    [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
+    ids=["eigen", "polar", "muon"],
+)
 @pytest.mark.parametrize("able", [0, 1, 2])
 def test_ranks_multiply_in_bfloat16_only_together(options, able):
     """Else the weights of one whose device has no instructions for it would drift apart."""
@@ -236,6 +248,7 @@ def drifted_after_a_move(before: int, after: int) -> float:
     """The same, where so many of the ranks can at first, and so many after the model was moved."""
     model = network(dtype=torch.float32)
     options = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+    options |= METHODS["eigen"]
     opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
     for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
         has = mock.patch.object(
@@ -263,10 +276,11 @@ def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
     "make",
     [
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
-        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP),
+        lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **ALWAYS["inverse"]),
+        lambda m: KFACSGD(m, lr=0.1, **ALWAYS["polar"]),
         lambda m: KFACMuon(m, lr=0.01),
     ],
-    ids=["eigen", "inverse", "muon"],
+    ids=["eigen", "inverse", "polar", "muon"],
 )
 def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
     """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
@@ -347,7 +361,7 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
     """The state of before stays in use, as where a decomposition fails; of a diagonal, too."""
     model = nn.Sequential(nn.Linear(4, 3))
     options = {**EVERY_STEP, "damping": 0.01, "factor_dtype": torch.float16}
-    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **options, **how)
+    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **{**options, **how})
     for scale in (1.0, 1.0, 1e4, 1.0):
         opt.zero_grad()
         with warnings.catch_warnings(record=True) as said:
@@ -358,12 +372,12 @@ def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
     assert "the decomposition of layer '0' failed" in str(said[0].message)
 
 
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", "inverse", "polar"])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_storage_of_factors(dtype, method, monkeypatch):
     seen = spy_on_decompositions(monkeypatch)
-    opt, moved = one_step(factor_dtype=dtype, **METHODS[method])
-    reference_opt, reference = one_step(**METHODS[method])
+    opt, moved = one_step(method, factor_dtype=dtype)
+    reference_opt, reference = one_step(method)
     assert set(seen) <= {torch.float32, torch.float64}
     assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
     assert opt.preconditioner.memory_usage()["factors"] == (25 + 36 + 49 + 9) * SIZES[dtype]
@@ -377,13 +391,13 @@ def spy_on_decompositions(monkeypatch: Any) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
 
     def spied(function: Any) -> Any:
-        def call(matrices: Tensor, *rest: Tensor) -> Any:
+        def call(matrices: Tensor, *rest: Any, **how: Any) -> Any:
             seen.append(matrices.dtype)
-            return function(matrices, *rest)
+            return function(matrices, *rest, **how)
 
         return call
 
-    for module, name in ((eigen, "eigendecompose"), (kronecker, "damped_inverse")):
+    for module, name in SOLVERS.values():
         monkeypatch.setattr(module, name, spied(getattr(module, name)))
     return seen
 
@@ -418,30 +432,26 @@ class Zoo(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(11, 4)
-        self.norm = nn.LayerNorm(4)
         self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.words(x)).mT
+        x = self.words(x).mT
         return self.head(self.conv(x).mean(2))
 
 
 ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
     "words": (1, (11, True), 4),
-    "norm": (4, (1, False), 2),
     "conv": (2, (2 * 3 + 1, False), 3),
     "head": (1, (7, False), 3),
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALWAYS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_usage_adds_up_to_the_byte(method, dtype):
     model = Zoo()
-    opt = KFACSGD(
-        model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **EVERY_STEP, **METHODS[method]
-    )
+    opt = KFACSGD(model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **ALWAYS[method])
     kfac = opt.preconditioner
 
     def pass_backward() -> None:
@@ -452,16 +462,14 @@ def test_memory_usage_adds_up_to_the_byte(method, dtype):
     size, full = (4 if dtype is None else 2), 4
     a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
     in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
-    # An A of ones is gathered once for all features of a normalization.
-    gathered = in_average - 3 * 1
-    assert kfac.memory_usage()["pending"] == gathered * full
+    assert kfac.memory_usage()["pending"] == in_average * full
     opt.step()
     usage = kfac.memory_usage()
     assert usage["pending"] == 0
     slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
     wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
-    if "inverse" in method:
-        wanted["inverses"] = in_average * size
+    if method == "polar" or "inverse" in method:
+        wanted["roots" if method == "polar" else "inverses"] = in_average * size
         wanted["counters"] += slots * 4  # notes on those that have failed
     else:
         wanted["eigenvectors"] = (in_average - 11) * size
@@ -499,27 +507,29 @@ class Planted:
     """Stands in for a decomposition and fails at will."""
 
     def __init__(self, monkeypatch: Any, method: str):
-        module: Any = eigen if method == "eigen" else kronecker
-        self.name = "eigendecompose" if method == "eigen" else "damped_inverse"
-        self.real = getattr(module, self.name)
+        module, name = SOLVERS[method]
+        self.real = getattr(module, name)
         self.seen: list[Tensor] = []
         self.fails: Any = lambda matrices: False
         self.raises: bool | Exception = True
-        monkeypatch.setattr(module, self.name, self)
+        monkeypatch.setattr(module, name, self)
 
-    def __call__(self, matrices: Tensor, *rest: Tensor) -> Any:
+    def __call__(self, matrices: Tensor, *rest: Any, **how: Any) -> Any:
         self.seen.append(matrices.clone())
-        result = self.real(matrices, *rest)
+        result = self.real(matrices, *rest, **how)
         if not self.fails(matrices):
             return result
         if self.raises:
             raise LinAlgError("planted") if self.raises is True else self.raises
+        if self.real.__name__ == "inverse_roots":
+            result[0][0][:] = torch.nan
+            return result
         parts = result if isinstance(result, tuple) else (result,)
         parts[-1][:] = torch.nan
         return result
 
 
-@pytest.fixture(params=["eigen", "inverse"])
+@pytest.fixture(params=["eigen", "inverse", "polar"])
 def method(request):
     return request.param
 
@@ -530,7 +540,7 @@ def planted(monkeypatch, method):
 
 
 def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
-    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method], **options}
+    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method], **options}
     model, other = network(dtype=torch.float32), network(dtype=torch.float32)
     return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
 
@@ -595,7 +605,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
     """Of four equal layers one fails; the others are as they would be."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
-    options = {"lr": 0.1, "damping": 0.1, **EVERY_STEP, **METHODS[method]}
+    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method]}
     twin = copy.deepcopy(model)
     opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
     train(model, opt, [0])
@@ -633,7 +643,7 @@ def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
     kfac = opt.preconditioner
     pair = [kfac.applied.by_key[kfac.layers[name], side] for side in "ag"]
-    kinds = ("values", "vectors", "inverse")
+    kinds = ("values", "vectors", "inverse", "root")
     return [f[k] for f in pair for k in kinds if k in f.tensors]
 
 
@@ -689,7 +699,11 @@ def test_without_older_state_the_gradient_is_raw(method, planted):
     train(model, opt, [1])
     assert ready(opt) == {"0", "2"}
     moved = moved_matrix(before, model, "2")
-    assert_near(moved.double(), 0.1 * expected(opt, "2", method, 0.1), rtol=1e-3, atol=1e-5)
+    if method == "polar":
+        raw = torch.cat([model[2].weight.grad, model[2].bias.grad[:, None]], 1)
+        assert moved.any() and F.cosine_similarity(moved.flatten(), raw.flatten(), 0) < 0.999
+    else:
+        assert_near(moved.double(), 0.1 * expected(opt, "2", method, 0.1), rtol=1e-3, atol=1e-5)
 
 
 def test_other_errors_are_not_swallowed(method, planted):
@@ -706,7 +720,7 @@ def test_other_errors_are_not_swallowed(method, planted):
 def test_an_inverse_of_an_indefinite_average_is_told():
     """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
     model = network()
-    opt = KFACSGD(model, lr=0.1, damping=1e-4, compute_method="inverse", **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, damping=1e-4, **ALWAYS["inverse"])
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
     a = opt.preconditioner.owned.by_key[opt.preconditioner.layers["0"], "a"]
@@ -829,9 +843,9 @@ def refreshes(
     model: nn.Module, steps: int, inv_update_steps: Any, **options: Any
 ) -> list[set[str]]:
     """The layers that each step refreshed: those whose second-order state was written."""
-    opt = KFACSGD(
-        model, lr=0.01, factor_update_steps=1, inv_update_steps=inv_update_steps, **options
-    )
+    intervals = {"factor_update_steps": 1, "inv_update_steps": inv_update_steps}
+    with early():
+        opt = KFACSGD(model, lr=0.01, **intervals, **options)
     seen = []
 
     def written() -> dict[str, list[Tensor]]:
@@ -858,10 +872,10 @@ def refreshes(
 NAMES = {f"parts.{i}" for i in range(5)}
 
 
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", "inverse", "polar"])
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 7])
 def test_staggered_refreshes_once_per_interval(interval, method):
-    seen = refreshes(Parts(), 3 * interval, interval, **METHODS[method])
+    seen = refreshes(Parts(), 3 * interval, interval, compute_method=method)
     assert seen[0] == NAMES
     for name in NAMES:
         at = [step for step, names in enumerate(seen) if name in names and step > 0]
@@ -903,7 +917,8 @@ def test_unstaggered_refreshes_all_at_once(interval):
 
 def test_factors_between_their_updates_do_not_change():
     model = network()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False, inv_update_steps=10)
+    with early():
+        opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False, inv_update_steps=10)
     seen = []
     train(model, opt, range(7), lambda i: seen.append(factors(opt)))
     for step in range(1, 7):
@@ -1025,8 +1040,8 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
         seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
         return original(*given, **how)
 
-    original = orthogonal.polar
-    monkeypatch.setattr(orthogonal, "polar", spied)
+    original = orthogonal.orthogonalized
+    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
     CHOICES[choice]()
     chosen = snapshot()
     model = network(dtype=torch.float32)

@@ -44,7 +44,7 @@ def factors(way: str, passes: int = 1, **options) -> tuple[dict[str, Tensor], in
         calls.append(layer.name)
         return real(layer, *args, **kwargs)
 
-    opt = KFACSGD(model, lr=0.1, **options)
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearLayer, "input_moment", counted)
         for i in range(passes):

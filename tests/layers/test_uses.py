@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kaisa_optim import KFACAdam
-from tests.support.watch import DAMPING, assert_close, exact, normal, seeded, solved, taken
+from kaisa_optim.layers import SCALES
+from tests.support.watch import assert_close, exact, normal, seeded, solved, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -220,16 +219,18 @@ class Penalized(Stated):
     ("cls", "layers"),
     [
         (Keywords, ["0", "2"]),
-        (Without, ["0", "0.bias", "2"]),
-        (BiasTwice, ["0", "0.bias", "2"]),
-        (Twice, ["0.weight", "0.bias", "2"]),
-        (Penalized, ["0.weight", "0.bias", "2"]),
+        (Without, ["0", "2"]),
+        (BiasTwice, ["0", "2"]),
+        (Twice, ["0.weight", "2"]),
+        (Penalized, ["0.weight", "2"]),
     ],
 )
 def test_the_source_tells_which_bias_a_product_adds(cls, layers):
     net = headed(cls())
     opt = exact(net)
     assert list(opt.preconditioner.layers) == layers
+    apart = {} if cls is Keywords else {"0.bias": (net[0].bias.numel(), SCALES)}
+    assert opt.preconditioner.coverage().left == apart
     loss_of(net(normal(6, 4))).backward()
     opt.step()
 
@@ -239,10 +240,10 @@ def test_a_forward_without_a_source_is_covered_by_shapes():
     exec("def forward(self, x): return F.linear(x, self.weight, self.bias)", space)
     net = headed(type("Sourceless", (Stated,), {"forward": space["forward"]})())
     opt = exact(net)
-    assert list(opt.preconditioner.layers) == ["0.weight", "0.bias", "2"]
+    assert list(opt.preconditioner.layers) == ["0.weight", "2"]
     loss_of(net(normal(6, 4))).backward()
     opt.step()
-    assert opt.preconditioner.coverage().share == 1
+    assert set(opt.preconditioner.coverage().left) == {"0.bias"}
 
 
 # ---------------------------------------------------------------- experts
@@ -366,7 +367,7 @@ def test_rows_of_a_matrix_are_those_of_a_table(pick):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weight_sharing": "reduce"}, {"eigenvalue_correction": "examples"}],
+    [{}, {"weight_sharing": "reduce"}],
     ids=lambda options: next(iter(options.values()), "plain"),
 )
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
@@ -404,139 +405,6 @@ def test_positions_that_are_added_are_rows_of_a_table():
     )
 
 
-# ---------------------------------------------------------------- entries
-
-
-def rms(m: nn.Module, x: Tensor) -> Tensor:
-    return m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
-# A forward of an input [5, 2, 3], its parameter's shape, and the dimensions that this lies along.
-ENTRIES: dict[str, tuple[Forward, tuple[int, ...], tuple[int, ...]]] = {
-    "scale": (lambda m, x: x * m.w, (3,), (2,)),
-    "scale in place": (lambda m, x: (x + 0.0).mul_(m.w), (3,), (2,)),
-    "scale first": (lambda m, x: m.w * x, (3,), (2,)),
-    "offset scale": (lambda m, x: x * (1.0 + m.w.double()), (3,), (2,)),
-    "channels": (lambda m, x: x * m.w[:, None], (2,), (1,)),
-    "channels as stored": (lambda m, x: x * m.w, (2, 1), (1,)),
-    "one number": (lambda m, x: x * m.w, (), ()),
-    "shift": (lambda m, x: x + m.w, (3,), (2,)),
-    "difference": (lambda m, x: x - m.w, (3,), (2,)),
-    "positions": (lambda m, x: x + m.w, (1, 2, 3), (1, 2)),
-    "positions of a part": (lambda m, x: x + m.w[:, :2], (1, 4, 3), (1, 2)),
-    "expanded": (lambda m, x: torch.cat([m.w.expand(5, -1, -1), x], 1)[:, :2], (1, 1, 3), (2,)),
-    "RMS norm by hand": (rms, (3,), (2,)),
-    "RMS norm": (lambda m, x: F.rms_norm(x, (3,), m.w), (3,), (2,)),
-    "layer norm": (lambda m, x: F.layer_norm(x, (3,), m.w), (3,), (2,)),
-    "group norm": (lambda m, x: F.group_norm(x, 1, m.w), (2,), (1,)),
-    "bias": (lambda m, x: F.linear(x, torch.eye(3).double(), m.w), (3,), (2,)),
-}
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_entries_have_the_second_moments_of_their_gradients(name, sharing):
-    forward, shape, dims = ENTRIES[name]
-    x, weight = normal(5, 2, 3), 1 + 0.1 * normal(*shape, 1, seed=1)[..., 0]
-    net = headed(Body(forward, w=weight.clone()))
-    before = copy.deepcopy(net)
-    # Each example and position with a copy of the parameter of its own.
-    copies = weight.expand(5, *weight.shape).clone().requires_grad_()
-    positions = math.prod(size for i, size in enumerate((5, 2, 3)) if i and i not in dims)
-    if name == "expanded":
-        positions = 1
-    opt = exact(net, weight_sharing=sharing)
-    loss_of(net(x)).backward()
-    gradient = net[0].w.grad.clone()
-    step = taken(opt, net)["0.w"]
-    assert opt.preconditioner.coverage().share == 1
-    g = opt.preconditioner.factors("0.w")[1]
-    assert_close(step.flatten(), gradient.flatten() / (g[0] + DAMPING), 1e-9)
-    if sharing == "reduce" or positions == 1:
-        twin = before
-        rows = []
-        for i in range(5):
-            twin[0].w = nn.Parameter(copies[i].detach())
-            out = twin(x[i : i + 1]) if name != "expanded" else None
-            if out is None:
-                break
-            (loss_of(out) / 5).backward()
-            rows.append(twin[0].w.grad.flatten())
-        if rows:
-            assert_close(g[0], 5 * torch.stack(rows).square().sum(0), 1e-9)
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("scales", [False, True])
-def test_a_number_weighs_a_loss(scales, sharing, shape):
-    class Weighed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.w = nn.Linear(4, 2), nn.Parameter(torch.full(shape, 0.3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            loss = loss_of(self.net(x))
-            return (self.w * loss if scales else torch.exp(-self.w) * loss + self.w).sum()
-
-    net, x = seeded(Weighed), normal(6, 4)
-    opt = exact(net, weight_sharing=sharing, statistics_fraction=0.5)
-    loss = loss_of(net.net(x)).detach()
-    opt.zero_grad()
-    net(x).backward()
-    gradient = net.w.grad.clone()
-    step = taken(opt, net)["w"]
-    # K is 6, the examples of the model's input; the use has one row.
-    g = 6 * loss.square() if scales else 6 * torch.ones_like(loss)
-    assert_close(opt.preconditioner.factors("w")[1].flatten(), g[None])
-    assert_close(step, gradient / (g + DAMPING), 1e-9)
-    assert opt.preconditioner.coverage().share == 1
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_running_statistics_move_once_in_a_pass_that_gathers(training):
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
-            self.register_buffer("mean", torch.zeros(3))
-            self.register_buffer("var", torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            given = self.mean, self.var, self.weight, self.bias
-            return F.batch_norm(x, *given, training=training)
-
-    net, plain = (nn.Sequential(Norm(), nn.Linear(3, 2)).double() for _ in range(2))
-    opt, x = exact(net), normal(6, 3)
-    for one in (net, plain):
-        loss_of(one(x)).backward()
-    assert torch.equal(net[0].mean, plain[0].mean) and torch.equal(net[0].var, plain[0].var)
-    opt.step()
-    assert opt.preconditioner.coverage().share == 1
-
-
-def test_a_norm_under_an_overridden_forward_is_a_norm():
-    class Channels(nn.LayerNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.transpose(1, 2)
-            x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-            return x.transpose(1, 2)
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x.transpose(1, 2)).transpose(1, 2)
-
-    x = normal(5, 4, 3)
-    expected = stepped(headed(Plain()), x)
-    found = stepped(headed(Channels(4)), x)
-    for name in ("weight", "bias"):
-        assert_close(found[f"0.{name}"], expected[f"0.norm.{name}"])
-
-
 def test_a_convolution_with_another_padding_than_its_modules():
     class Padded(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
@@ -556,19 +424,19 @@ def test_a_convolution_with_another_padding_than_its_modules():
 
 
 def test_an_unknown_use_is_told_after_the_first_step():
-    net = nn.Sequential(headed(Body(lambda m, x: x * m.w.exp(), w=normal(3))), nn.Linear(2, 9))
+    net = nn.Sequential(headed(Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3))), nn.Linear(2, 30))
     net = nn.Sequential(*net[0], net[1].double())
-    opt = exact(net)
+    opt = exact(net, lr=0.01)
     x = normal(6, 3)
     for _ in range(5):
         opt.zero_grad()
         loss_of(net(x)).backward()
         gradient = net[0].w.grad.clone()
         step = taken(opt, net)["0.w"]
-        assert_close(step, gradient, 1e-12)
+        assert_close(step, 0.01 * gradient, 1e-12)
     report = opt.preconditioner.coverage()
     assert report.left["0.w"].reason == "Body uses it in a way that no kind of layer knows"
-    assert report.covered == report.total - 3
+    assert report.covered == report.total - 9
     assert not opt.preconditioner.capture.missing  # nobody waits for it
 
 
@@ -611,9 +479,9 @@ def test_a_weight_used_outside_of_its_module_is_found_around_it(use):
 
 
 def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
-    net = headed(Body(lambda m, x: x * m.w.exp(), w=normal(3)))
+    net = headed(Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3)))
     opt = exact(net)
-    with pytest.warns(UserWarning, match="0.w: 3, Body uses it in a way") as caught:
+    with pytest.warns(UserWarning, match="0.w: 9, Body uses it in a way") as caught:
         for _ in range(8):
             opt.zero_grad()
             loss_of(net(normal(6, 3))).backward()
@@ -622,15 +490,15 @@ def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
 
 
 def test_passes_that_do_not_gather_run_without_a_mode():
-    net = headed(Body(lambda m, x: x * m.w, w=normal(3)))
+    net = headed(Body(lambda m, x: x @ m.w, w=normal(3, 3)))
     seen = []
-    net[0].use = lambda m, x: seen.append(torch._C._len_torch_function_stack()) or x * m.w
+    net[0].use = lambda m, x: seen.append(torch._C._len_torch_function_stack()) or x @ m.w
     opt = exact(net, factor_update_steps=3)
     for _ in range(4):
         opt.zero_grad()
         loss_of(net(normal(6, 3))).backward()
         opt.step()
-    assert seen == [1, 0, 0, 1]
+    assert seen == [1, 1, 0, 1]  # the head gathers in the second step
 
 
 # ---------------------------------------------------------------- tied weights
@@ -748,7 +616,45 @@ def test_blocks_used_in_both_directions_are_as_single_matrices():
         assert_close(steps[i], step, 1e-9)
 
 
-def test_a_bias_beside_a_tied_weight_is_a_layer_of_its_own():
-    opt, _, _ = tied_step(seeded(lambda: Tied(bias=True)), torch.tensor([[0, 3, 3, 1]]))
-    assert list(opt.preconditioner.layers) == ["words", "body", "head.bias"]
-    assert opt.preconditioner.coverage().share == 1
+def test_the_base_steps_the_bias_beside_a_tied_weight():
+    net = seeded(lambda: Tied(bias=True))
+    opt, _, _ = tied_step(net, torch.tensor([[0, 3, 3, 1]]))
+    assert list(opt.preconditioner.layers) == ["words", "body"]
+    assert opt.preconditioner.coverage().left == {"head.bias": (7, SCALES)}
+
+
+# ---------------------------------------------------------------- scales and shifts
+
+
+class Scaled(nn.Module):
+    """Norms of torch, by hand and without a weight; a scale, a shift, and one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4))
+        self.sides, self.root = nn.LayerNorm((4, 2)), nn.RMSNorm((4, 2))
+        self.rectify, self.plain = nn.PReLU(), nn.LayerNorm(8, elementwise_affine=False)
+        self.by_hand, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(1, 3, 8))
+        self.number = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rectify(self.root(self.sides(self.first(x).flatten(2)[:, :, :2])))
+        x = self.plain(x.flatten(1)) * self.by_hand * self.number
+        return self.head(x[:, None] + self.shift).mean(1)
+
+
+@pytest.mark.parametrize("kaisa", [False, True])
+def test_the_base_steps_what_scales_or_shifts_entries(kaisa):
+    """Under a rate of 1, with the loss's raw gradient, and without a warning."""
+    net = seeded(Scaled)
+    opt = exact(net, **({"normalization": "kaisa"} if kaisa else {}))
+    assert list(opt.preconditioner.layers) == ["first.0", "head"]
+    loss_of(net(normal(5, 2, 4, 3))).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    steps = taken(opt, net)
+    report = opt.preconditioner.coverage()
+    names = {name for name in steps if not name.startswith(("first.0", "head"))}
+    assert {name: one.reason for name, one in report.left.items()} == dict.fromkeys(names, SCALES)
+    for name in names:
+        assert_close(steps[name], gradients[name])

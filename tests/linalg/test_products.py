@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.linalg import kronecker, moments, products
-from tests.support.training import assert_near
+from tests.support.training import EVERY_STEP, assert_near
 
 try:
     LINEAR = products.onednn_linear()
@@ -148,7 +148,7 @@ def test_a_network_learns_the_same(calls, monkeypatch):
     def learned():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(300, 280), nn.Tanh(), nn.Linear(280, 260))
-        options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
+        options = {**EVERY_STEP, "inv_update_steps": 2}
         opt = KFACSGD(model, lr=0.01, damping=1.0, **options)
         for i in range(4):
             x = torch.randn(512, 300, generator=torch.Generator().manual_seed(i))

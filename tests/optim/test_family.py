@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, Muon, with_kfac
-from tests.optim.bases import AS_THE_BASE, BASES, FAMILY, REFUSED, both, dynamic, over_lars
+from tests.optim.bases import BASES, FAMILY, REFUSED, both, dynamic, over_lars
 from tests.support.training import (
-    EVERY_STEP,
+    METHODS,
     WITHOUT_PACKAGE,
     assert_near,
     assert_same,
@@ -67,12 +67,17 @@ def test_family_members_are_their_base_with_its_defaults(cls, base):
         assert opt.param_groups[0][key] == plain.param_groups[0][key]
 
 
-def test_muon_has_a_damping_of_its_own_and_no_clip():
-    opt = KFACMuon(network(), kl_clip=None, damping=None)  # which is what it does without them
-    assert opt.param_groups[0]["damping"] == 0.1
-    parameters = inspect.signature(KFACMuon).parameters
-    assert parameters["damping"].default == 0.1 and "kl_clip" not in parameters
-    assert inspect.signature(KFACAdam).parameters["damping"].default == 5e-3
+def test_the_default_damping_goes_by_the_method():
+    for cls, method, damping in (
+        (KFACMuon, "polar", 0.01),
+        (KFACSGD, "polar", 0.01),
+        (KFACSGD, "eigen", 5e-3),
+        (KFACAdam, "inverse", 5e-3),
+    ):
+        opt = cls(network(), lr=0.1, compute_method=method, damping=None)
+        assert opt.param_groups[0]["damping"] == damping
+    assert inspect.signature(KFACAdam).parameters["compute_method"].default == "polar"
+    assert "kl_clip" not in inspect.signature(KFACMuon).parameters
 
 
 def test_base_arguments_by_position():
@@ -125,9 +130,10 @@ def test_steps_are_the_bases_own_on_preconditioned_gradients(base):
         assert_near(of_ours[index], entry, rtol=1e-5)
 
 
-def test_raw_gradients_would_not_pass_for_preconditioned_ones():
+@pytest.mark.parametrize("method", METHODS)
+def test_raw_gradients_would_not_pass_for_preconditioned_ones(method):
     model, plain = network(), network()
-    train(model, KFACSGD(model, lr=0.1, **EVERY_STEP), [0])
+    train(model, KFACSGD(model, lr=0.1, **METHODS[method]), [0])
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0])
     with pytest.raises(AssertionError):
         assert_near(model, plain, rtol=1e-2)
@@ -159,26 +165,27 @@ def test_the_bases_switches_are_passed_through(base, settings):
     assert_near(model, hand.model, rtol=1e-6)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("base", "extra"),
-    [(torch.optim.SGD, {"foreach": True}), (torch.optim.Adam, {})],
+    [(torch.optim.SGD, {"foreach": True}), (torch.optim.Adam, {}), (torch.optim.RAdam, {})],
 )
-def test_maximize(base, extra):
+def test_maximize(base, extra, method):
     """Maximizing −L goes where minimizing L goes."""
     model, minimized = network(), network()
-    opt = with_kfac(base)(model, lr=0.1, maximize=True, **AS_THE_BASE, **extra)
+    opt = with_kfac(base)(model, lr=0.1, maximize=True, **METHODS[method], **extra)
     for i in range(3):
         opt.zero_grad()
         backward(model, i, lambda loss: -loss)
         opt.step()
-    train(minimized, with_kfac(base)(minimized, lr=0.1, **AS_THE_BASE), range(3))
+    train(minimized, with_kfac(base)(minimized, lr=0.1, **METHODS[method]), range(3))
     assert_near(model, minimized)
 
 
 def test_capturable_is_left_to_the_base():
     """On the CPU the base refuses it, in its own words."""
     model = network()
-    opt = KFACAdam(model, capturable=True)
+    opt = KFACAdam(model, capturable=True, compute_method="eigen")
     backward(model, 0)
     with pytest.raises(AssertionError, match="If capturable=True"):
         opt.step()
@@ -270,15 +277,18 @@ def test_a_base_that_may_know_more_names_receives_them():
 CLASSES = [KFACSGD, KFACAdam, KFACLAMB, KFACMuon, dynamic, over_lars]
 
 
+EIGEN = [(cls, "eigen") for cls in CLASSES if cls is not KFACMuon]
+EACH = [*((cls, "polar") for cls in CLASSES), *EIGEN]
 STAGGERED = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 
 @pytest.mark.parametrize(
-    ("cls", "taken"), [(KFACSGD, 0), (KFACSGD, 1), *((cls, 4) for cls in CLASSES)]
+    ("cls", "method", "taken"),
+    [(KFACSGD, "polar", 0), (KFACSGD, "polar", 1), *((*each, 4) for each in EACH)],
 )
-def test_deepcopy_trains_its_own_copy_on_the_same_path(cls, taken):
+def test_deepcopy_trains_its_own_copy_on_the_same_path(cls, method, taken):
     model = network()
-    opt = cls(model, lr=0.01, **STAGGERED)
+    opt = cls(model, lr=0.01, compute_method=method, **STAGGERED)
     train(model, opt, range(taken))
     twin_model, twin = copy.deepcopy((model, opt))
     assert type(twin) is type(opt)
@@ -303,13 +313,15 @@ def test_deepcopied_optimizer_alone_brings_its_model():
     assert_same(twin_model, model)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_keeps_what_was_set_since(duplicate):
+def test_a_copy_keeps_what_was_set_since(duplicate, method):
     model = network()
-    opt = KFACSGD(model, lr=0.1, damping=0.1, factor_decay=0.5)
+    opt = KFACSGD(model, lr=0.1, damping=0.1, factor_decay=0.5, compute_method=method)
     kfac = opt.preconditioner
-    kfac.kl_clip, kfac.factor_update_steps, kfac.inv_update_steps = 1e-5, 2, 3
-    kfac.loss_terms, kfac.grad_scaler, kfac.statistics_fraction = 4, 2.0, 0.5
+    kfac.factor_update_steps, kfac.inv_update_steps, kfac.statistics_fraction = 2, 3, 0.5
+    if method == "eigen":
+        kfac.kl_clip, kfac.loss_terms, kfac.grad_scaler = 1e-5, 4, 2.0
     opt.param_groups[0]["damping"] = 0.2
     twin = duplicate(opt)
     names = ("kl_clip", "factor_update_steps", "inv_update_steps", "loss_terms")
@@ -320,10 +332,10 @@ def test_a_copy_keeps_what_was_set_since(duplicate):
     assert_same(twin.preconditioner.model, model)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_pickle_round_trip(cls):
+@pytest.mark.parametrize(("cls", "method"), EACH)
+def test_pickle_round_trip(cls, method):
     model = network()
-    opt = cls(model, lr=0.01, **STAGGERED)
+    opt = cls(model, lr=0.01, compute_method=method, **STAGGERED)
     train(model, opt, range(3))
     twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
     assert type(twin) is type(opt)

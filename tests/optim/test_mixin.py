@@ -22,7 +22,9 @@ from torch.optim.optimizer import (
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
 from tests.optim.bases import AS_THE_BASE, BASES, both, pick, trained_by
 from tests.support.training import (
+    ANEW,
     EVERY_STEP,
+    METHODS,
     Probe,
     assert_near,
     assert_same,
@@ -55,17 +57,18 @@ def forms():
     }
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("form", forms())
-def test_every_form_of_params_trains_alike(form):
+def test_every_form_of_params_trains_alike(form, method):
+    without_clip = {k: v for k, v in METHODS[method].items() if k not in ANEW}
     model, expected = network(), network()
     args, kwargs = forms()[form](model)
-    opt = KFACSGD(*args, lr=0.1, momentum=0.9, **kwargs)
-    reference = KFACSGD(expected, lr=0.1, momentum=0.9)
+    opt = KFACSGD(*args, lr=0.1, momentum=0.9, **without_clip, **kwargs)
+    reference = KFACSGD(expected, lr=0.1, momentum=0.9, **without_clip)
     if form == "groups":  # the same two, the second added to the first
         params = expected[2].parameters()
-        reference = KFACSGD(params, lr=0.05, momentum=0.5, model=expected, kl_clip=None)
+        reference = KFACSGD(params, lr=0.05, momentum=0.5, model=expected, **without_clip)
         reference.add_param_group({"params": expected[0].parameters(), "lr": 0.1, "momentum": 0.9})
-        opt.preconditioner.kl_clip = None
     train(model, opt, range(3))
     train(expected, reference, range(3))
     assert_same(model, expected)
@@ -98,10 +101,11 @@ def test_groups_have_their_own_damping_and_decay():
             assert_near(change, expected)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cls", [KFACSGD, KFACLAMB])
-def test_a_first_group_may_be_empty(cls):
+def test_a_first_group_may_be_empty(cls, method):
     """As torch's own optimizers have it."""
-    options = {"lr": 0.01, "factor_update_steps": 1, "inv_update_steps": 2}
+    options = {"lr": 0.01, **METHODS[method], "inv_update_steps": 2}
     plain, model = network(), network()
     train(plain, cls(plain, **options), range(4))
     opt = cls([{"params": []}, {"params": model.parameters()}], model=model, **options)
@@ -250,7 +254,7 @@ def test_model_that_was_on_the_meta_device(frozen):
 
 def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
     model = network()
-    for bad in ({"damping": -1}, {"skip_layers": ["Linear"]}, {"grad_scaler": "x"}):
+    for bad in ({"damping": -1}, {"skip_layers": ["Linear"]}, {"kl_clip": 1e-3}):
         with pytest.raises(ValueError):
             KFACSGD(model, lr=0.1, **bad)
     hooks = [
@@ -327,7 +331,8 @@ def test_tensor_lr_in_the_clip():
     ends = []
     for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.3).double()):
         model = network()
-        opt = KFACSGD(model, lr=lr, kl_clip=1e-4, kl_clip_lr="current")
+        options = {"compute_method": "eigen", "kl_clip": 1e-4, "kl_clip_lr": "current"}
+        opt = KFACSGD(model, lr=lr, **options)
         train(model, opt, [0])
         ends.append(values(model))
     assert_near(ends[1], ends[0])
@@ -394,6 +399,30 @@ def test_learning_rate_schedulers(name, base):
     assert opt.param_groups[0]["kl_clip_lr"] == 0.1
 
 
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.Adam, torch.optim.RAdam])
+@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR", "CyclicLR", "ReduceLROnPlateau"])
+def test_learning_rate_schedulers_reach_directions(name, base):
+    """Rates and momenta that are set by hand to a plain optimizer's make the same steps."""
+    settings = {"lr": 0.1, "momentum": 0.9} if base is torch.optim.SGD else {"lr": 0.1}
+    model, expected = network(), network()
+    opt, by_hand = (with_kfac(base)(m, **settings, **ANEW) for m in (model, expected))
+    plain = base(network().parameters(), **settings)
+    pair = [schedulers()[name](o) for o in (opt, plain)]
+    fixed = network()
+    constant = with_kfac(base)(fixed, **settings, **ANEW)
+    for i in range(5):
+        for key in {"lr", "momentum", "betas"} & plain.param_groups[0].keys():
+            assert opt.param_groups[0][key] == plain.param_groups[0][key]
+            by_hand.param_groups[0][key] = plain.param_groups[0][key]
+        for own, of in ((model, opt), (expected, by_hand), (fixed, constant)):
+            train(own, of, [i])
+        plain.step()
+        for scheduler in pair:
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        assert_same(model, expected)
+    assert difference(values(fixed), model)["0.weight"].abs().max() > 1e-4
+
+
 # ---- the KL clip, and the first step ----
 
 
@@ -448,9 +477,11 @@ def test_kl_clip_weighs_each_parameter_with_its_groups_lr():
     assert_near(difference(before, model), {n: rates[n] * nu * x for n, x in v.items()}, rtol=1e-6)
 
 
-def test_kl_clip_of_zero_gradients():
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_gradients_change_nothing(method):
+    """Neither the clip nor a length divides by them."""
     model = network()
-    opt = KFACSGD(model, lr=0.1)
+    opt = KFACSGD(model, lr=0.1, compute_method=method)
     before = values(model)
     x, _ = batch(0)
     (0 * model(x).sum()).backward()
@@ -465,7 +496,7 @@ def test_first_step_is_exactly_the_damped_newton_step():
     hidden = model[:2](x)
     out = model[2](hidden)
     ones = torch.ones(len(x), 1, dtype=x.dtype)
-    opt = KFACSGD(model, lr=1.0, kl_clip=None)
+    opt = KFACSGD(model, lr=1.0, compute_method="eigen", kl_clip=None)
     before = values(model)
     train(model, opt, [0])
     rows = torch.cat([hidden, ones], 1).detach()
@@ -484,11 +515,12 @@ def test_first_step_is_exactly_the_damped_newton_step():
 # ---- gradients, zero_grad, closures ----
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("base", BASES, ids=lambda c: c.__name__)
-def test_grad_is_left_as_backward_made_it(base):
+def test_grad_is_left_as_backward_made_it(base, method):
     model = network()
     params = pick(model, trained_by(base))
-    opt = with_kfac(base)(params, model=model)
+    opt = with_kfac(base)(params, model=model, compute_method=method)
     for i in range(2):
         opt.zero_grad()
         backward(model, i)
@@ -499,26 +531,30 @@ def test_grad_is_left_as_backward_made_it(base):
         assert_same([p.grad for p in params], copies)
 
 
-def test_grad_is_left_as_it_was_when_the_base_raises():
+@pytest.mark.parametrize("method", METHODS)
+def test_grad_is_left_as_it_was_when_the_base_raises(method):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
             raise ZeroDivisionError
 
     model = network()
-    opt = with_kfac(Failing)(model)
+    opt = with_kfac(Failing)(model, compute_method=method)
+    before = values(model)
     backward(model, 0)
     gradients = {n: p.grad for n, p in model.named_parameters()}
     copies = copy.deepcopy(gradients)
     with pytest.raises(ZeroDivisionError):
         opt.step()
+    assert_same(values(model), before)
     assert all(p.grad is gradients[n] for n, p in model.named_parameters())
     assert_same(gradients, copies)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_gradients_and_statistics(set_to_none):
+def test_zero_grad_drops_gradients_and_statistics(set_to_none, method):
     model, expected = network(), network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, **METHODS[method])
     backward(model, 7)  # aborted: a leftover
     assert opt.preconditioner.memory_usage()["pending"] > 0
     opt.zero_grad(set_to_none)
@@ -529,15 +565,16 @@ def test_zero_grad_drops_gradients_and_statistics(set_to_none):
         assert all(not p.grad.any() for p in model.parameters())
     backward(model, 0)
     opt.step()
-    fresh = KFACSGD(expected, lr=0.1, **EVERY_STEP)
+    fresh = KFACSGD(expected, lr=0.1, **METHODS[method])
     train(expected, fresh, [0])
     assert_same(model, expected)
     assert_same(factors(opt), factors(fresh))
 
 
-def test_closure_runs_once_with_gradients_before_its_factors_are_used():
+@pytest.mark.parametrize("method", METHODS)
+def test_closure_runs_once_with_gradients_before_its_factors_are_used(method):
     model, expected = network(), network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, **METHODS[method])
     calls = []
 
     def closure():
@@ -549,7 +586,7 @@ def test_closure_runs_once_with_gradients_before_its_factors_are_used():
     with torch.no_grad():
         losses = [opt.step(closure) for _ in range(3)]
     assert calls == [0, 1, 2]
-    by_hand = KFACSGD(expected, lr=0.1, **EVERY_STEP)
+    by_hand = KFACSGD(expected, lr=0.1, **METHODS[method])
     expected_losses = []
     for i in range(3):
         by_hand.zero_grad()
@@ -597,6 +634,7 @@ def fresh_base() -> type[Optimizer]:
 
 
 def check_hooks(opt: Any, model: nn.Module) -> None:
+    """All hooks run once in each step, whether the base steps once more or not at all."""
     counters = {name: Counter() for name in ("pre", "post", "global pre", "global post")}
     handles = [
         opt.register_step_pre_hook(counters["pre"]),
@@ -613,6 +651,7 @@ def check_hooks(opt: Any, model: nn.Module) -> None:
             handle.remove()
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("make", "plain"),
     [
@@ -624,11 +663,11 @@ def check_hooks(opt: Any, model: nn.Module) -> None:
         (lambda: LAMB, "after"),
     ],
 )
-def test_step_hooks_fire_exactly_once(make, plain):
+def test_step_hooks_fire_exactly_once(make, plain, method):
     base, model = make(), network()
     if plain == "before":
         base(network().parameters())
-    opt = with_kfac(base)(model)
+    opt = with_kfac(base)(model, compute_method=method)
     if plain == "after":
         base(network().parameters())
     check_hooks(opt, model)
@@ -643,10 +682,11 @@ def test_hooks_of_the_base_fire_once_too():
     check_hooks(opt, model)
 
 
-def test_a_step_pre_hook_may_change_the_gradients():
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_pre_hook_may_change_the_gradients(method):
     """It runs before K-FAC sees them: a hook that zeroes them makes a step of nothing."""
     model = network()
-    opt = KFACSGD(model, lr=0.1)
+    opt = KFACSGD(model, lr=0.1, compute_method=method)
     opt.register_step_pre_hook(
         lambda o, a, k: [p.grad.zero_() for p in model.parameters()] and None
     )
@@ -655,9 +695,10 @@ def test_a_step_pre_hook_may_change_the_gradients():
     assert_same(values(model), before)
 
 
-def test_state_dict_and_load_hooks_fire_exactly_once():
+@pytest.mark.parametrize("method", METHODS)
+def test_state_dict_and_load_hooks_fire_exactly_once(method):
     model = network()
-    opt = KFACSGD(model, lr=0.1, momentum=0.9)
+    opt = KFACSGD(model, lr=0.1, momentum=0.9, compute_method=method)
     train(model, opt, [0])
     names = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     counters = {name: Counter() for name in names}
@@ -698,6 +739,28 @@ def test_group_added_after_training_began():
     for name, change in difference(before, model).items():
         expected = of_body[name] if name.startswith("0") else 0.5 * of_head[name]
         assert_near(change, expected)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_group_added_between_directions(cls):
+    """The body's factors and momenta go on, and the head begins as in a first step."""
+    model, alone = network(), network()
+    settings = {"lr": 0.01, **({"momentum": 0.9} if cls is KFACSGD else {}), **ANEW}
+    opt = cls(model[0].parameters(), model=model, **settings)
+    train(model, opt, range(3))
+    kept = factors(opt)["0"], copy.deepcopy(opt.state[model[0].weight])
+    opt.add_param_group({"params": model[2].parameters(), "lr": 0.005})
+    assert_same((factors_of(opt, "0"), opt.state[model[0].weight]), kept)
+    alone.load_state_dict(model.state_dict())
+    head = cls(alone[2].parameters(), model=alone, **{**settings, "lr": 0.005})
+    before = values(model)
+    train(model, opt, [3])
+    train(alone, head, [3])
+    moved = difference(before, model)
+    assert all(change.abs().max() > 0 for change in moved.values())
+    if cls is KFACAdam:  # with SGD, all layers have one scale
+        own = difference(before, alone)
+        assert_near([moved[n] for n in ("2.weight", "2.bias")], [own["2.weight"], own["2.bias"]])
 
 
 def factors_of(opt: Any, name: str) -> tuple[torch.Tensor, ...]:
@@ -850,10 +913,11 @@ def test_a_replaced_head():
     assert not any(str(k).startswith("kfac") for k in opt.state.get(old.weight, {}))
 
 
-def test_a_head_replaced_without_a_word_is_not_trained():
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_replaced_without_a_word_is_not_trained(method):
     """As with any torch optimizer; the body trains on."""
     model = network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, **METHODS[method])
     train(model, opt, [0])
     model[2] = nn.Linear(6, 3, dtype=torch.float64)
     before = values(model)
@@ -866,9 +930,10 @@ def test_a_head_replaced_without_a_word_is_not_trained():
 # ---- models beside the trained one ----
 
 
-def test_copied_models_have_no_live_hooks():
+@pytest.mark.parametrize("method", METHODS)
+def test_copied_models_have_no_live_hooks(method):
     model, alone = network(), network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, **METHODS[method])
     train(model, opt, [0])
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -941,8 +1006,12 @@ def test_a_collected_optimizer_leaves_inert_hooks():
 # ---- hyperparameters as callables ----
 
 
-def test_numbers_or_callables_of_the_step():
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_or_callables_of_the_step(method):
     seen: dict[str, list[int]] = {}
+    papers: dict[str, Any] = {}  # options that directions have no use for
+    if method == "eigen":
+        papers = {"kl_clip": (1e-3, None, 1e-4), "loss_terms": (8, 4, 2)}
 
     def schedule(name: str, *sequence: Any):
         def of(step: int):
@@ -957,25 +1026,26 @@ def test_numbers_or_callables_of_the_step():
         lr=0.1,
         damping=schedule("damping", 0.1, 0.2, 0.4),
         factor_decay=schedule("factor_decay", 0.9, 0.5, 0.7),
-        kl_clip=schedule("kl_clip", 1e-3, None, 1e-4),
         factor_update_steps=schedule("factor_update_steps", 1, 1, 2),
         inv_update_steps=schedule("inv_update_steps", 1, 2),
-        loss_terms=schedule("loss_terms", 8, 4, 2),
+        **{name: schedule(name, *sequence) for name, sequence in papers.items()},
+        compute_method=method,
     )
-    by_hand = KFACSGD(expected, lr=0.1, inv_update_steps=1)
+    by_hand = KFACSGD(expected, lr=0.1, inv_update_steps=1, compute_method=method)
     for i in range(6):
         at = min(i, 2)
         group, kfac = by_hand.param_groups[0], by_hand.preconditioner
         group["damping"] = (0.1, 0.2, 0.4)[at]
         group["factor_decay"] = (0.9, 0.5, 0.7)[at]
-        kfac.kl_clip = (1e-3, None, 1e-4)[at]
+        for name, sequence in papers.items():
+            setattr(kfac, name, sequence[at])
         kfac.factor_update_steps = (1, 1, 2)[at]
         kfac.inv_update_steps = (1, 2, 2)[at]
-        kfac.loss_terms = (8, 4, 2)[at]
         train(model, opt, [i])
         train(expected, by_hand, [i])
         assert opt.param_groups[0]["damping"] == group["damping"]
-        assert opt.preconditioner.kl_clip == kfac.kl_clip
+        for name in papers:
+            assert getattr(opt.preconditioner, name) == getattr(kfac, name)
         assert opt.preconditioner.inv_update_steps == kfac.inv_update_steps
         assert_same(model, expected)
     assert all(set(steps) >= set(range(6)) for steps in seen.values())
@@ -1000,6 +1070,11 @@ def test_a_callable_in_a_group():
 # ---- GradScaler ----
 
 
+def told(method: str, scaler: Any) -> dict[str, Any]:
+    """Directions do not depend on the scale of the loss."""
+    return {"compute_method": method, **({"grad_scaler": scaler} if method == "eigen" else {})}
+
+
 def scaled_training(model, opt, scaler, steps, broken=(), zero_grad=None):
     """Training under a GradScaler; the batches in ``broken`` overflow."""
     zero_grad = zero_grad or (lambda: opt.zero_grad())
@@ -1012,6 +1087,7 @@ def scaled_training(model, opt, scaler, steps, broken=(), zero_grad=None):
     opt.zero_grad()
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("cls", "settings", "zeroing"),
     [
@@ -1023,12 +1099,11 @@ def scaled_training(model, opt, scaler, steps, broken=(), zero_grad=None):
         (KFACLAMB, {}, "optimizer"),
     ],
 )
-def test_a_skipped_step_leaves_no_trace(cls, settings, zeroing):
+def test_a_skipped_step_leaves_no_trace(cls, settings, zeroing, method):
     model, expected = network(dtype=torch.float32), network(dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    intervals = {"factor_update_steps": 1, "inv_update_steps": 1}
-    opt = cls(model, lr=0.05, grad_scaler=scaler, **intervals, **settings)
-    other = cls(expected, lr=0.05, **intervals, **settings)
+    opt = cls(model, lr=0.05, **told(method, scaler), **ANEW, **settings)
+    other = cls(expected, lr=0.05, compute_method=method, **ANEW, **settings)
     assert opt._step_supports_amp_scaling is False
     zero_grad = {
         "optimizer": opt.zero_grad,
@@ -1043,12 +1118,13 @@ def test_a_skipped_step_leaves_no_trace(cls, settings, zeroing):
     assert_near(model, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_broken_first_step_is_skipped_too():
+@pytest.mark.parametrize("method", METHODS)
+def test_a_broken_first_step_is_skipped_too(method):
     model, expected = network(), network()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    opt = KFACSGD(model, lr=0.05, grad_scaler=scaler)
+    opt = KFACSGD(model, lr=0.05, **told(method, scaler))
     scaled_training(model, opt, scaler, [10, 0, 1], (10,))
-    train(expected, KFACSGD(expected, lr=0.05), range(2))
+    train(expected, KFACSGD(expected, lr=0.05, compute_method=method), range(2))
     assert_same(model, expected)  # powers of two scale exactly
 
 
@@ -1072,6 +1148,21 @@ def test_factors_do_not_depend_on_the_loss_scale(form):
     assert_same(results[2], results[0])
 
 
+def test_directions_do_not_depend_on_the_loss_scale():
+    results = []
+    for scale in (1.0, 2.0**4, 2.0**12):
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        opt = KFACSGD(model, lr=0.05, momentum=0.9, **ANEW)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaled_training(model, opt, scaler, range(5))
+        assert scaler.get_scale() == 4 * scale
+        results.append((factors(opt), values(model)))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
 @pytest.mark.filterwarnings("ignore:step.. was called by a GradScaler")
 def test_without_the_option_the_scale_is_in_the_factors():
     model = network()
@@ -1086,12 +1177,13 @@ def test_without_the_option_the_scale_is_in_the_factors():
         assert_near(factors_of(opt, name)[1], 16 * factors_of(plain, name)[1])
 
 
-def test_unscaled_and_clipped_gradients():
+@pytest.mark.parametrize("method", METHODS)
+def test_unscaled_and_clipped_gradients(method):
     """unscale_ and clip_grad_norm_ between backward and step, as torch's examples do."""
     model, expected = network(), network()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    opt = KFACSGD(model, lr=0.05, grad_scaler=scaler)
-    other = KFACSGD(expected, lr=0.05)
+    opt = KFACSGD(model, lr=0.05, **told(method, scaler))
+    other = KFACSGD(expected, lr=0.05, compute_method=method)
     for i in range(3):
         opt.zero_grad()
         backward(model, i, scaler.scale)

@@ -37,12 +37,14 @@ def stepped(opt: Any, model: nn.Module) -> list[str]:
         ({}, 0.05, False),
         ({"kl_clip_lr": "current"}, 0.3, False),
         ({"kl_clip": None}, 0.3, False),
+        ({"compute_method": "polar"}, 0.3, False),  # has no clip
     ],
 )
 def test_an_lr_beyond_what_the_clip_goes_by_is_noticed_once(options, lr, said):
     """As OneCycleLR raises it, whatever the constructor was given."""
     model = network()
     first, last = model[0].parameters(), model[2].parameters()
+    options = {"compute_method": "eigen", **options}
     opt = KFACSGD([{"params": first}, {"params": last}], lr=0.1, model=model, **options)
     assert not stepped(opt, model)
     opt.param_groups[1]["lr"] = lr
@@ -57,7 +59,7 @@ def test_an_lr_beyond_what_the_clip_goes_by_is_noticed_once(options, lr, said):
 
 def test_a_schedule_that_goes_beyond_it_is_noticed_at_the_users_line():
     model = network()
-    opt = KFACSGD(model, lr=0.01, momentum=0.9)
+    opt = KFACSGD(model, lr=0.01, momentum=0.9, compute_method="eigen")
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.5, total_steps=20)
     with pytest.warns(UserWarning, match="in parameter group 0: .* peak lr") as found:
         for _ in range(10):
@@ -71,21 +73,32 @@ def test_a_schedule_that_goes_beyond_it_is_noticed_at_the_users_line():
 def test_groups_without_covered_layers_have_no_clip_to_go_beyond():
     model = network()
     groups = [{"params": list(part.parameters())} for part in (model[0], model[2])]
-    opt = KFACSGD(groups, lr=0.1, model=model, skip_layers=["^2$"])
+    opt = KFACSGD(groups, lr=0.1, model=model, skip_layers=["^2$"], compute_method="eigen")
     opt.param_groups[1]["lr"] = 0.5
     assert not stepped(opt, model)
 
 
 def test_lr_0_at_construction_leaves_the_clip_off():
     with pytest.warns(UserWarning, match="lr 0 at construction leaves the KL clip off; build") as w:
-        KFACSGD(network(), lr=0.0)
+        KFACSGD(network(), lr=0.0, compute_method="eigen")
     assert [x.filename for x in w] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD(network(), lr=0.0)  # has no clip
 
 
 # ---- options without use ----
 
 
-def test_muon_names_a_clip_also_in_code_without_a_name():
+@pytest.mark.parametrize("cls", [KFACSGD, KFACMuon])
+def test_a_clip_that_is_set_is_refused(cls):
+    opt = cls(network(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.5 with compute_method='polar', whi"):
+        opt.preconditioner.kl_clip = 0.5
+    assert opt.preconditioner.kl_clip != 0.5
+
+
+def test_a_notice_comes_also_in_code_without_a_name():
     """As some embedded interpreters run it."""
     code = """
 import torch
@@ -93,10 +106,10 @@ from kaisa_optim import KFACMuon
 model = torch.nn.Linear(4, 3)
 opt = KFACMuon(model, lr=0.1)
 model(torch.ones(2, 4)).square().sum().backward()
-opt.preconditioner.kl_clip = 0.5
+opt.param_groups[0]["staggered"] = True
 opt.step()
 """
-    with pytest.warns(UserWarning, match="kl_clip 0.5: of no use"):
+    with pytest.warns(UserWarning, match="'staggered', which nobody reads there"):
         exec(code, {})
 
 
@@ -151,18 +164,20 @@ def scaled_training(model: nn.Module, opt: Any, scaler: Any, steps: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("cls", "told", "enabled", "says"),
+    ("cls", "method", "told", "enabled", "says"),
     [
-        (KFACSGD, False, True, True),
-        (KFACSGD, True, True, False),
-        (KFACSGD, False, False, False),
-        (KFACMuon, False, True, False),  # its directions do not depend on the scale of G
+        (KFACSGD, "eigen", False, True, True),
+        (KFACSGD, "eigen", True, True, False),
+        (KFACSGD, "eigen", False, False, False),
+        (KFACSGD, "polar", False, True, False),  # directions do not depend on the scale of G
+        (KFACMuon, "polar", False, True, False),
     ],
 )
-def test_a_scaler_that_was_not_given_is_named(cls, told, enabled, says):
+def test_a_scaler_that_was_not_given_is_named(cls, method, told, enabled, says):
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-    opt = cls(model, lr=0.1, **({"grad_scaler": scaler} if told else {}))
+    options = {"compute_method": method, **({"grad_scaler": scaler} if told else {})}
+    opt = cls(model, lr=0.1, **options)
     if says:
         with pytest.warns(UserWarning, match=r"called by a GradScaler .* pass grad_scaler=scaler"):
             scaled_training(model, opt, scaler, [0])
@@ -207,8 +222,7 @@ class Attending(nn.Module):
 
 
 def said_of(model, shape, cls=KFACSGD, **options):
-    own = {} if cls is KFACMuon else {"kl_clip_lr": "current"}
-    opt = cls(model, lr=0.1, factor_update_steps=1, **own, **options)
+    opt = cls(model, lr=0.1, factor_update_steps=1, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -220,7 +234,7 @@ def said_of(model, shape, cls=KFACSGD, **options):
 
 
 def test_a_sequence_that_comes_first_is_noticed_once():
-    assert said_of(Attending(), (5, 3, 4)) == [
+    assert said_of(Attending(), (5, 3, 4), compute_method="eigen", kl_clip_lr="current") == [
         "layer 'encoder.self_attn.in_proj' has batch_first=False and sees 3 examples of 5 "
         "positions, but K goes by the first dimension of the model's input, 5; build it with "
         "batch_first=True and give the model examples first, or set loss_terms to the number of "
@@ -237,9 +251,12 @@ def test_a_sequence_that_comes_first_is_noticed_once():
         (Attending(), {"loss_terms": 3.0}),
         (Attending(), {"loss_reduction": "sum"}),
         (Attending(), {"normalization": "kaisa"}),
-        (Attending(), {"cls": KFACMuon}),  # G's scale has no part in it
+        (Attending(), {"compute_method": "polar"}),  # G's scale has no part in it
+        (Attending(), {"compute_method": "polar", "cls": KFACMuon}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 def test_where_k_is_right_or_has_no_part_nothing_is_said(model, options):
-    assert said_of(model, (5, 3, 4), **options) == []
+    method = options.get("compute_method", "eigen")
+    options = {**({"kl_clip_lr": "current"} if method == "eigen" else {}), **options}
+    assert said_of(model, (5, 3, 4), **{"compute_method": method, **options}) == []

@@ -19,7 +19,7 @@ from torch import nn
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from kaisa_optim.core.options import DEFAULT, FIXED, OPTIONS, SECTIONS, SETTABLE, Options, check
 from tests.support.ranks import run
-from tests.support.training import assert_near, backward, batch, network, train
+from tests.support.training import EVERY_STEP, assert_near, backward, batch, network, train
 
 NAN, INF = math.nan, math.inf
 HALVES = torch.float16, torch.bfloat16
@@ -28,12 +28,12 @@ TERMS = '"examples", "positions" or the number of terms'
 
 # Values of each option that are refused, and what the error says beside the option and the value.
 BAD: dict[str, tuple[list[Any], str]] = {
-    "damping": ([0, -1e-3, NAN, INF, "0.1", True], "a number above 0, such as 1e-3"),
+    "damping": ([0, -1e-3, NAN, INF, "0.1", True], "a number above 0, such as 1e-2"),
     "factor_decay": ([-0.5, 1.01, NAN, INF, "0.9", None, True], r"in \[0, 1\], such as 0.95"),
     "kl_clip": ([0, -1e-3, NAN, INF, "1e-3", False], "above 0, or None for no clip"),
     "factor_update_steps": ([0, -2, 1.5, NAN, INF, "10", None, True], COUNT),
     "inv_update_steps": ([0, 1.5, NAN, INF, "10", True], COUNT),
-    "compute_method": (["cholesky", "", None], "choose from 'eigen', 'inverse'"),
+    "compute_method": (["cholesky", "", None], "choose from 'polar', 'eigen', 'inverse'"),
     "damping_split": (["none", "full "], "choose from 'pi', 'full'"),
     "weight_sharing": (["share", None], "choose from 'expand', 'reduce'"),
     "loss_reduction": (["none", None], "choose from 'mean', 'sum'"),
@@ -87,6 +87,9 @@ def test_a_pattern_that_is_no_regular_expression():
 
 # A value of each option that is in use.
 USED: dict[str, Any] = {
+    "normalization": "kaisa",
+    "kl_clip_lr": "current",
+    "grad_scaler": 2.0,
     "loss_terms": 4.0,
     "loss_reduction": "sum",
     "weight_sharing": "reduce",
@@ -109,7 +112,7 @@ CONFLICTS = [
     ("name", "conflict", "value"), CONFLICTS, ids=[f"{n}-{c.other}={v}" for n, c, v in CONFLICTS]
 )
 def test_options_that_contradict_each_other_are_both_named(name, conflict, value):
-    given = {"kl_clip": None} | {name: USED[name], conflict.other: value}
+    given = {"compute_method": "eigen", "kl_clip": None} | {name: USED[name], conflict.other: value}
     text = (
         f"Invalid {name}: {USED[name]!r} with {conflict.other}={value!r}: {conflict.reason}; "
         f"{conflict.remedy}"
@@ -123,10 +126,11 @@ def test_options_that_contradict_each_other_are_both_named(name, conflict, value
 
 
 def test_a_conflict_may_also_come_by_a_setting():
-    kfac = KFACSGD(network(), lr=0.1, normalization="kaisa").preconditioner
+    eigen = {"compute_method": "eigen"}
+    kfac = KFACSGD(network(), lr=0.1, normalization="kaisa", **eigen).preconditioner
     with pytest.raises(ValueError, match=r"Invalid loss_terms: 4.0 with normalization='kaisa'"):
         kfac.loss_terms = 4
-    grafted = KFACSGD(network(), lr=0.1, grafting=True, kl_clip=None).preconditioner
+    grafted = KFACSGD(network(), lr=0.1, grafting=True, kl_clip=None, **eigen).preconditioner
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.1 with grafting=True.*kl_clip=None"):
         grafted.kl_clip = 0.1
 
@@ -149,15 +153,48 @@ def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
         Options(**options)
 
 
-# ---- options of some bases ----
+# ---- options of the papers, and of some bases ----
 
 
-MUON_HAS_NOT = [name for name, option in OPTIONS.items() if "muon" in option.unused_by]
+OF_PAPERS = [name for name, option in OPTIONS.items() if option.of_papers]
 
 
-@pytest.mark.parametrize("name", MUON_HAS_NOT)
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_directions_have_no_use_for_options_of_the_papers(name):
+    value = USED[name]
+    text = (
+        f"Invalid {name}: {value!r} with compute_method='polar', which has no use for it; leave it "
+        'out, or name compute_method="eigen" or "inverse" for the papers\' gradients'
+    )
+    for method in ({}, {"compute_method": "polar"}):
+        with pytest.raises(ValueError) as error:
+            KFACAdam(network(), **{name: value}, **method)
+        assert str(error.value) == text
+    opt = KFACAdam(network(), **{name: OPTIONS[name].default})
+    if name in SETTABLE:
+        with pytest.raises(ValueError) as error:
+            setattr(opt.preconditioner, name, check(name, value))
+        assert text.split(" with ")[1] in str(error.value)
+
+
+def test_no_option_of_the_papers_is_forgotten():
+    assert set(OF_PAPERS) == {
+        "kl_clip",
+        "kl_clip_lr",
+        "damping_split",
+        "compute_eigenvalue_outer_product",
+        "loss_terms",
+        "loss_reduction",
+        "grad_scaler",
+        "normalization",
+        "grafting",
+        "warmup_steps",
+    }
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
 def test_muon_refuses_what_it_has_no_use_for(name):
-    value = {**USED, "normalization": "kaisa", "kl_clip_lr": "current"}[name]
+    value = USED[name]
     with pytest.raises(ValueError) as error:
         KFACMuon(network(), **{name: value})
     text = f"Invalid {name}: {value!r}; KFACMuon has no use for it, leave it out"
@@ -165,9 +202,12 @@ def test_muon_refuses_what_it_has_no_use_for(name):
     KFACMuon(network(), **{name: OPTIONS[name].default})
 
 
-def test_muons_method_is_its_own():
-    with pytest.raises(ValueError, match='Invalid compute_method: "metric" is KFACMuon\'s own'):
-        KFACAdam(network(), compute_method="metric")
+def test_muon_makes_directions_alone():
+    for method in ("eigen", "inverse"):
+        text = f"Invalid compute_method: '{method}'; KFACMuon makes directions alone, leave it out"
+        with pytest.raises(ValueError, match=text):
+            KFACMuon(network(), compute_method=method)
+    KFACMuon(network(), compute_method="polar")
 
 
 def test_nesterov_is_the_bases_own():
@@ -194,6 +234,18 @@ def test_nesterov_is_the_bases_own():
         (
             {},
             {
+                "compute_method": "polar",
+                "damping": 0.01,
+                "inv_update_steps": 10,
+                "staggered": True,
+                "early": (5, 10, 25, 50),
+                "damping_split": None,
+            },
+        ),
+        (
+            {"compute_method": "eigen"},
+            {
+                "damping": 5e-3,
                 "inv_update_steps": 50,
                 "staggered": True,
                 "early": (5, 10, 25, 50),
@@ -201,15 +253,16 @@ def test_nesterov_is_the_bases_own():
                 "kl_clip_lr": "initial",
             },
         ),
-        ({"compute_method": "metric"}, {"inv_update_steps": 10}),
         (
-            {"normalization": "kaisa"},
+            {"compute_method": "eigen", "normalization": "kaisa"},
             {"staggered": False, "kl_clip_lr": "current", "early": ()},
         ),
         ({"inv_update_steps": 100}, {"early": (5, 10, 25, 50)}),
-        ({"inv_update_steps": 49}, {"early": ()}),
-        ({"inv_update_steps": lambda step: 100}, {"early": ()}),
-        ({"compute_method": "inverse"}, {"damping_split": "pi"}),
+        ({"inv_update_steps": 1}, {"early": (5, 10, 25, 50)}),
+        ({"inv_update_steps": lambda step: 100}, {"early": (5, 10, 25, 50)}),
+        ({"compute_method": "eigen", "inv_update_steps": 49}, {"early": ()}),
+        ({"compute_method": "eigen", "inv_update_steps": lambda step: 100}, {"early": ()}),
+        ({"compute_method": "inverse"}, {"damping_split": "pi", "damping": 5e-3}),
         ({"compute_method": "inverse", "normalization": "kaisa"}, {"damping_split": "full"}),
         ({"skip_layers": "head"}, {"skip_layers": ("head",)}),
         ({"staggered": 2.0}, {"staggered": 2}),
@@ -222,19 +275,21 @@ def test_what_is_left_out_follows_from_the_rest(given, settled):
 
 
 def test_a_record_is_frozen_and_copies_with_new_values():
-    options = Options(damping=0.1)
+    options = Options(damping=0.1, compute_method="eigen")
     for name in ("damping", "new"):
         with pytest.raises(AttributeError, match=f"{name} = 1: options are settled"):
             setattr(options, name, 1)
     other = pickle.loads(pickle.dumps(copy.deepcopy(options.having({"kl_clip": None}))))
     assert (other.kl_clip, other.damping, options.kl_clip) == (None, 0.1, 1.5e-4)
-    assert other != options == Options(damping=0.1) and "damping=0.1," in repr(options)
+    again = Options(damping=0.1, compute_method="eigen")
+    assert other != options == again and "damping=0.1," in repr(options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'dampin'; did you mean damp"):
         Options(dampin=0.1)
 
 
 def test_ranks_compare_what_they_must_have_alike():
-    options = Options(kl_clip=lambda step: 0.1, grad_scaler=2.0, loss_terms=4)
+    given = {"kl_clip": lambda step: 0.1, "grad_scaler": 2.0, "loss_terms": 4}
+    options = Options(compute_method="eigen", **given)
     described = options.described()
     assert described["kl_clip"] == "a callable" and described["grad_scaler"] == "given"
     assert described["loss_terms"] == 4.0
@@ -276,16 +331,17 @@ SCHEDULABLE = [name for name, option in OPTIONS.items() if option.schedulable]
 def test_a_callable_is_checked_with_its_arguments_and_at_each_step(option):
     good = {"factor_decay": 0.9, "kl_clip": 1e-3}.get(option, 1)
     bad = BAD[option][0][0]
+    method = {"compute_method": "eigen" if OPTIONS[option].of_papers else "polar"}
 
     def wrong(one, two):
         return good
 
     with pytest.raises(ValueError, match=f"Invalid {option}: <function .*a callable of step, such"):
-        KFACSGD(network(), lr=0.1, **{option: wrong})
+        KFACSGD(network(), lr=0.1, **method, **{option: wrong})
     with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
-        KFACSGD(network(), lr=0.1, **{option: lambda step: bad})
+        KFACSGD(network(), lr=0.1, **method, **{option: lambda step: bad})
     model = network()
-    opt = KFACSGD(model, lr=0.1, **{option: lambda step: good if step < 2 else bad})
+    opt = KFACSGD(model, lr=0.1, **method, **{option: lambda step: good if step < 2 else bad})
     train(model, opt, [0])
     with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
         train(model, opt, [1, 2])
@@ -293,7 +349,8 @@ def test_a_callable_is_checked_with_its_arguments_and_at_each_step(option):
 
 def test_callables_that_keep_their_arguments_to_themselves():
     model = network()
-    opt = KFACSGD(model, lr=0.1, damping={0: 0.5}.get, loss_terms=lambda *steps: 4.0)
+    callables = {"damping": {0: 0.5}.get, "statistics_fraction": lambda *steps: 0.5}
+    opt = KFACSGD(model, lr=0.1, **callables)
     train(model, opt, [0])
     assert opt.param_groups[0]["damping"] == 0.5
 
@@ -304,7 +361,7 @@ def test_a_loss_scale_that_is_no_number():
         KFACSGD(model, lr=0.1, grad_scaler=0)
     with pytest.raises(ValueError, match=r"Invalid grad_scaler: <function .*callable of nothing"):
         KFACSGD(model, lr=0.1, grad_scaler=lambda step: 2.0)
-    opt = KFACSGD(model, lr=0.1, grad_scaler=lambda: "2")
+    opt = KFACSGD(model, lr=0.1, grad_scaler=lambda: "2", compute_method="eigen")
     with pytest.raises(ValueError, match="Invalid grad_scaler: '2' from its callable; a scale"):
         backward(model, 0)
     opt.preconditioner.grad_scaler = lambda: torch.tensor(2.0)
@@ -376,7 +433,7 @@ def test_an_argument_that_there_is_not(cls, name, said):
 def summed(world: int, damping: float) -> dict[str, torch.Tensor]:
     """Train on the sum of two halves of a batch, each on its rank or both on one."""
     model = network()
-    options = {"loss_reduction": "sum", "kl_clip": None, "factor_update_steps": 1}
+    options = {"loss_reduction": "sum", **EVERY_STEP}
     opt = KFACSGD(model, lr=0.1, damping=damping, **options)
     parts = range(2) if world == 1 else [dist.get_rank()]
     x, y = batch(0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kaisa_optim import KFACSGD, KFACParamScheduler, decay_at
-from tests.support.training import EVERY_STEP, assert_same, network, train
+from tests.support.training import METHODS, assert_same, network, train
 
 NAMES = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
-START = {
+START: dict[str, Any] = {
     "damping": 0.1,
     "factor_decay": 0.9,
     "kl_clip": 0.01,
@@ -23,7 +23,8 @@ START = {
 
 
 def optimizer(**changed: Any) -> KFACSGD:
-    return KFACSGD(network(), lr=0.1, **{**START, **changed})
+    """One with a clip, so that all can be scheduled."""
+    return KFACSGD(network(), lr=0.1, compute_method="eigen", **{**START, **changed})
 
 
 def read(opt: Any, name: str) -> Any:
@@ -101,16 +102,19 @@ def test_compound_intervals_do_not_stick_to_their_rounding():
     assert seen == [max(1, round(1.3**epoch)) for epoch in range(5)]
 
 
-def test_the_values_reach_the_step():
+@pytest.mark.parametrize("method", METHODS)
+def test_the_values_reach_the_step(method):
     """A scheduled optimizer trains like one with values set by hand."""
     model, expected = network(), network()
-    options = {**EVERY_STEP, "kl_clip": 1e-3, "damping": 0.5, "inv_update_steps": 2}
+    clips = method == "eigen"
+    options = {**METHODS[method], "damping": 0.5, "inv_update_steps": 2}
+    options |= {"kl_clip": 1e-3} if clips else {}
     opt, by_hand = KFACSGD(model, lr=0.1, **options), KFACSGD(expected, lr=0.1, **options)
     scheduler = KFACParamScheduler(
         opt,
         damping=decay_at([1, 2], 0.1),
         factor_decay=lambda epoch: 0.9**epoch,
-        kl_clip={2: 0.1},
+        **({"kl_clip": {2: 0.1}} if clips else {}),
         factor_update_steps={1: 2},
         inv_update_steps={2: 2},
     )
@@ -118,7 +122,8 @@ def test_the_values_reach_the_step():
     for epoch in range(3):
         group["damping"] = 0.5 * math.prod([0.1] * epoch)
         group["factor_decay"] = 0.95 * 0.9**epoch
-        kfac.kl_clip = 1e-3 * (0.1 if epoch == 2 else 1)
+        if clips:
+            kfac.kl_clip = 1e-3 * (0.1 if epoch == 2 else 1)
         kfac.factor_update_steps = 2 if epoch else 1
         kfac.inv_update_steps = 4 if epoch == 2 else 2
         steps = range(3 * epoch, 3 * epoch + 3)
@@ -283,6 +288,13 @@ def test_a_callable_of_one_group_is_refused():
     opt = KFACSGD(groups, model=model)
     with pytest.raises(ValueError, match="Invalid damping: the optimizer was given a callable"):
         KFACParamScheduler(opt, damping={1: 0.5})
+
+
+def test_directions_have_no_clip_to_schedule():
+    opt = KFACSGD(network(), lr=0.1)
+    with pytest.raises(ValueError, match="Invalid kl_clip"):
+        KFACParamScheduler(opt, kl_clip={1: 0.5})
+    KFACParamScheduler(opt, damping={1: 0.5})
 
 
 def test_a_clip_that_is_off_is_refused():

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.plan.account import KEPT, MOVED, Account
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import as_on_a_gpu
+from tests.support.training import as_on_a_gpu, early
 
 
 class Mixed(nn.Module):
@@ -45,6 +45,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     frozen: str = ""
     sharded: bool = False
+    optimizer: Any = KFACSGD
 
 
 class Measured(NamedTuple):
@@ -62,7 +63,7 @@ class Measured(NamedTuple):
     volume: dict[str, float]
 
 
-def build(case: Case) -> tuple[nn.Module, KFACSGD]:
+def build(case: Case) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = Mixed() if case.network == "mixed" else network(case.network, dtype=case.dtype)
     if case.frozen:
@@ -77,7 +78,8 @@ def build(case: Case) -> tuple[nn.Module, KFACSGD]:
         warnings.filterwarnings("ignore", "the base optimizer updates these")
         every, refreshed = case.intervals
         intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
-        return model, KFACSGD(model, lr=0.01, damping=0.1, **intervals, **case.options)
+        with early():  # prices are of intervals alone
+            return model, case.optimizer(model, lr=0.01, damping=0.1, **intervals, **case.options)
 
 
 @contextlib.contextmanager
@@ -116,7 +118,7 @@ def spy() -> Iterator[Counter[str]]:
 
 
 def train(
-    case: Case, model: nn.Module, opt: KFACSGD, steps: range, pending: list[int] | None = None
+    case: Case, model: nn.Module, opt: Any, steps: range, pending: list[int] | None = None
 ) -> tuple[Counter[str], ...]:
     kfac = opt.preconditioner
     pending = [] if pending is None else pending
@@ -216,9 +218,15 @@ def pick(step: dict[str, int]) -> Counter[str]:
 
 
 half, brain = torch.float16, torch.bfloat16
+eigen = {"compute_method": "eigen"}
 inverse = {"compute_method": "inverse"}
 CASES = {
     "defaults": Case(intervals=(2, 3)),
+    "eigen": Case(options=eigen, intervals=(2, 3)),
+    "eigen, layer-wise": Case("tokens", eigen | {"assignment": "layer-wise"}),
+    "Adam": Case("tokens", optimizer=KFACAdam),
+    "Adam, layer-wise": Case(options={"assignment": "layer-wise"}, optimizer=KFACAdam),
+    "LAMB": Case(options={"bucket_cap_mb": 1e-3}, optimizer=KFACLAMB),
     "double": Case(dtype=torch.float64),
     "layer-wise": Case(options={"assignment": "layer-wise"}, intervals=(2, 3)),
     "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
@@ -241,12 +249,14 @@ CASES = {
     "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
     "inverse, full split": Case(options=inverse | {"damping_split": "full"}),
     "inverse, layer-wise": Case(options=inverse | {"assignment": "layer-wise"}),
-    "products": Case(options={"compute_eigenvalue_outer_product": True, "inv_dtype": brain}),
+    "products": Case(
+        options=eigen | {"compute_eigenvalue_outer_product": True, "inv_dtype": brain}
+    ),
     "stored": Case("tokens", {"factor_dtype": brain, "inv_dtype": half}),
     "stored inverses": Case(options=inverse | {"factor_dtype": torch.float64, "inv_dtype": half}),
     "diagonal": Case(options={"max_factor_size": 6}),
     "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
-    "papers": Case(options={"normalization": "kaisa"}, dtype=torch.float64),
+    "papers": Case(options=eigen | {"normalization": "kaisa"}, dtype=torch.float64),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
     "frozen": Case(frozen="again"),
@@ -268,6 +278,8 @@ AT_FOUR = {
 SHARDED = {
     "sharded": Case("chain", {"bucket_cap_mb": 2e-4}, sharded=True),
     "sharded bfloat16": Case("images", {"inv_dtype": brain}, sharded=True),
+    "sharded eigen": Case("images", eigen, sharded=True),
+    "sharded Adam": Case("images", sharded=True, optimizer=KFACAdam),
 }
 
 
@@ -306,9 +318,16 @@ def measure_as_on_a_gpu(case: Case) -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("inverse, layer-wise", 3), ("diagonal inverses", 2), ("half inverse", 4)]
+    ("name", "world"),
+    [
+        ("inverse, layer-wise", 3),
+        ("diagonal inverses", 2),
+        ("half inverse", 4),
+        ("Adam, layer-wise", 3),
+        ("diagonal", 2),
+    ],
 )
-def test_inverses_that_no_host_waits_for(name, world):
+def test_inverses_and_roots_that_no_host_waits_for(name, world):
     case = {**CASES, **AT_FOUR}[name]
     results = run(world, measure_as_on_a_gpu, case)
     assert results[0].account.defers

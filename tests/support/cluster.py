@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, WorkAssignment
+from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
 
 INPUTS, CLASSES = 7, 4
@@ -176,6 +176,11 @@ class Plan:
     def rows(self) -> int:
         return sum(map(sum, self.sizes))
 
+    @property
+    def is_polar(self) -> bool:
+        """Polar factors amplify rounding errors: batches need more rows than layers are wide."""
+        return self.optimizer == "muon" or self.options.get("compute_method", "polar") == "polar"
+
 
 def even(world: int, rows: int, micro: int = 1) -> tuple[tuple[int, ...], ...]:
     return ((rows,) * micro,) * world
@@ -204,9 +209,15 @@ def build(plan: Plan, model: nn.Module, wrapped: nn.Module, **options: Any) -> A
 
 
 def taken_by(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """KFACMuon has no use for some."""
-    known = inspect.signature(cls).parameters
-    return {name: value for name, value in options.items() if name in known}
+    """The options that go with the class and its method: the papers' do not go with "polar".
+
+    KFACMuon has "polar" alone.
+    """
+    if cls is KFACMuon:
+        options = {name: value for name, value in options.items() if name != "compute_method"}
+    if options.get("compute_method", "polar") != "polar":
+        return options
+    return {n: v for n, v in options.items() if n not in OPTIONS or not OPTIONS[n].of_papers}
 
 
 def micro_batches(plan: Plan, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -283,7 +294,7 @@ def train(plan: Plan) -> Trained:
     wrapped = DistributedDataParallel(model, **plan.wrapper) if with_ddp else model
     opt = build(plan, model, wrapped, **plan.spread)
     static = with_ddp and plan.wrapper.get("static_graph")
-    if plan.weighed:
+    if plan.weighed and not plan.is_polar:
         opt.preconditioner.loss_terms = plan.rows / plan.world
     first: dict[str, Tensor] = {}
     for step in range(plan.steps):

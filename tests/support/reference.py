@@ -7,7 +7,6 @@ dense Kronecker matrix. Rows have the shape ``[blocks, examples, positions, widt
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -19,8 +18,6 @@ from tests.support.close import assert_close as assert_close
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 
 MUON_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 
@@ -76,14 +73,9 @@ def split_rows(module: nn.Module, output: Tensor) -> Tensor:
             output = output[None]
         output = output.flatten(2).movedim(1, 2)
         return torch.stack(output.chunk(module.groups, dim=-1))
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        output = output.flatten(output.dim() - len(module.normalized_shape))
-    elif isinstance(module, NORMS):
-        output = output.flatten(2).movedim(1, 2) if output.dim() > 2 else output
     if output.dim() == 1:
         output = output[None]
-    rows = output.reshape(output.shape[0], -1, output.shape[-1])
-    return rows.movedim(2, 0)[..., None] if isinstance(module, NORMS) else rows[None]
+    return output.reshape(1, output.shape[0], -1, output.shape[-1])
 
 
 def trained(parameter: Tensor | None) -> bool:
@@ -92,13 +84,11 @@ def trained(parameter: Tensor | None) -> bool:
 
 def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
     """What the layer's weight multiplies, from the output's derivatives, then a 1 for a bias."""
-    module = copy.deepcopy(module)  # a batch norm counts its calls
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
     output = module(*args, **kwargs)
-    if isinstance(module, NORMS) or not trained(weight):
-        ones = torch.ones_like(split_rows(module, output.detach())[..., :1])
-        return ones
+    if not trained(weight):
+        return torch.ones_like(split_rows(module, output.detach())[..., :1])
     blocks = groups_of(module)
     rows = []
     for block in range(blocks):
@@ -133,34 +123,19 @@ def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
 
 
 def gradient_rows(module: nn.Module, loss: Callable[[Tensor], Tensor], *args, **kwargs) -> Tensor:
-    """∂loss/∂s for the layer's output s, a leaf of its own; a norm's rows are (x̂g, g)."""
-    module = copy.deepcopy(module)
+    """∂loss/∂s for the layer's output s, a leaf of its own."""
     with torch.no_grad():
         output = module(*args, **kwargs)
     s = output.detach().clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(s), s)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         gradient = gradient * (args[0] != module.padding_idx)[..., None]
-    rows = split_rows(module, gradient)
-    if not isinstance(module, NORMS):
-        return rows
-    weight, bias = module.weight, getattr(module, "bias", None)
-    neutral = {"weight": torch.ones_like(weight)}
-    if bias is not None:
-        neutral["bias"] = torch.zeros_like(bias)
-    with torch.no_grad():
-        normalized = torch.func.functional_call(module, neutral, args, kwargs)
-    scaled = split_rows(module, normalized) * rows
-    kept = ([scaled] if trained(weight) else []) + ([rows] if trained(bias) else [])
-    return torch.cat(kept, dim=-1)
+    return split_rows(module, gradient)
 
 
 def matrix(module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A (gradient of the) weight and bias as ``[blocks, g, a]``; ``None`` where not trained."""
     blocks = groups_of(module)
-    if isinstance(module, NORMS):
-        columns = [p.reshape(-1, 1, 1) for p in (weight, bias) if p is not None]
-        return torch.cat(columns, dim=1)
     parts = []
     if weight is not None:
         if isinstance(module, TRANSPOSED):
@@ -309,16 +284,8 @@ def attention_by_hand(
 def encoder_by_hand(
     layer: nn.TransformerEncoderLayer, x: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Taps]:
-    """nn.TransformerEncoderLayer without dropout, batch first; a norm's tap is (x̂, output)."""
+    """nn.TransformerEncoderLayer without dropout, batch first."""
     taps: Taps = {}
-
-    def norm(label: str, module: nn.LayerNorm, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        variance = centred.square().mean(-1, keepdim=True)
-        normalized = centred / torch.sqrt(variance + module.eps)
-        out = normalized * module.weight + module.bias
-        taps[label] = (normalized, out)
-        return out
 
     def attend(x: Tensor) -> Tensor:
         out, _, inner = attention_by_hand(layer.self_attn, x, x, x, attn_mask=mask)
@@ -334,24 +301,18 @@ def encoder_by_hand(
         return out
 
     if layer.norm_first:
-        x = x + attend(norm("norm1", layer.norm1, x))
-        return x + feed(norm("norm2", layer.norm2, x)), taps
-    x = norm("norm1", layer.norm1, x + attend(x))
-    return norm("norm2", layer.norm2, x + feed(x)), taps
+        x = x + attend(layer.norm1(x))
+        return x + feed(layer.norm2(x)), taps
+    x = layer.norm1(x + attend(x))
+    return layer.norm2(x + feed(x)), taps
 
 
-def tap_rows(
-    taps: Taps, loss: Tensor, bias: bool = True, norm: tuple[str, ...] = ()
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Input rows (1 appended) and ∂loss/∂output rows of each tap; ``norm``: which are norms."""
+def tap_rows(taps: Taps, loss: Tensor, bias: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+    """Input rows (1 appended) and ∂loss/∂output rows of each tap."""
     outputs = [output for _, output in taps.values()]
     gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
     rows = {}
     for (label, (x, _)), g in zip(taps.items(), gradients, strict=True):
-        if label in norm:
-            pair = torch.stack([x.detach() * g, g], dim=-1).movedim(2, 0)
-            rows[label] = (torch.ones_like(pair[..., :1]), pair)
-            continue
         x = x.detach()
         if bias:
             x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)

@@ -43,8 +43,12 @@ def early(*steps: int) -> Any:
     return mock.patch.object(options, "_early", lambda settled: steps)
 
 
-# Statistics and second-order state anew in every step, and steps that no clip scales.
-EVERY_STEP: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
+# Statistics and second-order state anew in every step.
+ANEW: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
+# And the papers' preconditioned gradients, which no clip scales.
+EVERY_STEP: dict[str, Any] = {"compute_method": "eigen", "kl_clip": None, **ANEW}
+# Both kinds of steps, for tests of what holds with either.
+METHODS: dict[str, dict[str, Any]] = {"polar": ANEW, "eigen": EVERY_STEP}
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Sequential:

@@ -1,0 +1,493 @@
+"""Polar directions against dense factors, and what must not change them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim.curvature import lengths
+from kaisa_optim.curvature.rules import polar
+from kaisa_optim.curvature.rules.polar import PolarRule
+from kaisa_optim.linalg import decompose, orthogonal
+from tests.support.training import early
+from tests.support.watch import assert_close, normal, seeded, taken
+
+ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
+widths = st.integers(1, 5)
+seeds = st.integers(0, 9999)
+dampings = st.sampled_from([1e-3, 0.01, 0.3])
+property_test = settings(max_examples=15)
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda *given, **how: KFACSGD(*given, lr=0.3, momentum=0.9, **ALWAYS, **how),
+    "Adam": lambda *given, **how: KFACAdam(*given, lr=0.1, **ALWAYS, **how),
+}
+bases = pytest.mark.parametrize("base", OPTIMIZERS)
+
+# ---- by definition ----
+
+
+def dense(factor: Tensor) -> Tensor:
+    return factor.diag() if factor.dim() == 1 else factor
+
+
+def root_of(factor: Tensor, damping: float) -> Tensor:
+    """Return (F / f̄ + λI)^-½, by eigenvectors; I for a zero factor."""
+    values, vectors = torch.linalg.eigh(dense(factor))
+    if values.abs().max() == 0:
+        return torch.eye(len(values), dtype=values.dtype)
+    return vectors @ (values / values.mean() + damping).rsqrt().diag() @ vectors.T
+
+
+def outer(root: Tensor) -> Tensor:
+    return polar._KEPT * torch.eye(len(root), dtype=root.dtype) + (1 - polar._KEPT) * root
+
+
+def by_svd(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ; singular values of zero stay zero."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ (s > 1e-10 * s.max()).to(u.dtype).diag() @ v
+
+
+def exactly(matrices: Tensor, *, in_half: bool) -> Tensor:
+    return torch.stack([by_svd(one) for one in matrices])
+
+
+def white(a: Tensor, g: Tensor, momentum: Tensor, damping: float) -> Tensor:
+    return root_of(g, damping) @ momentum @ root_of(a, damping)
+
+
+def expected(a: Tensor, g: Tensor, momentum: Tensor, damping: float) -> Tensor:
+    """Return T_G polar(Ĝ^-½ M Â^-½) T_A of one block."""
+    found = by_svd(white(a, g, momentum, damping))
+    return outer(root_of(g, damping)) @ found @ outer(root_of(a, damping))
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Note each layer's momentum and direction, as the rule sees them."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    real = PolarRule.apply
+
+    def apply(rule: PolarRule, group: Any, momentum: Tensor, members: Any, values: Any) -> Tensor:
+        before = momentum.clone()
+        directions = real(rule, group, momentum, members, values)
+        sizes = [layer.blocks for layer in members]
+        parts = zip(members, before.split(sizes), directions.clone().split(sizes), strict=True)
+        found.update({layer.name: (m, d) for layer, m, d in parts})
+        return directions
+
+    with mock.patch.object(PolarRule, "apply", apply):
+        yield found
+
+
+def loss_of(out: Tensor) -> Tensor:
+    mix = torch.linspace(-0.7, 1.3, out[0].numel(), dtype=out.dtype).view(out[0].shape)
+    return torch.sin(out + mix).mul(1 + mix).sum() / len(out)
+
+
+class Kinds(nn.Module):
+    """Layers of one and of several blocks, with and without a bias, a table among them."""
+
+    def __init__(self, wide: int, narrow: int, bias: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 4)
+        self.conv = nn.Conv1d(4, 2 * wide, 2, groups=2, bias=bias)
+        self.body = nn.Linear(2 * wide, narrow, bias)
+        self.head = nn.Linear(narrow, wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(self.words(x).mT).tanh().mean(2)
+        return self.head(self.body(x).tanh())
+
+
+def tokens(n: int, seed: int) -> Tensor:
+    return torch.randint(4, (n, 3), generator=torch.Generator().manual_seed(seed))
+
+
+@property_test
+@given(
+    wide=widths, narrow=widths, n=widths, seed=seeds, damping=dampings, bias=st.booleans(),
+    widest=st.sampled_from([3, 100]), exact=st.booleans(),
+)  # fmt: skip
+def test_directions_of_dense_factors(wide, narrow, n, seed, damping, bias, widest, exact):
+    """Exactly if singular values become equal, and else with values from 0.88 to 1.12."""
+    torch.manual_seed(seed)
+    model = Kinds(wide, narrow, bias).double()
+    opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ALWAYS)
+    known = orthogonal.orthogonalized
+    with mock.patch.object(orthogonal, "orthogonalized", exactly if exact else known):
+        for step in range(3):
+            opt.zero_grad()
+            loss_of(model(tokens(n, seed + step))).backward()
+            with watched() as found:
+                opt.step()
+            assert found.keys() == {"words", "conv", "body", "head"}
+            for name, (momenta, directions) in found.items():
+                blocks = zip(*opt.preconditioner.factors(name), momenta, directions, strict=True)
+                for a, g, momentum, direction in blocks:
+                    if exact:
+                        wanted = expected(a, g, momentum, damping)
+                        assert_close(direction, wanted, 1e-7, name, floor=1e-12)
+                    else:
+                        check_evened(a, g, momentum, direction, damping)
+
+
+def check_evened(a: Tensor, g: Tensor, momentum: Tensor, direction: Tensor, damping: float) -> None:
+    u, s, v = torch.linalg.svd(white(a, g, momentum, damping), full_matrices=False)
+    inner = torch.linalg.solve(outer(root_of(g, damping)), direction)
+    inner = torch.linalg.solve(outer(root_of(a, damping)), inner, left=False)
+    turned = u.T @ inner @ v.T
+    even = turned.diagonal()
+    assert (turned - even.diag()).abs().max() < 1e-6
+    assert ((even - 1).abs() <= 0.12)[s > 0.02 * s.norm()].all()
+    assert (even >= -1e-9).all() and (even <= 1.12).all()
+
+
+def test_momenta_are_the_bases_own():
+    """Of SGD the buffer, with nesterov ∇ + μ times the buffer; of Adam β exp_avg + (1 - β) ∇."""
+    for nesterov in (False, True):
+        model = nn.Linear(4, 3).double()
+        opt = KFACSGD(model, lr=0.1, momentum=0.7, nesterov=nesterov)
+        buffer = torch.zeros(3, 5, dtype=torch.float64)
+        for step in range(3):
+            momentum, gradient = momentum_of(model, opt, step)
+            buffer = 0.7 * buffer + gradient
+            assert_close(momentum, gradient + 0.7 * buffer if nesterov else buffer)
+    model = nn.Linear(4, 3).double()
+    opt = KFACAdam(model, lr=0.1, betas=(0.8, 0.9))
+    average = torch.zeros(3, 5, dtype=torch.float64)
+    for step in range(3):
+        momentum, gradient = momentum_of(model, opt, step)
+        average = 0.8 * average + 0.2 * gradient
+        assert_close(momentum, 0.8 * average + 0.2 * gradient)
+        assert_close(opt.state[model.weight]["exp_avg"], average[:, :4])
+
+
+def momentum_of(model: nn.Module, opt: Any, step: int) -> tuple[Tensor, Tensor]:
+    opt.zero_grad()
+    loss_of(model(normal(6, 4, seed=step))).backward()
+    gradient = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1)
+    with watched() as found:
+        opt.step()
+    return found[""][0][0], gradient
+
+
+# ---- what changes nothing ----
+
+
+def trained(
+    model: nn.Module, opt: Any, x: Callable[[int], Tensor], scale: float = 1.0, steps: int = 3
+) -> nn.Module:
+    for step in range(steps):
+        opt.zero_grad()
+        (scale * loss_of(model(x(step)))).backward()
+        opt.step()
+    return model
+
+
+def assert_alike(one: nn.Module, other: nn.Module, start: nn.Module, rtol: float = 1e-8) -> None:
+    """The same way from ``start``, and a long enough one to tell."""
+    pairs = zip(one.parameters(), other.parameters(), start.parameters(), strict=True)
+    for p, q, before in pairs:
+        assert (p - before).norm() > 1e-3
+        assert_close(p - before, q - before, rtol)
+
+
+def mlp(n: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(n, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Steps of any length: limits go by rates, which a test may have to scale."""
+
+    def none(one: Any, *rest: Any, **how: Any) -> Tensor:
+        return one.direction.new_full((len(one.direction),), math.inf)
+
+    with (
+        mock.patch.object(lengths, "_limit", none),
+        mock.patch.object(lengths, "_MOST_OF_OWN", math.inf),
+    ):
+        yield
+
+
+def batches(step: int) -> Tensor:
+    return normal(6, 4, seed=step)
+
+
+exponents = st.integers(-6, 6)
+
+
+@bases
+@property_test
+@given(seed=seeds, exponent=exponents, side=st.sampled_from("ag"))
+def test_scales_of_factors_change_nothing(base, seed, exponent, side):
+    start = mlp(seed=seed).double()
+    one, other = copy.deepcopy(start), copy.deepcopy(start)
+    trained(one, OPTIMIZERS[base](one, max_factor_size=5), batches)
+    real = decompose.decompose
+
+    def scaled(factors: Tensor, *rest: Any, **how: Any) -> Any:
+        size = 4 if side == "g" else 6  # of which there are diagonal factors, too
+        factors = factors * 10.0**exponent if factors.shape[1] == size else factors
+        return real(factors, *rest, **how)
+
+    with mock.patch.object(decompose, "decompose", scaled):
+        trained(other, OPTIMIZERS[base](other, max_factor_size=5), batches)
+    assert_alike(one, other, start)
+
+
+@bases
+@property_test
+@given(seed=seeds, exponent=exponents)
+def test_a_scale_of_the_loss_changes_nothing(base, seed, exponent):
+    """Adam's eps goes with the loss, and the rate of SGD against it."""
+    start, scale = mlp(seed=seed).double(), 10.0**exponent
+    one, other = copy.deepcopy(start), copy.deepcopy(start)
+    with unlimited():
+        trained(one, OPTIMIZERS[base](one), batches)
+        opt = OPTIMIZERS[base](other)
+        for group in opt.param_groups:
+            if base == "SGD":
+                group["lr"] /= scale
+            else:
+                group["eps"] *= scale
+        trained(other, opt, batches, scale)
+    assert_alike(one, other, start)
+
+
+class Beside(nn.Module):
+    """Layers of equal and of other shapes side by side, in any order of construction."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        for i in order:
+            torch.manual_seed(i)
+            setattr(self, f"part{i}", nn.Linear(4, 3 if i < 3 else 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([getattr(self, f"part{i}")(x * (i + 1)).tanh() for i in range(5)], 1)
+
+
+@bases
+@pytest.mark.parametrize("of", ["layers", "parameters", "groups", "examples"])
+def test_orders_change_nothing(base, of):
+    built, order = (0, 1, 2, 3, 4), (3, 1, 4, 0, 2)
+    one, other = (Beside(x).double() for x in (built, order if of == "layers" else built))
+    start = copy.deepcopy(one)
+    trained(one, OPTIMIZERS[base](one), batches)
+    params: Any = [p for i in order for p in reversed([*getattr(other, f"part{i}").parameters()])]
+    if of == "groups":
+        params = [{"params": [p]} for p in params]
+    named = {"parameters", "groups"}
+    opt = OPTIMIZERS[base](*([params] if of in named else [other]), model=other)
+    trained(other, opt, (lambda step: batches(step).flip(0)) if of == "examples" else batches)
+    for name, p in one.named_parameters():
+        before = start.get_parameter(name)
+        assert (p - before).norm() > 1e-3
+        assert_close(p - before, other.get_parameter(name) - before, 1e-9)
+
+
+@bases
+def test_a_momentum_of_zero_gives_no_step(base):
+    """Also beside others: nothing reaches the layers before a head of zeros."""
+    model = mlp().double()
+    nn.init.zeros_(model[2].weight)
+    opt = OPTIMIZERS[base](model)
+    loss_of(model(batches(0))).backward()
+    steps = taken(opt, model)
+    assert not steps["0.weight"].any() and not steps["0.bias"].any()
+    assert all(steps[name].any() for name in ("2.weight", "2.bias", "4.weight"))
+    model, opt = (m := mlp().double()), OPTIMIZERS[base](m)
+    loss_of(model(batches(0))).mul(0).backward()
+    assert not any(step.any() for step in taken(opt, model).values())
+    opt.zero_grad()
+    loss_of(model(batches(1))).backward()
+    assert all(step.any() and step.isfinite().all() for step in taken(opt, model).values())
+
+
+def test_a_factor_of_zero_counts_as_the_identity():
+    """G of a step without gradients stays in use until the next refresh."""
+    model = nn.Linear(4, 3).double()
+    with early():
+        opt = KFACSGD(model, lr=0.1, damping=0.1, factor_update_steps=9, inv_update_steps=9)
+    for step in range(2):
+        opt.zero_grad()
+        loss_of(model(batches(step))).mul(step).backward()
+        with watched() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
+            opt.step()
+    (momentum, direction) = (x[0] for x in found[""])
+    a, g = (x[0] for x in opt.preconditioner.factors(""))
+    assert not g.any() and momentum.any()
+    root = root_of(a, 0.1)
+    assert_close(direction, by_svd(momentum @ root) @ outer(root))
+
+
+# ---- kinds of layers ----
+
+
+def equal(
+    base: str,
+    pair: tuple[nn.Module, nn.Module],
+    parts: Callable[[nn.Module], list[Tensor]],
+    others: Callable[[nn.Module], list[Tensor]],
+    inputs: Callable[[int], Tensor] = batches,
+) -> None:
+    """Train both and compare what the first has with what the second has, as matrices."""
+    one, other = pair
+    for p, q in zip(parts(one), others(other), strict=True):
+        q.copy_(p)
+    before = [p.clone() for p in parts(one)]
+    for model in pair:
+        opt = OPTIMIZERS[base](model)
+        assert not opt.preconditioner.uncovered
+        trained(model, opt, inputs)
+    for p, q, start in zip(parts(one), others(other), before, strict=True):
+        assert (p - start).norm() > 1e-3
+        assert_close(p - start, q - start, 1e-7)
+
+
+class OnParts(nn.Module):
+    """A layer for each half of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Conv1d(2, 3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = zip(self.parts, x.chunk(2, 1), strict=True)
+        return torch.cat([part(half) for part, half in halves], 1)
+
+
+def images(step: int) -> Tensor:
+    return normal(5, 4, 6, seed=step)
+
+
+@bases
+def test_a_grouped_convolution_is_a_block_for_each_group(base):
+    pair = nn.Conv1d(4, 6, 2, groups=2).double(), OnParts().double()
+
+    def parts(conv: nn.Module) -> list[Tensor]:
+        return [x.detach() for x in (*conv.weight.chunk(2), *conv.bias.chunk(2))]
+
+    def others(model: nn.Module) -> list[Tensor]:
+        return [getattr(p, key).detach() for key in ("weight", "bias") for p in model.parts]
+
+    equal(base, pair, parts, others, images)
+
+
+class Unfolded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * 3 * 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = F.unfold(x, (3, 2), padding=1, stride=2)
+        out = self.linear(patches.mT).mT
+        return out.unflatten(2, (-1, (x.shape[3] + 2 - 2) // 2 + 1))
+
+
+@bases
+def test_a_convolution_is_a_linear_layer_on_patches(base):
+    pair = nn.Conv2d(2, 3, (3, 2), padding=1, stride=2).double(), Unfolded().double()
+    equal(
+        base,
+        pair,
+        lambda conv: [conv.weight.detach().view(3, -1), conv.bias.detach()],
+        lambda model: [p.detach() for p in model.parameters()],
+        lambda step: normal(4, 2, 5, 4, seed=step),
+    )
+
+
+class WithOnes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.cat([x, torch.ones_like(x[:, :1])], 1))
+
+
+@bases
+def test_a_bias_is_one_more_column(base):
+    equal(
+        base,
+        (nn.Linear(4, 3).double(), WithOnes().double()),
+        lambda linear: [linear.weight.detach(), linear.bias.detach()],
+        lambda model: [model.linear.weight.detach()[:, :4], model.linear.weight.detach()[:, 4]],
+    )
+
+
+class OneHot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.one_hot(x, 7).double())
+
+
+@bases
+def test_a_table_is_a_linear_layer_on_one_hot_rows(base):
+    """Its A is diagonal; rows that no batch has keep still in both."""
+
+    def words(step: int) -> Tensor:
+        return torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(step))
+
+    pair = nn.Embedding(7, 3).double(), OneHot().double()
+    table = copy.deepcopy(pair[0].weight.detach())
+    equal(
+        base,
+        pair,
+        lambda table: [table.weight.detach().T],
+        lambda model: [model.linear.weight.detach()],
+        words,
+    )
+    assert torch.equal(pair[0].weight[6], table[6])
+
+
+@bases
+@pytest.mark.parametrize(("inside", "outside"), [(1, 1), (1, 4), (4, 1), (300, 1), (1, 300)])
+def test_layers_of_one_row_or_column(base, inside, outside):
+    """A vector has one singular value: its direction is the metric's own, of any length."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inside, outside, bias=False)).double()
+    opt = OPTIMIZERS[base](model, damping=0.1, max_factor_size=400)
+    loss_of(model(normal(8, inside))).backward()
+    with watched() as found:
+        step = taken(opt, model)["0.weight"]
+    (momentum, direction) = (x[0] for x in found["0"])
+    a, g = (x[0] for x in opt.preconditioner.factors("0"))
+    wanted = expected(a, g, momentum, 0.1)
+    for one in (direction, step):
+        assert_close(one / one.norm(), wanted / wanted.norm(), 1e-7)
+
+
+def test_projections_into_an_attention_are_blocks_of_their_own():
+    model = seeded(lambda: nn.MultiheadAttention(4, 2, batch_first=True))
+    opt = KFACSGD(model, lr=0.1, damping=0.1)
+    x = normal(3, 5, 4)
+    loss_of(model(x, x.flip(1), x.square(), need_weights=False)[0]).backward()
+    with watched() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
+        opt.step()
+    momenta, directions = found["in_proj"]
+    assert len(momenta) == 3
+    raw = torch.cat([model.in_proj_weight.grad, model.in_proj_bias.grad[:, None]], 1)
+    assert_close(momenta.flatten(0, 1), raw)
+    blocks = zip(*opt.preconditioner.factors("in_proj"), momenta, directions, strict=True)
+    for a, g, momentum, direction in blocks:
+        assert_close(direction, expected(a, g, momentum, 0.1), 1e-7)
