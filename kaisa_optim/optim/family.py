@@ -81,26 +81,32 @@ def _blank(base: type[Optimizer]) -> KFACMixin:
 
 @_sign
 class KFACSGD(KFACMixin, torch.optim.SGD):
-    """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``."""
+    """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``.
+
+    All layers step along K-FAC's directions with one scale, until the loss has fallen, to first
+    order, as by SGD's step.
+    """
 
     _base = torch.optim.SGD
 
 
 @_sign
 class KFACAdam(KFACMixin, torch.optim.Adam):
-    """torch.optim.Adam with K-FAC inside: Adam gets preconditioned gradients."""
+    """torch.optim.Adam with K-FAC inside: ``KFACAdam(model, lr=1e-3, ...)``.
+
+    Each layer steps along K-FAC's direction, until the loss has fallen, to first order, as by
+    Adam's step.
+    """
 
     _base = torch.optim.Adam
 
 
 @_sign
 class KFACMuon(KFACMixin, Muon):
-    """:class:`Muon` with K-FAC inside: momenta are made orthogonal in the metric of G.
+    """:class:`Muon` with K-FAC inside: steps along K-FAC's directions are as long as Muon's.
 
-    For the momentum M of a covered matrix or kernel, the step is L polar(L M) with
-    L = (G / ḡ + λI)^-½. ḡ is G's mean eigenvalue, λ the ``damping``:
     ``KFACMuon([{"params": inner}, {"params": ends, "use_muon": False, "lr": 3e-3}], lr=0.02,
-    model=model)``. The arguments are Muon's, then K-FAC's without the options that need bases.
+    model=model)``. The arguments are Muon's, then K-FAC's without those of the papers' methods.
 
     AdamW takes embeddings, norms, parameters of fewer than two dimensions, and groups with
     ``use_muon=False``; matrices that K-FAC does not cover take Muon's own step.
@@ -128,6 +134,10 @@ class KFACMuon(KFACMixin, Muon):
 
 @_sign
 class KFACLAMB(KFACMixin, LAMB):
-    """LAMB with K-FAC inside: LAMB and its clipping get preconditioned gradients."""
+    """LAMB with K-FAC inside: ``KFACLAMB(model, lr=1e-3, ...)``.
+
+    K-FAC's directions are as long as :class:`KFACAdam`'s; LAMB clips gradients, adds its weight
+    decay and multiplies by its trust ratio.
+    """
 
     _base = LAMB

@@ -50,9 +50,9 @@ class LAMB(Optimizer):
     The ratio of norms counts as 1 where either is 0 and, unless ``use_nvlamb``, in groups with
     ``weight_decay=0``. ``bias_correction=False`` leaves both divisions by 1 - beta^t out.
 
-    LAMB reads ``p.grad`` when ``step`` runs, and leaves it unchanged. In KFACLAMB, as in the K-FAC
-    papers, the moments, the trust ratios and the clipping by ``max_grad_norm`` all see
-    preconditioned gradients.
+    LAMB reads ``p.grad`` when ``step`` runs, and leaves it unchanged. In KFACLAMB, clipping and
+    moments see raw gradients, and trust ratios see K-FAC's directions. With the K-FAC papers'
+    methods, all three see preconditioned gradients.
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.

@@ -88,7 +88,9 @@ class KFACMixin(Optimizer, Joinable):
     @torch.compiler.disable  # it decides in Python, from step to step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Precondition the gradients and let the base class step with them.
+        """Step covered parameters along K-FAC's directions, and let the base step the others.
+
+        With the papers' methods, the base steps all parameters with preconditioned gradients.
 
         ``closure`` runs first, with gradients enabled. The step leaves ``p.grad`` unchanged.
         """
