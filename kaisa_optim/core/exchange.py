@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -149,6 +150,16 @@ def _packed(rule: Rule, factor: Factor) -> _PackedState:
 # ---- gradients ----
 
 
+class BaseSide(Protocol):
+    """The base optimizer, as steps along directions need it."""
+
+    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
+        """Take gradients into the momenta of ``mine``; K-FAC steps all of ``ready``."""
+
+    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
+        """Make entries, and momenta of ``mine``, without a step."""
+
+
 class GradientExchange:
     """Preconditions the gradients of this rank's layers, and hands them to receivers."""
 
@@ -194,6 +205,29 @@ class GradientExchange:
         self._precondition_shards(updates, precondition, values.base)
         return updates
 
+    def directions(self, base: BaseSide, values: StepValues) -> dict[Tensor, Tensor]:
+        """Return the directions of the parameters whose layers all have a state."""
+        ready, mine = self.stepped()
+        of_base = base.follow(ready, mine)
+        updates = self.updates(replace(values, base=of_base))
+        assert self._rule.length is not None
+        updates.scale(self._rule.length.finish(updates.terms, of_base), self.shards_of)
+        new = updates.by_parameter(self._registry.in_parts)
+        return {p: direction for p, direction in new.items() if p in ready}
+
+    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
+        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
+
+        All layers of these parameters have a state; ``all_layers`` takes all for ready.
+        """
+        registry, applied = self._registry, self._applied.group_of
+        layers = registry.active if all_layers else registry.with_state
+        chosen = set(layers)
+        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
+        ready = set[Tensor](p for x in layers for p in x.parameters).difference(raw)
+        here = (x for x in layers if x in applied or x in registry.sharded)
+        return ready, ready.intersection(p for x in here for p in x.parameters)
+
     def stack_of(self, layers: list[Layer]) -> GradientStack:
         """Return the stack of these layers of one shape."""
         found = self._stacks.get(layers[0])
@@ -205,7 +239,7 @@ class GradientExchange:
         return found
 
     def _precondition(
-        self, values: StepValues, stack: GradientStack, gathered: Gathered | None = None
+        self, values: StepValues, stack: GradientStack, gathered: FromShards | None = None
     ) -> NewGradients:
         """Return the new gradients of a stack; sharded ones were ``gathered``."""
         rule, base = self._rule, values.base
@@ -311,7 +345,7 @@ class GradientExchange:
                 terms |= one.terms_of()
             updates.add_shards(self._scatter(chunk, new, terms), terms)
 
-    def _gather(self, layers: list[Layer], base: OfBase | None) -> Gathered:
+    def _gather(self, layers: list[Layer], base: OfBase | None) -> FromShards:
         """Return the whole gradients, or momenta, of the layers that this rank owns.
 
         A missing one is zero. With a ``base``, each rank sends its part of the lengths' sums along.
@@ -319,7 +353,7 @@ class GradientExchange:
         me, world = self._ranks.rank, range(self._ranks.world)
         outgoing: list[list[Tensor]] = [[] for _ in world]
         incoming: list[list[Tensor]] = [[] for _ in world]
-        found = Gathered({}, {})
+        found = FromShards({}, {})
         for layer in layers:
             owner = self._registry.owner(layer, "g")
             parts = self._registry.shards(layer)
@@ -412,7 +446,7 @@ class GradientExchange:
         return new
 
 
-class Gathered(NamedTuple):
+class FromShards(NamedTuple):
     """Sharded gradients or momenta, whole on the rank that owns their layers."""
 
     whole: dict[Tensor, Tensor]

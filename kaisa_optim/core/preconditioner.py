@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import rules
 from ..curvature.averages import RunningAverages
-from ..curvature.lengths import Length, OfBase
+from ..curvature.lengths import Length
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
@@ -22,6 +21,7 @@ from ..layers import Layer, sampling
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
+from .exchange import BaseSide
 from .hyperparameters import clip_lr
 from .options import SHARED, Group, Options
 from .questions import Questions
@@ -31,16 +31,6 @@ from .store import FactorStore
 
 _NOTHING = AgreedStep()  # the agreement of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
-
-
-class BaseSide(Protocol):
-    """The base optimizer, as steps along directions need it."""
-
-    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
-        """Take gradients into the momenta of ``mine``; K-FAC steps all of ``ready``."""
-
-    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
-        """Make entries, and momenta of ``mine``, without a step."""
 
 
 class Preconditioner(Questions):
@@ -155,41 +145,18 @@ class Preconditioner(Questions):
                 updates.clip(self.kl_clip, alphas, self.registry.group_of)
             new = updates.by_parameter(self.registry.in_parts)
         else:
-            new = self._directions(base, values)
+            new = self.gradients.directions(base, values)
         if self.steps < self.options.warmup_steps:
             gradients.blend(new, self.steps / self.options.warmup_steps)
         self._advance()
         return new
-
-    def _directions(self, base: BaseSide, values: StepValues) -> dict[Tensor, Tensor]:
-        """Return the directions of the parameters whose layers all have a state."""
-        ready, mine = self.stepped()
-        of_base = base.follow(ready, mine)
-        updates = self.gradients.updates(replace(values, base=of_base))
-        assert self.rule.length is not None
-        updates.scale(self.rule.length.finish(updates.terms, of_base), self.gradients.shards_of)
-        new = updates.by_parameter(self.registry.in_parts)
-        return {p: direction for p, direction in new.items() if p in ready}
-
-    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
-        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
-
-        All layers of these parameters have a state; ``all_layers`` takes all for ready.
-        """
-        registry = self.registry
-        layers = registry.active if all_layers else registry.with_state
-        chosen = set(layers)
-        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
-        ready = set[Tensor](p for x in layers for p in x.parameters).difference(raw)
-        here = (x for x in layers if x in self.applied.group_of or x in registry.sharded)
-        return ready, ready.intersection(p for x in here for p in x.parameters)
 
     def _no_step(self, base: BaseSide | None) -> dict[Tensor, Tensor]:
         """End a step that does not count; the base must not begin moments that K-FAC keeps."""
         self.capture.reset()
         if base is None:
             return {}
-        base.open(*self.stepped(all_layers=True))
+        base.open(*self.gradients.stepped(all_layers=True))
         return zeros_like_gradients(self.registry.active)
 
     def _exchanges(self) -> bool:

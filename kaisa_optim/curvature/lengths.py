@@ -126,8 +126,8 @@ class AdamLength(Length):
         shares = _last_columns(one, base)
         momentum = one.momentum if shares is None else _in_last(one.momentum, shares.sqrt())
         norms = [torch.linalg.vector_norm(momentum, x, (1, 2)) for x in (1, 2)]
-        spread = (moved / adam.rest2).sqrt_().add_(adam.eps * math.sqrt(one.entries))
-        fall = norms[0] * norms[1] / (adam.rest1 * spread)
+        deviation = (moved / adam.rest2).sqrt_().add_(adam.eps * math.sqrt(one.entries))
+        fall = norms[0] * norms[1] / (adam.rest1 * deviation)
         scale = fall / _along(one, _unit(one, shares), shares)
         return _no_terms(one, torch.minimum(scale, _limit(one, base)))
 

@@ -40,7 +40,7 @@ Directions = Mapping[Tensor, Tensor]
 
 
 class BaseStep:
-    """What K-FAC takes from one kind of base, and leaves to it; an object keeps nothing."""
+    """Steps one kind of base along K-FAC's directions; an object keeps no state."""
 
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry

@@ -274,7 +274,7 @@ class KFACMixin(Optimizer, Joinable):
         kfac = self.preconditioner
         if not kfac.rule.makes_directions:
             return {}
-        ready, mine = kfac.stepped()
+        ready, mine = kfac.gradients.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
