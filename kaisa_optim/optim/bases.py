@@ -366,12 +366,7 @@ class AnyStep(BaseStep):
     def follow(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
     ) -> OfBase:
-        found, before = self._found(optimizer), dict[Tensor, Tensor]()
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p in ready and p.grad is not None:
-                    before[p] = parts_here([p])[0].clone()
-        steps = self._steps(optimizer, before)
+        found, steps = self._found(optimizer), self._steps(optimizer, ready)
         for group in optimizer.param_groups:
             for params in _alike(p for p in group["params"] if p in steps and p in mine):
                 entries = [optimizer.state[p] for p in params]
@@ -381,9 +376,13 @@ class AnyStep(BaseStep):
                 found.measured.update(zip(params, falls, strict=True))
         return found
 
-    def _steps(self, optimizer: KFACMixin, before: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _steps(self, optimizer: KFACMixin, ready: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return how far the base moves these parameters down, and leave them where they were."""
         groups = optimizer.param_groups
+        stepped = [
+            p for group in groups for p in group["params"] if p in ready and p.grad is not None
+        ]
+        before = {p: parts_here([p])[0].clone() for p in stepped}
         decays = [group.get("weight_decay") for group in groups]
         others = {p: None for group in groups for p in group["params"] if p not in before}
         try:
@@ -410,8 +409,7 @@ class AnyStep(BaseStep):
         if all("exp_avg" in entry for entry in entries):
             return parts_here([entry["exp_avg"] for entry in entries])
         for p, entry in zip(params, entries, strict=True):
-            if MOMENTUM not in entry:
-                entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            _begin(entry, p)
         momenta = parts_here([entry[MOMENTUM] for entry in entries])
         torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
         return momenta
@@ -419,7 +417,10 @@ class AnyStep(BaseStep):
     def open(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
     ) -> None:
-        """Leave entries to the base, which makes them in its first step."""
+        """Let the base make its entries, in a step that is taken back."""
+        for p in self._steps(optimizer, ready):
+            if p in mine and "exp_avg" not in optimizer.state[p]:
+                _begin(optimizer.state[p], p)
 
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)
@@ -430,6 +431,12 @@ class AnyStep(BaseStep):
             rate = rate_for(group["lr"], params[0])
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, directions)
+
+
+def _begin(entry: Entry, p: Tensor) -> None:
+    """Add the momentum that K-FAC keeps of a parameter, unless it is there."""
+    if MOMENTUM not in entry:
+        entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:

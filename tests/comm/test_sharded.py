@@ -312,10 +312,16 @@ def in_half(plan: Plan) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor
 
 
 @pytest.mark.parametrize("parts", [whole, each])
-def test_parameters_in_half_precision(parts):
-    """Activations and their gradients have eight bits then, sums and what is kept have more."""
+@pytest.mark.parametrize(("method", "most"), [("polar", 0.5), ("eigen", 0.1)])
+def test_parameters_in_half_precision(parts, method, most):
+    """Activations and their gradients have eight bits then, sums and what is kept have more.
+
+    A polar factor has all of the noise in small singular values.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = Plan((2,), parts, options={"damping": 0.1}, shard={"mp_policy": policy})
+    plan = Plan(
+        (2,), parts, options={"damping": 0.1, "compute_method": method}, shard={"mp_policy": policy}
+    )
     ranks = run(2, in_half, plan)
     alone = train_alone(plan)
     assert_alike([parameters for parameters, _ in ranks])
@@ -323,7 +329,7 @@ def test_parameters_in_half_precision(parts):
     assert {value.dtype for value in found.values()} == {torch.float32}
     before = full_values(net())
     moves = [{n: p - before[n] for n, p in x.items()} for x in (ranks[0][0], alone.parameters)]
-    assert 1e-6 < error(*moves) < 0.1
+    assert 1e-6 < error(*moves) < most
     assert error(found, alone.factors) < 0.05
 
 
@@ -337,7 +343,7 @@ def moved_halves(plan: Plan) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_parameters_that_are_kept_in_half_precision(optimizer):
-    plan = Plan((2,), each, optimizer, {"lr": 0.2, "damping": 0.1})
+    plan = Plan((2,), each, optimizer, {**EIGEN, "lr": 0.2, "damping": 0.1})
     ranks = run(2, moved_halves, plan)
     assert_alike(ranks)
     assert error(ranks[0], moved_halves(plan)) < 0.2
