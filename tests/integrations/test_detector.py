@@ -104,7 +104,7 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list
     for step in range(STEPS):
         batch = slice(step * BATCH % IMAGES, step * BATCH % IMAGES + BATCH)
         optimizer.zero_grad()
-        loss, positives = loss_of(model(images[batch]), squares[batch], labels[batch])
+        loss, _ = loss_of(model(images[batch]), squares[batch], labels[batch])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
