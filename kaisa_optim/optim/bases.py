@@ -79,7 +79,7 @@ class BaseStep:
     def _found(self, optimizer: KFACMixin) -> OfBase:
         rates: dict[Tensor, float | Tensor] = {}
         for group in optimizer.param_groups:
-            rate = group["lr"]
+            rate = group.get("lr", 1.0)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         return OfBase(squares=self.length.squares, rate_of=rates.__getitem__)
@@ -428,7 +428,7 @@ class AnyStep(BaseStep):
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         # The learning rate is in the lengths already; a decay goes by it.
         if group.get("weight_decay", 0.0) != 0:
-            rate = rate_for(group["lr"], params[0])
+            rate = rate_for(group.get("lr", 1.0), params[0])
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, directions)
 
