@@ -334,6 +334,8 @@ class MuonStep(BaseStep):
 
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         super()._settle(entry, p, found, group)
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+            entry.pop(name, None)  # left by AdamW, if it stepped this parameter before
         if found is not None:
             entry[self.momentum] = entry[self.momentum].to(self.dtype_of(p))
 
