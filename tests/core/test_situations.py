@@ -85,7 +85,6 @@ class Kinds(nn.Module):
         pairs = {
             "conv": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2),
             "back": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1),
-            "norm": lambda: nn.LayerNorm((3, 4)),
             "linear": lambda: nn.Linear(12, 12),
             "words": lambda: nn.Embedding(5, 12),
             "attend": lambda: nn.MultiheadAttention(12, 2, batch_first=True),
@@ -96,8 +95,6 @@ class Kinds(nn.Module):
     def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
         for layer in (*self.conv, *self.back):
             images = layer(images).tanh()
-        for layer in self.norm:
-            images = layer(images)
         rows = self.words[0](tokens) + self.words[1](tokens) + images.flatten(2)
         for layer in self.linear:
             rows = layer(rows).tanh()
@@ -179,8 +176,7 @@ def test_training_with_one_module_in_eval():
     net.train()
     net[1].eval()
     net[2].eval()
-    opt = check_step(net, fit(normal(6, 4)), ["0", "3"], 6.0)
-    assert "1" in opt.preconditioner.layers
+    check_step(net, fit(normal(6, 4)), ["0", "3"], 6.0)
 
 
 class Branches(nn.Module):

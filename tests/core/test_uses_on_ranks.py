@@ -33,19 +33,20 @@ class Turned(nn.Module):
 
 
 class Net(nn.Module):
-    """A transposed product, experts, entries, a matrix used either way, and an unknown use."""
+    """A transposed product, experts, a scale, a matrix used either way, and an unknown use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turned = Turned(4)
         self.experts = nn.Parameter(torch.randn(3, 4, 4) / 2)
         self.scale = nn.Parameter(torch.ones(4))
-        self.odd = nn.Parameter(torch.zeros(4))
+        self.odd = nn.Parameter(torch.eye(2))
         self.matrix = nn.Parameter(torch.randn(4, 3) / 2)
         self.head = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.turned(x).tanh() * self.scale * self.odd.exp()
+        x = self.turned(x).tanh() * self.scale
+        x = (x.unflatten(1, (2, 2)) @ self.odd.exp()).flatten(1)
         # A rank may meet one of the experts alone, and the last of them comes late.
         chosen = (x[:, 0] > 0).long() + (x[:, 1] > 1.0)
         out = torch.zeros_like(x)
@@ -89,7 +90,7 @@ def trained(cls: Any, options: dict[str, Any]) -> list[Tensor]:
     for i in range(STEPS):
         learn(model, opt, i)
     report = opt.preconditioner.coverage()
-    assert list(report.left) == ["odd"] and report.total - report.covered == 4
+    assert list(report.left) == ["scale", "odd"] and report.total - report.covered == 8
     return [p.detach().clone() for p in net.parameters()]
 
 
@@ -125,7 +126,7 @@ def tied(same: bool) -> list[Tensor]:
         opt.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
         opt.step()
-    assert opt.preconditioner.coverage().share == 1
+    assert list(opt.preconditioner.coverage().left) == ["head.bias"]
     return [p.detach().clone() for p in net.parameters()]
 
 
