@@ -36,6 +36,7 @@ from benchmarks.hosts import PORT, address, arrived, check, notes_of, switched
 from benchmarks.machine import describe
 from benchmarks.networks import Transformer
 from benchmarks.step_time.contestants import (
+    BASES,
     PAPERS,
     Maker,
     Seconds,
@@ -44,7 +45,6 @@ from benchmarks.step_time.contestants import (
     kfac_pytorch,
     ours,
     race,
-    sgd,
 )
 from benchmarks.step_time.tasks import LONG, OFTEN, Task, shown, text
 
@@ -69,15 +69,15 @@ def task(short: bool) -> Task:
         "BERT-Large's blocks, an eighth as wide",
         lambda: Transformer(width=128, layers=layers, heads=2, wide=512, causal=False),
         lambda: text(2),
-        {"loss_terms": "positions", "bucket_cap_mb": BUCKET_MB},
+        {},
     )
 
 
 def contestants() -> tuple[dict[str, Maker], list[str]]:
     """Everyone, the base first, and who is absent."""
-    found: dict[str, Maker] = {BASE: sgd}
+    found: dict[str, Maker] = {BASE: BASES[BASE]}
     for name, share in SHARES.items():
-        found[f"KFACSGD, {name}"] = ours(grad_worker_fraction=share)
+        found[f"KFACSGD, {name}"] = ours(grad_worker_fraction=share, bucket_cap_mb=BUCKET_MB)
     if not is_installed(PAPERS):
         return found, [f"{PAPERS} (not installed)"]
     for name, share in SHARES.items():

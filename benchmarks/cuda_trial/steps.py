@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +15,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.networks import Transformer
 from benchmarks.step_time.contestants import (
+    BASES,
     NEVER,
+    PAPERS,
     PEERS,
+    TORCH_MUON,
     TURN,
     Maker,
     Trainer,
     is_installed,
     ours,
-    sgd,
 )
-from benchmarks.step_time.steps import applying
-from benchmarks.step_time.tasks import LONG, OFTEN, SHORT, TASKS, Task, shown
-from kaisa_optim import KFACLAMB, LAMB, KFACAdam, KFACMuon
+from benchmarks.step_time.steps import floor, preconditioning
+from benchmarks.step_time.tasks import DEFAULT, LONG, OFTEN, SHORT, TASKS, Task, shown
 from kaisa_optim.optim.mixin import KFACMixin
 
 from .settings import Settings, synchronize
@@ -47,79 +47,36 @@ class Contest:
     profiled: str | None = None  # whose steps are looked into
 
 
-# ---- makers ----
-
-
-def plain(kind: Any, **options: Any) -> Maker:
-    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-        return [kind(model.parameters(), **options)]
-
-    return make
-
-
-def kfac(kind: Any, **options: Any) -> Maker:
-    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-        intervals: dict[str, Any] = {"factor_update_steps": every, "inv_update_steps": 1}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the base optimizer updates these")
-            optimizer = kind(model, **intervals, **task.options, **options)
-        # No early refreshes, as if training had begun long ago.
-        optimizer.preconditioner.inv_update_steps = refreshed
-        return [optimizer]
-
-    return make
-
-
-def _hidden(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Matrices inside of the network, which Muon takes, and the rest."""
-    named = list(model.named_parameters())
-    inside = [p for n, p in named if p.dim() == 2 and not n.startswith(("head", "words", "places"))]
-    known = set(inside)
-    return inside, [p for _, p in named if p not in known]
-
-
-def kfac_muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-    inside, rest = _hidden(model)
-    groups = [{"params": inside}, {"params": rest, "use_muon": False, "lr": 1e-3}]
-    own = kfac(lambda model, **options: KFACMuon(groups, model=model, lr=0.02, **options))
-    return own(model, task, every, refreshed)
-
-
 # ---- contests ----
 
-
-# What an eigendecomposition takes on a GPU, Cholesky's inverse takes in a tenth and less.
-LEAN: dict[str, Any] = {"compute_method": "inverse", "inv_dtype": torch.bfloat16}
+# The papers' gradients at their fastest: Cholesky's inverse takes a tenth of an eigendecomposition.
+INVERSE: dict[str, Any] = {"compute_method": "inverse"}
+HALF: dict[str, Any] = {"inv_dtype": torch.bfloat16}
 
 
 def resnet50(settings: Settings) -> Iterator[dict[str, Any]]:
     task = (SHORT if settings.rehearse else TASKS)["resnet50"]
     scaled = replace(task, title=f"{task.title}, float16", half=torch.float16)
-    some = {
-        "SGD": sgd,
-        "KFACSGD": ours(),
-        "KFACSGD, inverse": ours(compute_method="inverse"),
-        "KFACSGD, inverse, bfloat16": ours(**LEAN),
-    }
-    few = {name: make for name, make in some.items() if name != "KFACSGD"}
-    lean = "KFACSGD, inverse, bfloat16"
-    yield from compete(Contest(task, some | peers("SOAP"), LONG, 40, lean), settings)
-    yield from compete(Contest(task, few | peers("kfac-pytorch"), OFTEN, 20), settings)
+    some = {"SGD": BASES["SGD"], "KFACSGD": ours(), "KFACSGD, bfloat16": ours(**HALF)}
+    papers = {"KFACSGD, inverse, bfloat16": ours(**INVERSE, **HALF)}
+    everyone = some | papers | peers("SOAP")
+    yield from compete(Contest(task, everyone, DEFAULT, 40, "KFACSGD"), settings)
+    yield from compete(Contest(task, some | papers, LONG, 40), settings)
+    yield from compete(Contest(task, some | papers | peers(PAPERS), OFTEN, 20), settings)
     if settings.device == "cuda":  # CPUs have no loss scaling to try
-        yield from compete(Contest(scaled, few, LONG, 30), settings)
+        yield from compete(Contest(scaled, some | papers, LONG, 30), settings)
 
 
 def bert_large(settings: Settings) -> Iterator[dict[str, Any]]:
     task = (SHORT if settings.rehearse else TASKS)["bert-large"]
-    lean = LEAN | {"lr": 1e-3}
     some = {
-        "LAMB": plain(LAMB, lr=1e-3),
-        "KFACLAMB": kfac(KFACLAMB, lr=1e-3),
-        "KFACLAMB, inverse, bfloat16": kfac(KFACLAMB, **lean),
-        "KFACLAMB, inverse, bfloat16, a quarter": kfac(KFACLAMB, **lean, statistics_fraction=0.25),
+        "LAMB": BASES["LAMB"],
+        "KFACLAMB": ours("LAMB"),
+        "KFACLAMB, bfloat16": ours("LAMB", **HALF),
+        "KFACLAMB, bfloat16, a quarter": ours("LAMB", **HALF, statistics_fraction=0.25),
+        "KFACLAMB, inverse, bfloat16": ours("LAMB", **INVERSE, **HALF),
     }
-    contest = Contest(task, some, LONG, 10, "KFACLAMB, inverse, bfloat16")
-    yield from compete(contest, settings)
+    yield from compete(Contest(task, some, DEFAULT, 20, "KFACLAMB"), settings)
 
 
 def _gpt2() -> nn.Module:
@@ -137,12 +94,17 @@ def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
     else:
         options = {"loss_terms": "positions"}
         task = Task("GPT-2 of 124M", _gpt2, _words, options, half=torch.bfloat16)
-    some = {"AdamW": plain(torch.optim.AdamW, lr=1e-3)}
-    some |= peers("Muon")
-    some |= {"KFACAdam": kfac(KFACAdam, lr=1e-3)}
-    some["KFACAdam, inverse, bfloat16"] = kfac(KFACAdam, lr=1e-3, **LEAN)
-    some["KFACMuon"] = kfac_muon
-    yield from compete(Contest(task, some | peers("SOAP"), LONG, 30, "KFACMuon"), settings)
+    some = {
+        "AdamW": BASES["AdamW"],
+        "Muon": BASES["Muon"],
+        "KFACAdam": ours("AdamW"),
+        "KFACMuon": ours("Muon"),
+        "KFACAdam, bfloat16": ours("AdamW", **HALF),
+        "KFACMuon, bfloat16": ours("Muon", **HALF),
+        "KFACAdam, inverse, bfloat16": ours("AdamW", **INVERSE, **HALF),
+    }
+    everyone = some | peers(TORCH_MUON, "SOAP")
+    yield from compete(Contest(task, everyone, DEFAULT, 40, "KFACAdam"), settings)
 
 
 def peers(*names: str) -> dict[str, Maker]:
@@ -170,7 +132,6 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
             stages[name] += trainer.run(min(TURN, steps - start))
     times = {name: [1e3 * sum(pair) for pair in both] for name, both in stages.items()}
     base_times, *_ = times.values()
-    operations = next(iter(trainers.values())).operations()
     for name, own in times.items():
         ordered = sorted(own)
         yield {
@@ -182,12 +143,17 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
             "95th percentile": ordered[int(_SLOWEST * (len(own) - 1))],
             "passes": 1e3 * statistics.fmean(a for a, _ in stages[name]),
             "step()": 1e3 * statistics.fmean(b for _, b in stages[name]),
-            "floor": floor(trainers[name], operations),
         }
     if contest.profiled in trainers:
         yield {"contest": title, "contestant": contest.profiled} | looked_into(
             trainers[contest.profiled]
         )
+    # Last, as it lets K-FAC only precondition from then on.
+    of_base = trainers[base]
+    operations, plain = of_base.operations(), preconditioning(of_base)
+    for name, trainer in trainers.items():
+        least = floor(operations, preconditioning(trainer), plain)
+        yield {"contest": title, "contestant": name, "floor": least}
 
 
 def begun(contest: Contest, make: Maker, device: str) -> tuple[Trainer, dict[str, Any]]:
@@ -211,15 +177,6 @@ def begun(contest: Contest, make: Maker, device: str) -> tuple[Trainer, dict[str
             usage = optimizer.preconditioner.memory_usage()
             found["K-FAC's own, GiB"] = usage["total"] / 2**30
     return trainer, found
-
-
-def floor(trainer: Trainer, operations: int) -> float | None:
-    """The step over the base's, were preconditioning's operations as fast as the passes'."""
-    (first, *_) = trainer.optimizers
-    if not isinstance(first, KFACMixin) or isinstance(first, KFACMuon):
-        return None
-    inverse = first.preconditioner.options.compute_method == "inverse"
-    return 1 + applying(first.preconditioner.layers.values(), inverse) / operations
 
 
 def looked_into(trainer: Trainer) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""What a K-FAC step costs beside the base optimizer's, and beside peers' steps.
+"""What a K-FAC step costs beside its base optimizer's, and beside peers' steps.
 
     python -m benchmarks.step_time [--short] [--parts steps ranks scaling]
         [--tasks resnet32 transformer] [--only NAME ...] [--threads N] [--steps N]
         [--device cpu|cuda] [--out DIRECTORY]
 
-Parts: "steps" compares whole steps, their stages and their memory; "ranks" their growth from one
-rank to several; "scaling" the cost against the number of layers and their width. Peers are
-kfac-pytorch (``import kfac``), SOAP from pytorch-optimizer, and torch's Muon; those that are not
-installed are named. With --out, each part leaves its results with the machine's description as
-JSON, and a plot.
+Parts: "steps" compares whole steps, their stages and their memory: each class beside its base at
+the default intervals, 10/20, then KFACSGD beside the papers' methods and peers at the papers'
+intervals; "ranks" their growth from one rank to several; "scaling" the cost against the number of
+layers and their width. Peers are kfac-pytorch (``import kfac``), SOAP from pytorch-optimizer, and
+torch's Muon; those that are not installed are named. With --out, each part leaves its results with
+the machine's description as JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all that the device has")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="of steps and ranks")
     parser.add_argument(
-        "--only", nargs="+", choices=list(EVERYONE), help="of whole steps, beside SGD"
+        "--only", nargs="+", choices=list(EVERYONE), help="of whole steps, beside the bases"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int, help="of each contestant; two intervals at least")

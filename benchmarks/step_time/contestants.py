@@ -1,4 +1,4 @@
-"""Who trains: the base optimizer, K-FAC and its peers, in turns."""
+"""The contestants: base optimizers, K-FAC over each of them, and peers, in turns."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
 from kaisa_optim.linalg.products import multiplies_in_half
 
-from .tasks import Task
+from .tasks import DEFAULT, LONG, OFTEN, Task
 
 TURN = 10  # steps of one contestant before the next one's
 BATCHES = 10  # that a contestant goes through: factors must move, or refreshes would be too easy
 NEVER = 10**9  # steps
+LONG_AGO = 1001  # the number of the second step: early refreshes are over, slots go on as at 1
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
-MEDIUM = ", medium statistics"  # of those whose float32 rows are multiplied in less
-# What the papers' code leaves out.
-BEYOND_PAPERS = "Embedding|Norm"
 
 Name = TypeVar("Name", bound=Hashable)
 Seconds = tuple[float, float]  # of a step: forward and backward, and the optimizer's part
@@ -59,6 +57,8 @@ class Trainer:
         self.batches = itertools.cycle([(x.to(device), y.to(device)) for x, y in batches])
         self.model = wrap(model)
         self.optimizers = make(self.model, task, *intervals)
+        # The tables are of times; what K-FAC leaves to the base is no news here.
+        warnings.filterwarnings("ignore", "the base optimizer updates these")
 
     def run(self, steps: int) -> list[Seconds]:
         """Seconds of each step, on the device."""
@@ -140,28 +140,73 @@ def race(
 # ---- makers ----
 
 
-def sgd(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+class Pair(NamedTuple):
+    """A base optimizer, the class that has K-FAC inside of it, and the settings of both."""
+
+    base: Callable[..., Any]
+    ours: Callable[..., Any]
+    settings: dict[str, Any]
 
 
-def ours(**options: Any) -> Maker:
+PAIRS = {
+    "SGD": Pair(torch.optim.SGD, KFACSGD, {"lr": 0.01, "momentum": 0.9}),
+    "AdamW": Pair(torch.optim.AdamW, KFACAdam, {"lr": 1e-3}),
+    "LAMB": Pair(LAMB, KFACLAMB, {"lr": 1e-3}),
+    "Muon": Pair(Muon, KFACMuon, {"lr": 0.02}),
+}
+CLASSES = {pair.ours.__name__: base for base, pair in PAIRS.items()}  # ours, by name: the base
+
+
+def base_of(name: str) -> str:
+    """Return the base optimizer beside which a contestant is timed."""
+    return CLASSES.get(name.split(",")[0], name if name in PAIRS else "SGD")
+
+
+def base(name: str) -> Maker:
+    kind, _, settings = PAIRS[name]
+
     def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the base optimizer updates these")
-            optimizer = KFACSGD(
-                model,
-                lr=0.01,
-                momentum=0.9,
-                factor_update_steps=every,
-                inv_update_steps=1,
-                **task.options,
-                **options,
-            )
-        # No early refreshes: a step is timed as if training had begun long ago.
-        optimizer.preconditioner.inv_update_steps = refreshed
+        return [kind(_groups(name, model), **settings)]
+
+    return make
+
+
+def ours(of: str = "SGD", **options: Any) -> Maker:
+    """K-FAC over a base. Only the papers' methods have to know what the loss averages."""
+    _, kind, settings = PAIRS[of]
+
+    def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+        told = task.options if "compute_method" in options else {}
+        intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
+        given = {**settings, **intervals, **told, **options}
+        optimizer = kind(_groups(of, model), model=model, **given)
+
+        def age(*_: Any) -> None:
+            """Time further steps as if training had begun long ago, without early refreshes."""
+            handle.remove()
+            optimizer.preconditioner.steps = LONG_AGO
+
+        handle = optimizer.register_step_post_hook(age)
         return [optimizer]
 
     return make
+
+
+def _groups(of: str, model: nn.Module) -> list[dict[str, Any]]:
+    if of != "Muon":
+        return [{"params": list(model.parameters())}]
+    hidden, rest = hidden_and_rest(model)
+    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-3}]
+
+
+def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return matrices and kernels inside of the network, which Muon takes, and the rest."""
+    hidden: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, p in model.named_parameters():
+        outer = p.dim() < 2 or name.startswith(("head", "words", "places"))
+        (rest if outer else hidden).append(p)
+    return hidden, rest
 
 
 class Preconditioner:
@@ -201,40 +246,27 @@ def soap(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
     return [SOAP(model.parameters(), lr=1e-3, precondition_frequency=10)]
 
 
-def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+def torch_muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     """torch's, for matrices inside of the network; AdamW for the rest."""
-    hidden = {
-        p
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and not name.startswith(("head", "words", "places"))
-    }
-    return [
-        torch.optim.Muon(list(hidden), lr=0.02),
-        torch.optim.AdamW([p for p in model.parameters() if p not in hidden], lr=1e-3),
-    ]
+    hidden, rest = hidden_and_rest(model)
+    return [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
 
 
-OURS = {
-    "KFACSGD": ours(),
-    "KFACSGD, papers' layers": ours(skip_layers=BEYOND_PAPERS),
+BASES = {name: base(name) for name in PAIRS}
+OURS = {name: ours(of) for name, of in CLASSES.items()}
+HALVES = {"KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16)}
+OF_PAPERS = {
+    "KFACSGD, eigen": ours(compute_method="eigen"),
     "KFACSGD, inverse": ours(compute_method="inverse"),
-    "KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16),
-    "KFACSGD, inverse" + BRAIN: ours(compute_method="inverse", inv_dtype=torch.bfloat16),
-    "KFACSGD" + MEDIUM: ours(statistics_precision="medium"),
-    "KFACSGD, papers' layers" + MEDIUM: ours(
-        skip_layers=BEYOND_PAPERS, statistics_precision="medium"
-    ),
 }
-# Statistics from some of the rows.
-HALF = {"KFACSGD, half": ours(statistics_fraction=0.5)}
-QUARTER = {"KFACSGD, a quarter": ours(statistics_fraction=0.25)}
+TORCH_MUON = "torch's Muon"
 PEERS = {
     PAPERS: kfac_pytorch(),
     PAPERS + BRAIN: kfac_pytorch(torch.bfloat16),
     "SOAP": soap,
-    "Muon": muon,
+    TORCH_MUON: torch_muon,
 }
-EVERYONE = {**OURS, **HALF, **QUARTER, **PEERS}
+EVERYONE = {**OURS, **HALVES, **OF_PAPERS, **PEERS}
 NEEDS = {PAPERS: "kfac", PAPERS + BRAIN: "kfac", "SOAP": "pytorch_optimizer"}
 WITHOUT = " (this device has no instructions for bfloat16)"
 
@@ -252,22 +284,34 @@ def is_installed(peer: str) -> bool:
 
 
 def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
-    """Those that can run on this machine, the base first, and who is absent, with the reason."""
-    found: dict[str, Maker] = {"SGD": sgd, **OURS, **(QUARTER if task.half else HALF)}
+    """Those that can run on this machine, bases first, and who is absent, with the reason."""
+    found: dict[str, Maker] = {**BASES, **OURS, **HALVES, **OF_PAPERS}
     absent = []
-    if not multiplies_in_half(torch.bfloat16, torch.empty(0, device=device)):
-        # Ours would only store it, or round for nothing, and the papers' be multiplied bit by bit.
-        for without in [name for name in found if name.endswith((BRAIN, MEDIUM))]:
+    in_half = multiplies_in_half(torch.bfloat16, torch.empty(0, device=device))
+    if not in_half:
+        # Ours would only store it, and the papers' be multiplied bit by bit.
+        for without in HALVES:
             del found[without]
             absent.append(without + WITHOUT)
     for peer, make in PEERS.items() if task.peers else ():
         if not is_installed(peer):
             absent.append(f"{peer} (not installed)")
             continue
-        if peer.endswith(BRAIN) and "KFACSGD" + BRAIN not in found:
+        if peer.endswith(BRAIN) and not in_half:
             absent.append(peer + WITHOUT)
             continue
-        # Muon takes no convolutions, and its products in bfloat16 are a GPU's.
-        if peer != "Muon" or (task.batch()[0].dim() == 2 and device == "cuda"):
+        # Torch's Muon takes no convolutions, and its products in bfloat16 are a GPU's.
+        if peer != TORCH_MUON or (task.batch()[0].dim() == 2 and device == "cuda"):
             found[peer] = make
     return found, absent
+
+
+def takes_part(name: str, intervals: tuple[int, int]) -> bool:
+    """Return whether a contestant is timed at these intervals.
+
+    All classes are timed at the defaults, and KFACSGD at the papers' intervals beside their methods
+    and peers. Where there is one pair of intervals alone, as in tiny sizes, all are timed at it.
+    """
+    if base_of(name) != "SGD":
+        return intervals not in (LONG, OFTEN)
+    return name in ("SGD", *OURS, *HALVES) or intervals != DEFAULT

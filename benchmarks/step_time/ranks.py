@@ -32,7 +32,7 @@ from matplotlib.figure import Figure as Drawing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .contestants import Maker, Trainer, ours, race, sgd
+from .contestants import BASES, Maker, Trainer, ours, race
 from .report import Figure, Report, Settings
 from .tasks import shown, tasks
 
@@ -157,8 +157,8 @@ def _times(
     whole = dist.group.WORLD
     # Of each contestant, with the group that averages its gradients.
     makers: dict[tuple[str, str], tuple[Maker, dist.ProcessGroup | None]] = {
-        ("SGD", "alone"): (sgd, own),
-        ("SGD", "together"): (sgd, whole),
+        ("SGD", "alone"): (BASES["SGD"], own),
+        ("SGD", "together"): (BASES["SGD"], whole),
         ("KFACSGD", "alone"): (ours(process_group=own), own),
     }
     names = ["SGD"]

@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure as Drawing
 from torch import Tensor, nn
 
-from .contestants import Trainer, ours, race, sgd
+from .contestants import BASES, Trainer, ours, race
 from .report import Figure, Report, Settings
 from .tasks import OFTEN, Task
 
@@ -95,7 +95,7 @@ def sizes(short: bool) -> dict[str, dict[int, tuple[int, int]]]:
 
 def measure(shapes: set[tuple[int, int]], settings: Settings) -> dict[tuple[int, int], Cost]:
     intervals = OFTEN
-    makers = {"SGD": sgd, "KFACSGD": ours()}
+    makers = {"SGD": BASES["SGD"], "KFACSGD": ours()}
     trainers = {
         (shape, name): Trainer(_task(*shape), settings.device, make, intervals)
         for shape in sorted(shapes)

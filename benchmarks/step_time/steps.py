@@ -1,10 +1,10 @@
-"""Whole steps: the base optimizer's, K-FAC's and its peers', on one device.
+"""Whole steps: base optimizers', K-FAC's over each of them and peers', on one device.
 
 All contestants of a task train copies of one network on the same batches, in turns of ten steps,
-each in a process of its own. A ratio compares the means of two contestants over the same interval
-of refreshes; what is printed is the median over the intervals. "floor" is what the floating-point
-operations of preconditioning add to those of the forward and backward passes, were all equally
-fast.
+each in a process of its own. A ratio compares the means of a contestant and of its base over the
+same interval of refreshes; what is printed is the median over the intervals. "floor" is the ratio
+that floating-point operations alone would give: those of the passes and of ``step()``, were all
+equally fast.
 """
 
 from __future__ import annotations
@@ -12,18 +12,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure as Drawing
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.machine import peak_mb
-from kaisa_optim.layers import Layer
 
 from .apart import Apart, forkserver
-from .contestants import BRAIN, NEVER, PAPERS, TURN, Seconds, Trainer, contestants, race
+from .contestants import (
+    BRAIN,
+    NEVER,
+    PAPERS,
+    TURN,
+    Seconds,
+    Trainer,
+    base_of,
+    contestants,
+    race,
+    takes_part,
+)
 from .report import Figure, Report, Settings
 from .tasks import Task, shown, tasks
 
@@ -58,16 +69,16 @@ def run(settings: Settings) -> Report:
         task = tasks(settings.short)[name]
         makers, absent = contestants(task, settings.device)
         if settings.only is not None:
-            makers = {
-                name: make for name, make in makers.items() if name in ("SGD", *settings.only)
-            }
+            wanted = {*settings.only, *map(base_of, settings.only)}
+            makers = {name: make for name, make in makers.items() if name in wanted}
             absent = [name for name in absent if name.startswith(tuple(settings.only))]
         if absent:
             print(f"absent: {', '.join(absent)}")
         for intervals in task.intervals:
             title = f"{task.title} {shown(intervals)}"
             print(f"{title} (steps between statistics / between refreshes)", flush=True)
-            results = measure(name, list(makers), intervals, settings)
+            some = [one for one in makers if takes_part(one, intervals)]
+            results = measure(name, some, intervals, settings)
             if settings.device == "cpu":
                 times = 1 if settings.short else PEAKS
                 print(f"  timed; {times * len(results)} processes measure memory", flush=True)
@@ -94,19 +105,18 @@ def measure(
                 contextlib.closing(Apart(task, settings.short, name, *at))
             )
         found = race(trainers, refreshed, settings.rounds(refreshed))
-        operations = trainers["SGD"](Trainer.operations)
         results = []
         for name, trainer in trainers.items():
-            own = [round_[name] for round_ in found]
-            one = compared(name, own, [round_["SGD"] for round_ in found])
-            if name.startswith("KFACSGD"):
+            own, base = ([round_[x] for round_ in found] for x in (name, base_of(name)))
+            one = compared(name, own, base)
+            if name.startswith("KFAC"):
                 quiet = trainer(Trainer.quiet, TURN)
                 # The machine may be faster or slower by now: the base, in the next turn, tells.
-                then = [round_["SGD"] for round_ in found]
-                quiet = paced(quiet, then, trainers["SGD"].run(TURN))
+                of_base = trainers[base_of(name)]
+                quiet = paced(quiet, base, of_base.run(TURN))
                 one.stages, one.slowest = stages([t for round_ in own for t in round_], quiet)
-                applied = trainer(preconditioning)
-                one.floor = None if applied is None else 1 + applied / operations
+                operations = of_base(Trainer.operations)
+                one.floor = floor(operations, trainer(preconditioning), of_base(preconditioning))
             if settings.device == "cuda":
                 one.host_syncs = trainer(host_syncs, every)
             results.append(one)
@@ -166,22 +176,20 @@ def stages(times: Sequence[Seconds], quiet: Sequence[Seconds]) -> tuple[dict[str
 
 
 def preconditioning(trainer: Trainer) -> int:
-    """Floating-point operations of preconditioning all gradients once."""
-    kfac = trainer.optimizers[0].preconditioner
-    return applying(kfac.layers.values(), kfac.options.compute_method == "inverse")
+    """Floating-point operations of one ``step()`` that only preconditions; those of products."""
+    if hasattr(trainer.optimizers[0], "preconditioner"):
+        trainer.quiet(1)
+    trainer.forward_and_backward()
+    # oneDNN's products are not counted.
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        for optimizer in trainer.optimizers:
+            optimizer.step()
+    return int(counter.get_total_flops())
 
 
-def applying(layers: Iterable[Layer], inverse: bool) -> int:
-    """Floating-point operations of preconditioning each layer's gradient once."""
-    total = 0
-    for layer in layers:
-        g, a = layer.g_dim, layer.a_dim
-        sides = (0 if layer.diagonal_g else 2 * g * g * a) + (
-            0 if layer.diagonal_a else 2 * g * a * a
-        )
-        # Eigenbases: into them and out of them.
-        total += layer.blocks * sides * (1 if inverse else 2)
-    return total
+def floor(passes: int, applied: int, of_base: int) -> float:
+    """Return a step over the base's, by operations."""
+    return (passes + applied) / (passes + of_base)
 
 
 def host_syncs(trainer: Trainer, every: int) -> str:
@@ -204,9 +212,12 @@ def host_syncs(trainer: Trainer, every: int) -> str:
 
 
 def add_peaks(results: Sequence[Measured], peak_of: functools.partial[float], times: int) -> None:
-    peaks = [statistics.median(peak_of(one.name) for _ in range(times)) for one in results]
-    for one, own in zip(results[1:], peaks[1:], strict=True):
-        one.peak_mb = own - peaks[0]
+    peaks = {
+        one.name: statistics.median(peak_of(one.name) for _ in range(times)) for one in results
+    }
+    for one in results:
+        if base_of(one.name) != one.name:
+            one.peak_mb = peaks[one.name] - peaks[base_of(one.name)]
 
 
 def peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: str) -> float:
@@ -227,14 +238,13 @@ def _peak(task_name: str, short: bool, intervals: tuple[int, int], contestant: s
 
 
 def table(results: Sequence[Measured]) -> Iterator[str]:
-    base = results[0]
     widest = max(23, *(len(one.name) for one in results))
     yield (
         f"{'':{widest}} {'ms/step':>9} {'ratio':>6} {'floor':>6} {'adds ms':>8} {PAPERS:>14}"
         f" {'slowest':>8} {'peak MB':>8}"
     )
     for one in results:
-        added = "" if one is base else f"{one.part:.1f}"
+        added = "" if base_of(one.name) == one.name else f"{one.part:.1f}"
         floor = "" if one.floor is None else f"{one.floor:.2f}"
         beside = "" if one.beside is None else f"{one.beside:.2f} of it"
         slowest = f"{one.slowest:.2f}" if one.slowest else ""
@@ -251,9 +261,12 @@ def summary(
     name: str, task: Task, intervals: tuple[int, int], results: Sequence[Measured]
 ) -> Iterator[Figure]:
     title = f"{task.title} {shown(intervals)}"
-    for one in results[1:]:
+    for one in results:
+        base = base_of(one.name)
+        if base == one.name:
+            continue
         wanted = task.wanted.get((one.name, intervals))
-        yield Figure(f"{title}, {one.name}", one.ratio, " × SGD's step", wanted)
+        yield Figure(f"{title}, {one.name}", one.ratio, f" × {base}'s step", wanted)
         papers = papers_of(one, results)
         if papers is not None and one.beside is not None:
             before = f"{title}, {one.name}, K-FAC part beside {papers.name}'s"

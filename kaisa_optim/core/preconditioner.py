@@ -129,6 +129,7 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step(base)
+        self.registry.refuse_other_choices(groups)
         values = step_values(self.registry, groups)
         self.plan = plan = self._plan(agreed)
 

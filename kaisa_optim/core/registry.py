@@ -183,6 +183,9 @@ class Registry:
         """Refuse parameters that are no longer the model's, or that were on the meta device."""
         coverage.refuse_meta(self.on_meta)
         self._homes.check(groups)
+
+    def refuse_other_choices(self, groups: list[Group]) -> None:
+        """Refuse a changed ``use_muon``; ranks that differ in it have been told so before."""
         if self._is_muon:
             muon_groups.refuse_changes(groups, self._choices)
 

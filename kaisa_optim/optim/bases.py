@@ -79,7 +79,7 @@ class BaseStep:
     def _found(self, optimizer: KFACMixin) -> OfBase:
         rates: dict[Tensor, float | Tensor] = {}
         for group in optimizer.param_groups:
-            rate = group["lr"]
+            rate = group.get("lr", 1.0)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         return OfBase(squares=self.length.squares, rate_of=rates.__getitem__)
@@ -335,6 +335,8 @@ class MuonStep(BaseStep):
 
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         super()._settle(entry, p, found, group)
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+            entry.pop(name, None)  # left by AdamW, if it stepped this parameter before
         if found is not None:
             entry[self.momentum] = entry[self.momentum].to(self.dtype_of(p))
 
@@ -429,7 +431,7 @@ class AnyStep(BaseStep):
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         # The learning rate is in the lengths already; a decay goes by it.
         if group.get("weight_decay", 0.0) != 0:
-            rate = rate_for(group["lr"], params[0])
+            rate = rate_for(group.get("lr", 1.0), params[0])
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, directions)
 

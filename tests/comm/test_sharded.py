@@ -239,6 +239,44 @@ def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer, method):
     check(Plan((2,), parts, optimizer, {"compute_method": method}))
 
 
+class Grouped(nn.Module):
+    """A grouped convolution: shards of its weight have parts of several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.image = nn.Conv2d(4, 6, 2, groups=2)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens).mT.unflatten(2, (3, 3))
+        return self.head(self.body(self.image(x).tanh().mean((2, 3))))
+
+
+def train_grouped(plan: Plan) -> tuple[dict[str, Tensor], int]:
+    """On ranks, or alone; return parameters, and how many blocks the convolution has."""
+    torch.manual_seed(0)
+    model = Grouped().double()
+    for part in (model.image, model.body, model) if dist.is_initialized() else ():
+        fully_shard(part, mesh=mesh_of(plan.mesh))
+    opt = optimizer(plan, model, staggered=plan.world)
+    learn(plan, model, opt, range(STEPS))
+    return full_values(model), opt.preconditioner.layers["image"].blocks
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_a_sharded_weight_of_several_blocks(mesh, optimizer):
+    """Over four ranks, a shard begins within a block."""
+    plan = Plan(mesh, optimizer=optimizer)
+    ranks = run(plan.world, train_grouped, plan)
+    assert_alike([parameters for parameters, _ in ranks])
+    alone, blocks = train_grouped(plan)
+    assert blocks == 2
+    assert error(ranks[0][0], alone) < 1e-8
+
+
 @pytest.mark.parametrize("parts", [each, some])
 def test_grafting_and_warm_up(parts):
     helped = {**EIGEN, "grafting": True, "kl_clip": None, "warmup_steps": 3}

@@ -505,6 +505,192 @@ def test_what_one_rank_misreads_is_raised_by_all(world, spread):
         assert told == ([False] * 4 if i == 1 else [False, True, True])
 
 
+# ---- momenta of "polar" ----
+
+MOMENTA = {"sgd": "momentum_buffer", "adam": "exp_avg", "muon": "momentum_buffer"}
+PLAIN: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, FAMILY["sgd"][1]),
+    "adam": (torch.optim.Adam, FAMILY["adam"][1]),
+}
+# With as many gradient workers of each layer.
+WORKERS: list[tuple[int, dict[str, Any], int]] = [
+    (2, {"assignment": "layer-wise"}, 1),
+    (4, {"assignment": "layer-wise"}, 1),
+    (4, {"grad_worker_fraction": 0.5}, 2),
+    (2, {}, 2),
+]
+every_share = pytest.mark.parametrize(("world", "spread", "workers"), WORKERS)
+
+
+def momenta_here(plan: Plan, model: nn.Module, opt: Any) -> dict[int, Tensor]:
+    """The momenta that this rank keeps, by the parameter's place in the model."""
+    key = MOMENTA[plan.optimizer]
+    entries = {i: opt.state[p] for i, p in enumerate(model.parameters())}
+    return {i: entry[key].clone() for i, entry in entries.items() if key in entry}
+
+
+def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
+    """Places of momenta after some steps, and after a whole state was loaded; those it owes."""
+    model, opt = pair(plan)
+    learn(model, opt, range(2))
+    found = [set(momenta_here(plan, model, opt))]
+    opt.consolidate_state_dict(to=0)
+    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    quietly_load(opt, box[0])
+    learn(model, opt, range(2, 3))
+    found.append(set(momenta_here(plan, model, opt)))
+    kfac = opt.preconditioner
+    works = {p for x in kfac.layers.values() if x in kfac.applied.group_of for p in x.parameters}
+    return found, {i for i, p in enumerate(model.parameters()) if p in works}
+
+
+@every_share
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_momenta_are_on_gradient_workers_alone(world, spread, workers, optimizer):
+    ranks = run(world, keeps_momenta, Plan(optimizer, spread))
+    for found, works in ranks:
+        assert found == [works, works]
+    places = [place for _, works in ranks for place in works]
+    assert {place: places.count(place) for place in places} == dict.fromkeys(range(7), workers)
+
+
+def goes_on_from_the_base(plan: Plan) -> list[Tensor]:
+    """Train the base for three steps, and K-FAC over it from its state."""
+    cls, settings = PLAIN[plan.optimizer]
+    model = net()
+    plain = cls(model.parameters(), **settings)
+    learn(model, plain, range(3))
+    other, opt = pair(plan)
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for"):
+        opt.load_state_dict(plain.state_dict())
+    learn(other, opt, range(3, 7))
+    return weights(other)
+
+
+@every_share
+@pytest.mark.parametrize("optimizer", PLAIN)
+def test_a_plain_checkpoint_goes_on_as_on_one_process(world, spread, workers, optimizer):
+    ranks = run(world, goes_on_from_the_base, Plan(optimizer, {**spread, **ONE_AT_A_TIME}))
+    alone = goes_on_from_the_base(Plan(optimizer, ONE_AT_A_TIME))
+    for result in ranks:
+        assert_same(result, ranks[0])
+    assert_near(ranks[0], alone, 1e-8, 1e-10)
+
+
+def saves_momenta(plan: Plan, path: str) -> dict[int, Tensor]:
+    model, opt = pair(plan)
+    learn(model, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    if rank() == 0:
+        torch.save(quiet_state(opt), path)
+    return momenta_here(plan, model, opt)
+
+
+def loads_momenta(plan: Plan, path: str) -> list[dict[int, Tensor]]:
+    """Momenta as loaded, and as gathered from there before any step."""
+    model, opt = pair(plan)
+    quietly_load(opt, torch.load(path, weights_only=True))
+    found = [momenta_here(plan, model, opt)]
+    opt.consolidate_state_dict(to=0)
+    if rank() == 0:
+        state, key = quiet_state(opt)["state"], MOMENTA[plan.optimizer]
+        found.append({i: entry[key] for i, entry in state.items() if key in entry})
+    return found
+
+
+@pytest.mark.parametrize("optimizer", MOMENTA)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(WORKERS[1], WORKERS[0]), (WORKERS[0], WORKERS[2]), (WORKERS[2], WORKERS[3])],
+)
+def test_momenta_load_at_another_number_of_ranks_bit_for_bit(optimizer, before, after, tmp_path):
+    path = str(tmp_path / "state")
+    kept: dict[int, Tensor] = {}
+    for one in run(before[0], saves_momenta, Plan(optimizer, before[1]), path):
+        assert_same(
+            {i: kept[i] for i in kept.keys() & one.keys()},
+            {i: one[i] for i in kept.keys() & one.keys()},
+        )
+        kept |= one
+    count = 3 if optimizer == "muon" else 7  # Muon takes matrices alone
+    assert len(kept) == count and all(momentum.any() for momentum in kept.values())
+    for found in run(after[0], loads_momenta, Plan(optimizer, after[1]), path):
+        for momenta in found:
+            assert_same(dict(sorted(momenta.items())), dict(sorted(kept.items())))
+
+
+def exports(plan: Plan) -> tuple[list[str], dict[str, Any] | None]:
+    """The state for the base, on rank 0 or alone; errors where it is not whole."""
+    model, opt = pair(plan)
+    learn(model, opt, range(3))
+    errors = []
+    for consolidates in (False, True) if world() > 1 else (True,):
+        if consolidates and world() > 1:
+            opt.consolidate_state_dict(to=0)
+        if not consolidates or rank() > 0:
+            with pytest.raises(RuntimeError) as caught:
+                opt.base_state_dict()
+            errors.append(str(caught.value))
+    if rank() > 0:
+        return errors, None
+    state = opt.base_state_dict()
+    cls, settings = PLAIN[plan.optimizer]
+    plain = cls(net().parameters(), **settings)
+    plain.load_state_dict(copy.deepcopy(state))
+    for p in plain.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    return errors, {"state": state["state"], "keys": sorted(state["param_groups"][0])}
+
+
+@every_share
+@pytest.mark.parametrize("optimizer", PLAIN)
+def test_the_base_loads_a_consolidated_state(world, spread, workers, optimizer):
+    ranks = run(world, exports, Plan(optimizer, {**spread, **ONE_AT_A_TIME}))
+    (_, alone) = exports(Plan(optimizer, ONE_AT_A_TIME))
+    cls, settings = PLAIN[optimizer]
+    plain = cls(net().parameters(), **settings).state_dict()["param_groups"][0]
+    assert alone is not None and alone["keys"] == sorted(plain)
+    for i, (errors, _) in enumerate(ranks):
+        assert len(errors) == 1 + (i > 0)
+        assert all("call consolidate_state_dict(to=rank)" in error for error in errors)
+    of_ranks = ranks[0][1]
+    assert of_ranks is not None and of_ranks["keys"] == alone["keys"]
+    assert of_ranks["state"].keys() == alone["state"].keys() == set(range(7))
+    for index, entry in alone["state"].items():
+        assert_near(of_ranks["state"][index], entry, 1e-8, 1e-10)
+
+
+def turns_to(before: Plan, after: Plan) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Weights of a run that goes on with another method, and of one that begins there."""
+    model, opt = pair(before)
+    learn(model, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    other, target = pair(after)
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        target.load_state_dict(box[0])
+    learn(other, target, range(3, 6))
+    return [str(w.message) for w in record], weights(other), weights(model)
+
+
+@every_share
+@pytest.mark.parametrize("names", [("eigen", "adam"), ("adam", "eigen")], ids=str)
+def test_momenta_of_another_method_begin_anew_on_all_ranks(world, spread, workers, names):
+    before, after = (Plan(name, {**spread, **ONE_AT_A_TIME}) for name in names)
+    ranks = run(world, turns_to, before, after)
+    for texts, result, start in ranks:
+        (text,) = [text for text in texts if text.startswith("the momenta of ")]
+        assert all(repr(name) in text for name in ("0", "1", "3", "4"))
+        assert_same(result, ranks[0][1])
+        assert all(not torch.equal(a, b) for a, b in zip(result, start, strict=True))
+
+
 # ---- torch.distributed.checkpoint ----
 
 
