@@ -102,6 +102,7 @@ class AdamSettings(NamedTuple):
 
     keep2: Number  # share of the second moment that stays in a step
     take2: Number
+    all2: Number  # 1 - β₂ᵗ: what squares that are alike in all steps so far have come to
     rest1: Number  # 1 - β₁ᵗ, or 1 without bias correction
     rest2: Number
     eps: Number
@@ -119,7 +120,11 @@ class AdamLength(Length):
         adam = AdamSettings(*_each_block(one, base.settings_of))
         kept = one.group.tensors["square_sum"]
         older = at(kept, one.slots)
-        moved = (older + one.sums.former) * adam.keep2 + one.sums.measured * adam.take2
+        known = older + one.sums.former
+        moved = known * adam.keep2 + one.sums.measured * adam.take2
+        # A layer that starts anew has counted steps before: its first square stands for these, or
+        # its steps would be 12 times as long after 200 steps.
+        moved = torch.where(known > 0, moved, one.sums.measured * adam.all2)
         if one.present is not None:  # the other blocks' moments stay as they are
             moved = torch.where(one.present, moved, older)
         kept[one.slots] = moved

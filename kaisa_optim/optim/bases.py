@@ -189,7 +189,7 @@ class AdamStep(BaseStep):
     length = AdamLength
     second = ("exp_avg_sq", "max_exp_avg_sq")
     counts = True
-    idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0)
+    idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
@@ -219,9 +219,10 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
     """Return Adam's settings in its step number ``count``; the look ahead is one step further."""
     beta1, beta2 = map(float, group["betas"])
     rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
+    all2 = rest2
     if not group.get("bias_correction", True):
         rest1 = rest2 = 1.0
-    return AdamSettings(beta2, 1 - beta2, rest1, rest2, float(group["eps"]))
+    return AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
 
 
 def _counted(entries: list[Entry]) -> list[int]:

@@ -1,0 +1,519 @@
+"""Bases under directions: their momenta, rates, decay and checkpoints stay their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kaisa_optim import LAMB, Muon, with_kfac
+from kaisa_optim.curvature.lengths import (
+    AdamLength,
+    FallLength,
+    Length,
+    MuonLength,
+    SGDLength,
+    Stepped,
+)
+from tests.support.training import (
+    ANEW,
+    assert_near,
+    assert_same,
+    backward,
+    difference,
+    network,
+    train,
+    values,
+)
+
+optim = torch.optim
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+SMALL = 1e-4  # a rate at which no limit of a step's length is met
+# Bases of each kind, and how they are built.
+BASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "SGD": (optim.SGD, {"lr": SMALL}),
+    "SGD with momentum": (optim.SGD, {"lr": SMALL, "momentum": 0.9}),
+    "Adam": (optim.Adam, {"lr": SMALL}),
+    "AdamW": (optim.AdamW, {"lr": SMALL, "weight_decay": 0.0}),
+    "LAMB": (LAMB, {"lr": SMALL, "weight_decay": 0.0}),
+    "Muon": (Muon, {"lr": SMALL, "weight_decay": 0.0}),
+    "RAdam": (optim.RAdam, {"lr": SMALL}),
+    "RMSprop": (optim.RMSprop, {"lr": SMALL / 10}),
+}
+# Bases whose own step is taken back.
+OTHERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "RAdam": (optim.RAdam, {"lr": 0.03}),
+    "NAdam": (optim.NAdam, {"lr": 0.03}),
+    "Adamax": (optim.Adamax, {"lr": 0.03}),
+    "Adagrad": (optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (optim.RMSprop, {"lr": 0.01}),
+    "RMSprop with momentum": (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "Adadelta": (optim.Adadelta, {"lr": 3.0}),
+    "amsgrad": (optim.Adam, {"lr": 0.03, "amsgrad": True}),
+}
+
+
+def built(base: str, model: nn.Module, **changed: Any) -> Any:
+    cls, settings = BASES[base]
+    return with_kfac(cls)(model, **{**settings, **ANEW, **changed})
+
+
+def gradients(i: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(500 + i)
+    shapes = {name: p.shape for name, p in network().named_parameters()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def give(model: nn.Module, opt: Any, i: int) -> dict[str, Tensor]:
+    """Step on gradients that are set by hand, beside the statistics of a batch."""
+    opt.zero_grad()
+    backward(model, i)
+    made = gradients(i)
+    for name, p in model.named_parameters():
+        p.grad = made[name].clone()
+    opt.step()
+    return made
+
+
+class Seen(NamedTuple):
+    """Directions and momenta of one block, ``[g, a]``."""
+
+    direction: Tensor  # with its length, without a rate that the length does not have
+    momentum: Tensor
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Seen]]:
+    """Record each layer's direction and momentum of the next step."""
+    seen: dict[str, Seen] = {}
+    with ExitStack() as stack:
+        for cls in (AdamLength, FallLength, MuonLength, SGDLength):
+            own = cls.give
+
+            def recorded(length: Length, one: Stepped, base: Any, own: Any = own) -> Tensor:
+                momentum = one.momentum.clone()
+                terms: Tensor = own(length, one, base)
+                for layer, d, m in zip(one.members, one.direction, momentum, strict=True):
+                    seen[layer.name] = Seen(d.clone(), m)
+                return terms
+
+            stack.enter_context(mock.patch.object(cls, "give", recorded))
+        yield seen
+
+
+def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
+    """A layer's weight with its bias as the last column."""
+    return torch.cat([parts[f"{layer}.weight"], parts[f"{layer}.bias"][:, None]], 1)
+
+
+def by_name(opt: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {name: opt.state[p] for name, p in model.named_parameters()}
+
+
+# ---- checkpoints of a plain base ----
+
+
+AHEAD = {
+    "SGD": (optim.SGD, {"lr": 0.01, "momentum": 0.9}, "momentum_buffer"),
+    "SGD, nesterov": (
+        optim.SGD,
+        {"lr": 0.01, "momentum": 0.9, "nesterov": True},
+        "momentum_buffer",
+    ),
+    "SGD, dampening": (
+        optim.SGD,
+        {"lr": 0.01, "momentum": 0.9, "dampening": 0.3},
+        "momentum_buffer",
+    ),
+    "Adam": (optim.Adam, {"lr": 0.01, "betas": (0.8, 0.99)}, "exp_avg"),
+    "AdamW": (optim.AdamW, {"lr": 0.01}, "exp_avg"),
+    "LAMB": (LAMB, {"lr": 0.01, "max_grad_norm": None}, "exp_avg"),
+    "Muon": (Muon, {"lr": 0.01, "momentum": 0.8}, "momentum_buffer"),
+    "Muon, not nesterov": (Muon, {"lr": 0.01, "nesterov": False}, "momentum_buffer"),
+}
+
+
+def moved_momentum(group: dict[str, Any], key: str, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The new buffer and the momentum, by hand."""
+    if key == "exp_avg":
+        beta = group["betas"][0]
+        b = beta * b + (1 - beta) * g
+        return b, beta * b + (1 - beta) * g
+    mu = group["momentum"]
+    if "dampening" in group:
+        b = mu * b + (1 - group["dampening"]) * g
+        return b, g + mu * b if group["nesterov"] else b
+    b = mu * b + (1 - mu) * g
+    return b, mu * b + (1 - mu) * g if group["nesterov"] else b
+
+
+without_factors = pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+
+
+@without_factors
+@pytest.mark.parametrize("case", AHEAD)
+def test_the_momentum_of_a_plain_checkpoint_goes_on(case):
+    cls, settings, key = AHEAD[case]
+    model = network()
+    plain = cls(model.parameters(), **settings)
+    for i in range(3):
+        for p, g in zip(model.parameters(), gradients(i).values(), strict=True):
+            p.grad = g
+        plain.step()
+    covered = NAMES if cls is not Muon else ["0.weight", "2.weight"]  # AdamW steps vectors
+    before = {n: plain.state[p][key].clone() for n, p in model.named_parameters() if n in covered}
+    saved = copy.deepcopy(plain.state_dict())
+    opt = with_kfac(cls)(model, **settings, **ANEW)
+    opt.load_state_dict(saved)
+    with watched() as seen:
+        made = give(model, opt, 7)
+    expected = {}
+    for name in covered:
+        entry = by_name(opt, model)[name]
+        buffer, expected[name] = moved_momentum(opt.param_groups[0], key, before[name], made[name])
+        assert_near(entry[key], buffer, 1e-12, 1e-14)
+        assert "exp_avg_sq" not in entry
+    for layer in ("0", "2"):
+        whole = matrix(expected, layer) if cls is not Muon else expected[f"{layer}.weight"]
+        assert_near(seen[layer].momentum, whole, 1e-12, 1e-14)
+
+
+@without_factors
+@pytest.mark.parametrize("case", ["Adam", "AdamW", "LAMB"])
+def test_second_moments_of_a_plain_checkpoint_are_summed(case):
+    cls, settings, _ = AHEAD[case]
+    model = network()
+    plain = cls(model.parameters(), **settings)
+    for i in range(3):
+        for p, g in zip(model.parameters(), gradients(i).values(), strict=True):
+            p.grad = g
+        plain.step()
+    squares = {n: plain.state[p]["exp_avg_sq"].clone() for n, p in model.named_parameters()}
+    opt = with_kfac(cls)(model, **settings, **ANEW)
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    made = give(model, opt, 7)
+    beta = opt.param_groups[0]["betas"][1]
+    for layer in ("0", "2"):
+        former, new = matrix(squares, layer).sum(), matrix(made, layer).square().sum()
+        found = by_name(opt, model)[f"{layer}.weight"]["kfac_square_sum"]
+        assert_near(found, (beta * former + (1 - beta) * new).view(1), 1e-12, 1e-14)
+
+
+# ---- momenta are the base's own ----
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.8, "dampening": 0.3},
+        {"momentum": 0.8, "dampening": 1.0, "maximize": True},
+    ],
+    ids=str,
+)
+def test_sgds_momentum_is_torchs(settings):
+    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
+    opt = with_kfac(optim.SGD)(model, lr=0.01, weight_decay=0.1, **settings, **ANEW)
+    plain = optim.SGD(params, lr=0.01, **settings)
+    for i in range(5):
+        for p, g in zip(params, give(model, opt, i).values(), strict=True):
+            p.grad = g
+        plain.step()
+        for p, entry in zip(params, by_name(opt, model).values(), strict=True):
+            assert_near(entry["momentum_buffer"], plain.state[p]["momentum_buffer"], 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, LAMB])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adams_momentum_and_count_are_torchs(cls, maximize):
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "maximize": maximize}
+    if cls is LAMB:
+        settings["max_grad_norm"] = None
+    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
+    opt = with_kfac(cls)(model, weight_decay=0.1, **settings, **ANEW)
+    plain = cls(params, weight_decay=0.0, **settings)
+    for i in range(5):
+        for p, g in zip(params, give(model, opt, i).values(), strict=True):
+            p.grad = g
+        plain.step()
+        for p, entry in zip(params, by_name(opt, model).values(), strict=True):
+            assert_near(entry["exp_avg"], plain.state[p]["exp_avg"], 1e-12, 1e-14)
+            assert entry.get("step") == plain.state[p].get("step")
+        assert opt.param_groups[0].get("step") == plain.param_groups[0].get("step")
+
+
+def test_lamb_limits_gradients_before_they_enter_the_momentum():
+    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
+    opt = with_kfac(LAMB)(model, lr=0.01, max_grad_norm=0.5, **ANEW)
+    plain = LAMB(params, lr=0.01, max_grad_norm=0.5)
+    for i in range(3):
+        for p, g in zip(params, give(model, opt, i).values(), strict=True):
+            p.grad = g
+        plain.step()
+    for p, entry in zip(params, by_name(opt, model).values(), strict=True):
+        assert_near(entry["exp_avg"], plain.state[p]["exp_avg"], 1e-10, 1e-12)
+
+
+# ---- weight decay ----
+
+
+def twins(base: str, steps: int = 3, **changed: Any) -> tuple[Any, Any]:
+    """Two equal optimizers in mid-run, with their models."""
+    model = network()
+    opt = built(base, model, **changed)
+    for i in range(steps):
+        give(model, opt, i)
+    return (model, opt), copy.deepcopy((model, opt))
+
+
+@pytest.mark.parametrize("base", [name for name in BASES if name != "LAMB"])
+def test_weights_decay_apart_from_their_directions(base):
+    """Decay of either kind, coupled or not, is lr · decay · p: no part of momenta or lengths."""
+    (model, opt), (decayed, other) = twins(base)
+    before, rate, decay = values(model), 1e-3, 0.1
+    for own in (opt, other):
+        own.param_groups[0]["lr"] = rate
+    other.param_groups[0]["weight_decay"] = decay
+    give(model, opt, 3)
+    give(decayed, other, 3)
+    after = values(model)
+    assert any((after[n] - before[n]).abs().max() > 0 for n in NAMES)
+    for name, p in decayed.named_parameters():
+        assert_near(p.detach(), after[name] - rate * decay * before[name], 1e-13, 1e-15)
+    for name, entry in by_name(other, decayed).items():
+        assert_same(entry, by_name(opt, model)[name])
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_lamb_decays_before_the_trust_ratio(coupled):
+    (model, opt), (decayed, other) = twins("LAMB", adam_w_mode=not coupled)
+    before, rate, decay = values(model), 1e-3, 0.1
+    for own in (opt, other):
+        own.param_groups[0]["lr"] = rate
+    other.param_groups[0]["weight_decay"] = decay
+    give(model, opt, 3)
+    give(decayed, other, 3)
+    for name, p in decayed.named_parameters():
+        direction, old = (before[name] - values(model)[name]) / rate, before[name]
+        if coupled:
+            old = old * (1 - rate * decay)
+        else:
+            direction = direction + decay * old
+        trust = old.norm() / direction.norm()
+        assert_near(p.detach(), old - rate * trust * direction, 1e-9, 1e-12)
+
+
+# ---- rates ----
+
+
+def split(model: nn.Module, first: list[str], rate: float, other: float) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for n, p in named.items() if n in first], "lr": rate},
+        {"params": [p for n, p in named.items() if n not in first], "lr": other},
+    ]
+
+
+def at_rates(base: str, first: list[str], share: float) -> dict[str, Tensor]:
+    """The first step with other parameters at a multiple of the rate of the ``first``."""
+    cls, settings = BASES[base]
+    settings = dict(settings)
+    rate, model = settings.pop("lr"), network()
+    groups = split(model, first, rate, share * rate)
+    opt = with_kfac(cls)(groups, lr=1.0, model=model, **settings, **ANEW)
+    before = values(model)
+    give(model, opt, 0)
+    return difference(before, model)
+
+
+@pytest.mark.parametrize("base", [name for name in BASES if "SGD" not in name])
+def test_each_layer_steps_at_its_own_rate(base):
+    first = ["0.weight", "0.bias"]
+    one, ten = (at_rates(base, first, share) for share in (1.0, 10.0))
+    for name in NAMES:
+        assert_near(ten[name], one[name] * (1 if name in first else 10), 1e-9, 1e-14)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_bias_steps_at_its_own_rate(base):
+    """It goes ten times as far along the layer's direction, whose length counts that in."""
+    one, ten = (at_rates(base, ["0.weight", "2.weight"], share) for share in (1.0, 10.0))
+    for layer in ("0", "2"):
+        plain, other = matrix(one, layer), matrix(ten, layer)
+        other[:, -1] /= 10
+        shorter = other.norm() / plain.norm()
+        assert_near(other, shorter * plain, 1e-9, 1e-14)
+        assert 0.1 < shorter < 10
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("other", [SMALL, 10 * SMALL])
+def test_sgds_layers_have_one_scale(momentum, other):
+    """s = Σ lr ‖M‖² / Σ lr ⟨D, M⟩: to first order the loss falls by Σ lr ‖M‖², as by SGD."""
+    model = network()
+    groups = split(model, ["0.weight", "2.weight"], SMALL, other)
+    opt = with_kfac(optim.SGD)(groups, momentum=momentum, model=model, **ANEW)
+    give(model, opt, 0)
+    before = values(model)
+    with watched() as seen:
+        give(model, opt, 1)
+    fall = along = 0.0
+    for d, m in seen.values():
+        rates = torch.full_like(d, SMALL)
+        rates[:, -1] = other
+        fall = fall + (rates * m * m).sum()
+        along = along + (rates * d * m).sum()
+    moved = difference(before, model)
+    for layer, (d, _) in seen.items():
+        rates = torch.full_like(d, SMALL)
+        rates[:, -1] = other
+        assert_near(matrix(moved, layer), rates * d * fall / along, 1e-9, 1e-14)
+    fell = sum((matrix(moved, layer) * m).sum() for layer, (_, m) in seen.items())
+    assert_near(fell, fall, 1e-9, 1e-14)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_tensor_rate_is_as_good_as_a_number(base):
+    model, other = network(), network()
+    start = BASES[base][1]["lr"]
+    rate = torch.tensor(start, dtype=torch.float64)
+    decay = {"weight_decay": 0.1}
+    opt, with_tensor = built(base, model, **decay), built(base, other, lr=rate, **decay)
+    for i in range(3):
+        give(model, opt, i)
+        give(other, with_tensor, i)
+        assert_near(other, model, 1e-12, 1e-14)
+        opt.param_groups[0]["lr"] = start / (i + 2)
+        rate.fill_(start / (i + 2))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_maximizing_is_minimizing_the_negated_loss(base):
+    model, minimized = network(), network()
+    opt, other = built(base, model, maximize=True), built(base, minimized)
+    for i in range(4):
+        opt.zero_grad()
+        backward(model, i, lambda loss: -loss)
+        opt.step()
+        train(minimized, other, [i])
+    assert_near(model, minimized, 1e-12, 1e-14)
+    assert difference(values(network()), model)["0.weight"].abs().max() > 0
+
+
+# ---- any other base ----
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_bases_state_is_that_of_its_raw_steps(case):
+    """It steps without decay; the step is taken back, and weights go along directions."""
+    cls, settings = OTHERS[case]
+    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
+    opt = with_kfac(cls)(model, weight_decay=0.1, **settings, **ANEW)
+    plain = cls(params, weight_decay=0.0, **settings)
+    for i in range(5):
+        before = values(model)
+        with watched() as seen:
+            made = give(model, opt, i)
+        for p, g in zip(params, made.values(), strict=True):
+            p.grad = g
+        plain.step()
+        for p, entry in zip(params, by_name(opt, model).values(), strict=True):
+            own = {key: value for key, value in entry.items() if not key.startswith("kfac")}
+            assert_near(own, plain.state[p], 1e-9, 1e-12)
+        assert opt.param_groups[0]["weight_decay"] == 0.1
+        moved = difference(before, model)
+        for layer, (direction, _) in seen.items():
+            decay = settings["lr"] * 0.1 * matrix(before, layer)
+            assert direction.abs().max() > 0 or case == "RAdam"
+            assert_near(matrix(moved, layer), direction + decay, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_base_trains(case):
+    cls, settings = OTHERS[case]
+    model = network()
+    opt = with_kfac(cls)(model, **settings, **ANEW)
+    first = float(backward(model, 0))
+    train(model, opt, [0] * 60)
+    model.zero_grad()
+    assert float(backward(model, 0)) < 0.5 * first
+
+
+# ---- parameters that come and go ----
+
+
+@pytest.mark.parametrize("case", ["SGD with momentum", "Adam", "AdamW", "LAMB"])
+def test_a_parameter_that_goes_back_to_the_base_begins_anew(case):
+    """A layer that was frozen in part has no state before its next statistics."""
+    model = network()
+    opt = built(case, model)
+    train(model, opt, range(2))
+    key = "momentum_buffer" if "SGD" in case else "exp_avg"
+    assert key in opt.state[model[0].bias] and "exp_avg_sq" not in opt.state[model[0].bias]
+    model[0].weight.requires_grad_(False)
+    alone = nn.Parameter(model[0].bias.detach().clone())
+    cls, settings = BASES[case]
+    plain = cls([alone], **{**settings, **({"max_grad_norm": None} if cls is LAMB else {})})
+    if cls is LAMB:
+        opt.param_groups[0]["max_grad_norm"] = None
+        plain.param_groups[0]["step"] = 2  # which a group has in common
+    frozen, kept = model[0].weight.detach().clone(), copy.deepcopy(opt.state[model[0].weight])
+    for i in range(2, 4):
+        with opt.preconditioner.paused():
+            train(model, opt, [i])
+        alone.grad = model[0].bias.grad.clone()
+        plain.step()
+        assert_near(model[0].bias.detach(), alone.detach(), 1e-12, 1e-14)
+    entry = {k: v for k, v in opt.state[model[0].bias].items() if not k.startswith("kfac")}
+    assert_near(entry, plain.state[alone], 1e-12, 1e-14)
+    assert_same(model[0].weight.detach(), frozen)
+    assert_same(opt.state[model[0].weight][key], kept[key])
+    train(model, opt, range(4, 7))  # refreshed, K-FAC steps it again
+    assert "exp_avg_sq" not in opt.state[model[0].bias]
+    model[0].weight.requires_grad_(True)
+    train(model, opt, range(7, 12))
+    assert not torch.equal(model[0].weight, frozen)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_unfrozen_weight_begins_its_momentum():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    opt = built("Adam", model)
+    train(model, opt, range(3))
+    assert "exp_avg" not in opt.state[model[0].weight]
+    model[0].weight.requires_grad_(True)
+    opt.zero_grad()
+    made = give(model, opt, 3)
+    entry = opt.state[model[0].weight]
+    assert entry["step"] == 1 and opt.state[model[0].bias]["step"] == 4
+    assert_near(entry["exp_avg"], 0.1 * made["0.weight"])
+
+
+@pytest.mark.parametrize("base", ["Adam", "AdamW"])
+def test_a_layer_that_was_frozen_in_part_steps_no_further(base):
+    """Its sum of squares begins anew, and counts for as many steps as the base has counted."""
+    model = network()
+    opt = built(base, model)
+    train(model, opt, [0] * 200)
+    before = values(model)
+    train(model, opt, [0])
+    usual = difference(before, model)["0.bias"].norm()
+    model[0].weight.requires_grad_(False)
+    before = values(model)
+    train(model, opt, [0])
+    assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
+    model[0].weight.requires_grad_(True)
+    before = values(model)
+    train(model, opt, [0])
+    assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
