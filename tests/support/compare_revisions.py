@@ -162,6 +162,8 @@ CASES: dict[str, Case] = {
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
     "inverse split owners": Case("chain", options={**inverse, "colocate_factors": False}),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
+    "sgd": Case("tokens", options={"compute_method": "polar"}),
+    "sgd images": Case(options={"compute_method": "polar"}),
     "adam": Case("tokens", "KFACAdam"),
     "adam images": Case(optimizer="KFACAdam", options={"weight_decay": 0.01}, worlds=FEW),
     "adam branches": Case("chain", "KFACAdam", branches=True),
@@ -217,8 +219,10 @@ def build(case: Case, model: nn.Module) -> Any:
     base = {"momentum": 0.9, "weight_decay": 0.01} if name == "KFACSGD" else {}
     intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
     options = {"lr": RATES[name], **base, **intervals, **case.options}
-    if name == "KFACSGD" and "damping" not in options:
-        options["damping"] = 0.05
+    if name == "KFACSGD":
+        options.setdefault("compute_method", "eigen")
+        if options["compute_method"] != "polar":
+            options.setdefault("damping", 0.05)
     if name == "AdamW":
         return kaisa_optim.with_kfac(torch.optim.AdamW)(model, **options)
     return getattr(kaisa_optim, name)(model, **options)
