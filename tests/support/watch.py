@@ -19,6 +19,8 @@ from kaisa_optim import KFACSGD
 from tests.support.close import assert_close as assert_close
 
 DAMPING = 0.1
+# Steps are preconditioned gradients, as long as these are.
+PAPERS: dict[str, Any] = {"compute_method": "eigen", "kl_clip": None}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -135,7 +137,7 @@ def assert_factors(
 
 def exact(model: Any, /, **options: Any) -> Any:
     """An optimizer whose step is ``p -= v`` with v the preconditioned gradient."""
-    return KFACSGD(model, **{"lr": 1.0, "kl_clip": None, "damping": DAMPING, **options})
+    return KFACSGD(model, **{**PAPERS, "lr": 1.0, "damping": DAMPING, **options})
 
 
 def taken(opt: Any, model: nn.Module) -> dict[str, Tensor]:
