@@ -334,8 +334,8 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
 
 
 def _faults(kind: str, tensor: Tensor) -> Iterator[str]:
-    """Yield why eigenvalues or eigenvectors can't be used: weights would turn NaN."""
-    if kind not in ("values", "vectors"):
+    """Yield why second-order state can't be used: weights would turn NaN."""
+    if kind not in ("values", "vectors", "inverse", "root"):
         return
     wide = tensor.float()
     if not wide.isfinite().all():

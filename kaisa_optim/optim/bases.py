@@ -82,7 +82,8 @@ class BaseStep:
             rate = group.get("lr", 1.0)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
-        return OfBase(squares=self.length.squares, rate_of=rates.__getitem__)
+        # The base does not step a parameter that a user took out of its group.
+        return OfBase(squares=self.length.squares, rate_of=lambda p: rates.get(p, 0.0))
 
     def kept(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

@@ -666,7 +666,7 @@ def test_a_bias_of_projections_of_which_one_is_not_covered():
     attention.v_proj_weight = attention.k_proj_weight
     model = nn.ModuleList([attention, nn.Linear(6, 6)])
     with pytest.warns(UserWarning, match="in_proj_bias: 18, a bias that projections share"):
-        opt = KFACSGD(model, lr=0.1, kl_clip=None)
+        opt = KFACSGD(model, lr=0.1)
     assert opt.preconditioner.layers["0.q_proj"].covers == (True, False)
     x = torch.randn(8, 3, 6)
     model[1](attention(x, x[..., :4], x[..., :4])[0]).square().mean().backward()

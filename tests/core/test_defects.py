@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -15,18 +16,20 @@ from torch.nn.utils import prune
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.linalg import rounding
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import EVERY_STEP, assert_same, backward, network, train
+from tests.support.training import ANEW, METHODS, assert_same, backward, network, train
+
+EIGEN: dict[str, Any] = {"compute_method": "eigen", "kl_clip": None}
 
 
 def test_a_step_before_any_gradient_is_not_counted():
     """Its count had no entry in the state, so that a resumed run had another schedule."""
     model = network()
-    opt = KFACSGD(model, lr=0.1, warmup_steps=4)
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", warmup_steps=4)
     opt.step()
     assert opt.preconditioner.steps == 0
     train(model, opt, range(3))
     other = network()
-    resumed = KFACSGD(other, lr=0.1, warmup_steps=4)
+    resumed = KFACSGD(other, lr=0.1, compute_method="eigen", warmup_steps=4)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert resumed.preconditioner.steps == opt.preconditioner.steps == 3
@@ -42,7 +45,7 @@ def test_a_pass_on_the_meta_device_gathers_nothing():
 
 def test_no_averaging_takes_the_newest_statistics():
     model = nn.Sequential(nn.Linear(3, 2))
-    opt = KFACSGD(model, lr=0.0, factor_decay=0, factor_update_steps=1, kl_clip=None)
+    opt = KFACSGD(model, lr=0.0, factor_decay=0, factor_update_steps=1, **EIGEN)
     for x in torch.randn(3, 8, 3):
         opt.zero_grad()
         model(x).square().sum().backward()
@@ -74,7 +77,7 @@ def test_modules_in_another_order_are_named():
 def with_a_scaler_on_one_rank() -> str:
     scaler = 8.0 if torch.distributed.get_rank() == 1 else None
     try:
-        KFACSGD(nn.Linear(3, 2), lr=0.1, grad_scaler=scaler)
+        KFACSGD(nn.Linear(3, 2), lr=0.1, compute_method="eigen", grad_scaler=scaler)
     except ValueError as error:
         return str(error)
     return ""
@@ -86,17 +89,19 @@ def test_a_scaler_on_one_rank_alone_is_named():
 
 
 @pytest.mark.parametrize(
-    ("key", "change", "fault"),
+    ("method", "key", "change", "fault"),
     [
-        ("kfac_a_vectors", lambda t: t.fill_(torch.nan), "not finite"),
-        ("kfac_a_vectors", lambda t: t.mul_(2), "not orthonormal"),
-        ("kfac_g_values", lambda t: t.fill_(torch.inf), "not finite"),
-        ("kfac_step", lambda t: t.fill_(-3), "it must be 0 or more"),
+        ("polar", "kfac_a_root", lambda t: t.fill_(torch.nan), "not finite"),
+        ("inverse", "kfac_g_inverse", lambda t: t.fill_(torch.nan), "not finite"),
+        ("eigen", "kfac_a_vectors", lambda t: t.fill_(torch.nan), "not finite"),
+        ("eigen", "kfac_a_vectors", lambda t: t.mul_(2), "not orthonormal"),
+        ("eigen", "kfac_g_values", lambda t: t.fill_(torch.inf), "not finite"),
+        ("polar", "kfac_step", lambda t: t.fill_(-3), "it must be 0 or more"),
     ],
 )
-def test_broken_numbers_in_a_state_are_refused_by_name(key, change, fault):
+def test_broken_numbers_in_a_state_are_refused_by_name(method, key, change, fault):
     model = network()
-    opt = KFACAdam(model, lr=0.01)
+    opt = KFACAdam(model, lr=0.01, compute_method=method)
     train(model, opt, range(2))
     state = copy.deepcopy(opt.state_dict())
     change(state["state"][0][key])
@@ -210,7 +215,7 @@ def raises(*args: Any) -> None:
 
 def fails_alone(what: str) -> tuple[str, int]:
     model = network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    opt = KFACSGD(model, lr=0.1, **ANEW)
     state: dict[str, Any] = {}
     for i in range(4):
         opt.zero_grad()
@@ -249,7 +254,7 @@ def test_a_load_on_one_rank_alone_is_named():
 def drifts(apart: bool) -> tuple[str, int]:
     """From step 4 on rank 1 goes by a gradient of its own in one parameter."""
     model = network()
-    options = {"factor_update_steps": 2, "staggered": False, "kl_clip": None}
+    options = {"factor_update_steps": 2, "staggered": False}
     opt = KFACSGD(model, lr=0.1, verify_every=3, **options)
     for i in range(20):
         opt.zero_grad()
@@ -277,13 +282,23 @@ def test_weights_that_drift_apart_are_named():
 # ---- numbers that overflow, or that rounding loses ----
 
 
-@pytest.mark.parametrize("spike", [1e20, 1e28])
-@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
-def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, spike):
+OVERFLOWS = pytest.mark.xfail(strict=True, reason="squares of momenta overflow in float32")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "method", "spike"),
+    [
+        *itertools.product([KFACSGD, KFACAdam], ["eigen"], [1e20, 1e28]),
+        pytest.param(KFACSGD, "polar", 1e20, marks=OVERFLOWS),
+        (KFACAdam, "polar", 1e20),
+        pytest.param(KFACAdam, "polar", 1e28, marks=OVERFLOWS),
+    ],
+)
+def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, method, spike):
     """The clip's sum overflowed at once, and Adam's second moment where its basis turned later."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3))
-    opt = optimizer(model, lr=0.01)
+    opt = optimizer(model, lr=0.01, compute_method=method)
     for i in range(12):
         x = torch.randn(8, 20)
         x[:, :5] = 0
@@ -298,7 +313,7 @@ def averaged(decay: float, dtype: torch.dtype | None) -> Tensor:
     torch.manual_seed(0)
     model = nn.Linear(48, 48)
     options = {"factor_decay": decay, "factor_dtype": dtype, "factor_update_steps": 1}
-    opt = KFACSGD(model, lr=1e-9, kl_clip=None, inv_update_steps=1000, **options)
+    opt = KFACSGD(model, lr=1e-9, inv_update_steps=1000, **EIGEN, **options)
     for i in range(620):
         x = torch.randn(512, 48) * (1 if i < 20 else 1.5)
         opt.zero_grad()
@@ -318,10 +333,11 @@ def test_averages_in_half_precision_do_not_stall(decay):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_follows_from_step_and_factor(dtype):
+@pytest.mark.parametrize("method", METHODS)
+def test_rounding_follows_from_step_and_factor(method, dtype):
     """A resumed run rounds alike, and torch's own generator is left alone."""
     models = network(), network()
-    first, second = (KFACSGD(m, lr=0.1, factor_dtype=dtype, **EVERY_STEP) for m in models)
+    first, second = (KFACSGD(m, lr=0.1, factor_dtype=dtype, **METHODS[method]) for m in models)
     train(models[0], first, range(3))
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))

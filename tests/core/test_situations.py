@@ -103,12 +103,13 @@ class Kinds(nn.Module):
         return rows.square().sum((1, 2)).mean()
 
 
-def test_gradients_laid_out_in_any_way():
+@pytest.mark.parametrize("how", [{}, {"compute_method": "eigen", "kl_clip": 1e-3}])
+def test_gradients_laid_out_in_any_way(how):
     """Of two layers of a shape, one's as its parameter, the other's with its dimensions reversed;
     in the second step without a layer, in the third with all of them again."""
     plain = seeded(Kinds)
     turned = copy.deepcopy(plain)
-    opts = [KFACSGD(net, lr=0.01, kl_clip=1e-3, inv_update_steps=1) for net in (plain, turned)]
+    opts = [KFACSGD(net, lr=0.01, inv_update_steps=1, **how) for net in (plain, turned)]
     images, tokens = normal(3, 4, 3, 4), torch.arange(12).remainder(5).view(3, 4)
     start = copy.deepcopy(list(plain.parameters()))
     for step in range(3):
@@ -128,7 +129,8 @@ def test_gradients_laid_out_in_any_way():
     assert not any(map(torch.equal, start, plain.parameters()))
 
 
-def test_parameters_laid_out_in_any_way():
+@pytest.mark.parametrize("how", [{}, {"compute_method": "eigen", "kl_clip": 1e-3}])
+def test_parameters_laid_out_in_any_way(how):
     """Channels last, and norms of different sizes: gradients and weights keep their layout."""
 
     def make() -> nn.Module:
@@ -141,7 +143,7 @@ def test_parameters_laid_out_in_any_way():
     last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
     before = {name: (p.detach().clone(), p.stride()) for name, p in last.named_parameters()}
     for net in (plain, last):
-        opt = KFACSGD(net, lr=0.1, momentum=0.9, kl_clip=1e-3)
+        opt = KFACSGD(net, lr=0.1, momentum=0.9, **how)
         for _ in range(2):
             opt.zero_grad()
             net(normal(3, 4, 5, 5)).square().sum((1, 2, 3)).mean().backward()
@@ -352,7 +354,8 @@ def test_module_parametrized_after_construction():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_nan_batch_whose_step_the_scaler_skips(fused):
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_nan_batch_whose_step_the_scaler_skips(method, fused):
     def make():
         net = mlp().float()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -360,7 +363,8 @@ def test_nan_batch_whose_step_the_scaler_skips(fused):
             net,
             lr=0.01,
             fused=fused,
-            grad_scaler=scaler,
+            compute_method=method,
+            **({"grad_scaler": scaler} if method == "eigen" else {}),
             factor_update_steps=1,
             inv_update_steps=1,
         )
@@ -645,7 +649,7 @@ def test_factors_are_float32_under_bf16_autocast():
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(3, 4, bias=False))
     x = 1 + 0.1 * torch.randn(3000, 3)
-    opt = KFACSGD(net, lr=0.0, kl_clip=None)
+    opt = KFACSGD(net, lr=0.0, compute_method="eigen", kl_clip=None)
     seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = net(x)

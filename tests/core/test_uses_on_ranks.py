@@ -119,7 +119,8 @@ def tied(same: bool) -> list[Tensor]:
     net = Tied().double()
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = DDP(net) if dist.is_initialized() and dist.get_world_size() > 1 else net
-    opt = optimizer(KFACSGD, model, loss_terms=20.0 if same else "positions")
+    terms = 20.0 if same else "positions"
+    opt = optimizer(KFACSGD, model, compute_method="eigen", loss_terms=terms)
     for i in range(STEPS):
         generator = torch.Generator().manual_seed(i if same else 2 * i + rank)
         x = torch.randint(0, 7, (4, 5), generator=generator)
