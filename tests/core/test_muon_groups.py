@@ -178,7 +178,7 @@ def test_damping_may_be_scheduled():
 
 def test_schedules_of_the_clip_are_refused():
     _, opt = pair("chain")
-    with pytest.raises(ValueError, match="Invalid kl_clip: .* has no use for it"):
+    with pytest.raises(ValueError, match=r"Invalid kl_clip: .* has no use for it"):
         KFACParamScheduler(opt, kl_clip=lambda epoch: 0.5)
     with pytest.raises(ValueError, match="it has no layer that K-FAC covers"):
         pair("chain", use_muon=False)
