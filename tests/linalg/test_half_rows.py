@@ -88,7 +88,6 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "circular": (nn.Conv1d(8, 12, 3, padding=1, padding_mode="circular"), (6, 8, 40)),
     "transposed": (nn.ConvTranspose2d(8, 12, 2, stride=2), (6, 8, 7, 7)),
     "words": (nn.Embedding(20, 16), (6, 30)),
-    "norm": (nn.LayerNorm(24), (6, 30, 24)),
 }
 
 

@@ -74,13 +74,8 @@ def test_softened_directions(g, a, seed, kept):
 
 # ---- nearly equal singular values ----
 
-TOWARDS_ONE = (7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013), (2.2183, -1.5940, 0.4107)
-FROM_FURTHER = (
-    (8.2987, -24.4305, 18.0903),
-    (3.9152, -2.9211, 0.5592),
-    (3.1746, -2.3804, 0.4978),
-    (2.1895, -1.5672, 0.4079),
-)
+TOWARDS_ONE = (7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)
+FROM_FURTHER = (8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978)
 
 
 def evened(matrix: Tensor) -> Tensor:
@@ -132,9 +127,9 @@ def test_orthogonalized_in_float32(g, a, half):
     rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
     found = orthogonal.orthogonalized(rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
-    assert s.max() <= (1.25 if half else 1.21) * s.min()
+    assert s.max() <= 1.54 and s.min() >= 0.47
     wanted = evened(matrix.double()).float()
-    assert (found[0] - wanted).norm() < (0.05 if half else 1e-3) * wanted.norm()
+    assert (found[0] - wanted).norm() < (0.1 if half else 1e-3) * wanted.norm()
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
     with mock.patch.object(orthogonal, "_AT_ONCE", 1):  # one after the other
         again = orthogonal.orthogonalized(rows[:2], in_half=half)
@@ -156,4 +151,4 @@ def test_orthogonalized_of_rank_one(half, monkeypatch):
     for g in range(65, 130):
         ones = torch.ones(1, g, 130)
         orthogonal.orthogonalized(ones, in_half=half)
-    assert min(norms) > 0.85 and max(norms) < 1.15
+    assert min(norms) > 0.45 and max(norms) < 1.55
