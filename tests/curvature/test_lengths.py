@@ -58,7 +58,7 @@ class Block(NamedTuple):
     weights: Tensor  # before the step
     gradient: Tensor
     momentum: Tensor
-    direction: Tensor  # of a root mean square of 1
+    direction: Tensor  # steps along it have a root mean square of 1
     step: Tensor
 
     @property
@@ -69,11 +69,18 @@ class Block(NamedTuple):
     def along(self) -> float:
         return float((self.direction * self.momentum).sum())
 
-    def limit(self, rate: float) -> float:
-        """Return the largest root mean square of a step."""
+    def moved_by(self, shares: Tensor) -> Block:
+        """Return the same with a direction whose entries move by other rates."""
+        moved = self.direction * shares
+        return self._replace(direction=self.direction / moved.square().mean().sqrt())
+
+    def limit(self, rate: float | None) -> float:
+        """Return the largest root mean square of a step; SGD's goes by the weights alone."""
         if 1 in self.weights.shape:
             return math.inf
         size = float(self.weights.square().mean().sqrt())
+        if rate is None:
+            return max(lengths._FREE, size * lengths._OF_WEIGHTS_BY_SGD)
         most = min(rate * lengths._OF_RATE, size * lengths._OF_WEIGHTS)
         return max(lengths._FREE, most, size * lengths._FREE_OF_WEIGHTS)
 
@@ -146,12 +153,18 @@ def number(value: float) -> Tensor:
     beta1=st.sampled_from([0.0, 0.6, 0.9]),
     beta2=st.sampled_from([0.5, 0.99]),
     eps=st.sampled_from([1e-8, 0.1]),
+    share=st.sampled_from([1.0, 0.25, 3.0]),
     free=st.booleans(),
 )
-def test_adams_fall(rate, size, beta1, beta2, eps, free):
-    """‖m̂‖₁ ‖m̂‖₂ / (√Σv̂ + ε√n) over the length of D along m̂, with one Σv for each block."""
+def test_adams_fall(rate, size, beta1, beta2, eps, share, free):
+    """‖m̂‖₁ ‖m̂‖₂ / (√Σv̂ + ε√n) over the length of D along m̂, with one Σv for each block.
+
+    A bias with another rate counts with its share of the weight's in ⟨D, m̂⟩, and with the root
+    of that in each norm.
+    """
     model = Blocks(size)
-    opt = KFACAdam(model, lr=rate, betas=(beta1, beta2), eps=eps, **ALWAYS)
+    groups, how = groups_of(model, rate, rate * share), {"betas": (beta1, beta2), "eps": eps}
+    opt = KFACAdam(groups, model=model, lr=rate, **how, **ALWAYS)
     squares = dict.fromkeys([("conv", 0), ("conv", 1), ("body", 0), ("head", 0), ("last", 0)], 0.0)
     for count in range(1, 4):
         backward(model, count)
@@ -160,15 +173,19 @@ def test_adams_fall(rate, size, beta1, beta2, eps, free):
             assert blocks.keys() == squares.keys()
             for key, block in blocks.items():
                 squares[key] = beta2 * squares[key] + (1 - beta2) * block.gradient.square().sum()
+                each = rates_of(model, key[0], block, rate, share)
+                own, shares = float(each[0, 0]), each / each[0, 0]
+                block = block.moved_by(shares)
                 ahead = block.momentum / (1 - beta1 ** (count + 1))
                 spread = (squares[key] / (1 - beta2**count)).sqrt() + eps * block.entries**0.5
-                fall = ahead.abs().sum() * ahead.norm() / spread
-                along = (block.direction * ahead).sum()
+                weighed = ahead * shares.sqrt()
+                fall = weighed.abs().sum() * weighed.norm() / spread
+                along = (block.direction * shares * ahead).sum()
                 assert along > lengths._LEAST_COSINE * block.entries**0.5 * ahead.norm()
-                scale = min(fall / along, block.limit(rate) / rate)
-                assert_close(block.step, rate * scale * block.direction, 1e-7, str(key))
+                scale = min(fall / along, block.limit(own) / own)
+                assert_close(block.step, each * scale * block.direction, 1e-7, str(key))
                 if free:  # to first order, the loss falls as by the base's own step
-                    assert_close((block.step * ahead).sum(), rate * fall, 1e-7)
+                    assert_close((block.step * ahead).sum(), own * fall, 1e-7)
 
 
 @property_test
@@ -296,21 +313,19 @@ def test_sgds_scale_of_all_blocks(rate, share, size, free, nesterov):
         backward(model, count)
         with unlimited() if free else contextlib.nullcontext():
             blocks = stepped(model, opt)
-            rows = {
-                key: rates_of(model, key[0], block, rate, share) for key, block in blocks.items()
-            }
-            fall = sum(float((rows[key] * b.momentum.square()).sum()) for key, b in blocks.items())
+            rows = {x: rates_of(model, x[0], b, rate, share) for x, b in blocks.items()}
+            blocks = {x: b.moved_by(rows[x] / rows[x][0, 0]) for x, b in blocks.items()}
+            fall = sum(float((rows[x] * b.momentum.square()).sum()) for x, b in blocks.items())
             along = sum(
-                float((rows[key] * b.direction * b.momentum).sum()) for key, b in blocks.items()
+                float((rows[x] * b.direction * b.momentum).sum()) for x, b in blocks.items()
             )
             moved = 0.0
             for key, block in blocks.items():
                 own = float(block.momentum.square().sum()) / block.along
                 of_weight = float(rows[key][0, 0])
-                scale = min(
-                    fall / along, block.limit(of_weight) / of_weight, own * lengths._MOST_OF_OWN
-                )
-                assert_close(block.step, rows[key] * scale * block.direction, 1e-7, str(key))
+                most = min(block.limit(None) / of_weight, own * lengths._MOST_OF_OWN)
+                step = rows[key] * min(fall / along, most) * block.direction
+                assert_close(block.step, step, 1e-7, str(key))
                 moved += float((block.step * block.momentum).sum())
             if free:
                 assert moved == pytest.approx(fall, rel=1e-7)
@@ -344,7 +359,8 @@ def test_steps_of_limited_root_mean_squares(cls, rate, size):
     backward(model, 0, scale=1e4)
     acted = 0
     for key, block in stepped(model, opt).items():
-        found, most = float(block.step.square().mean().sqrt()), block.limit(rate)
+        found = float(block.step.square().mean().sqrt())
+        most = block.limit(None if cls is KFACSGD else rate)
         assert found <= most * (1 + 1e-9), key
         acted += found > most * (1 - 1e-9)
     if rate >= 0.5 and cls is KFACAdam:
@@ -361,16 +377,16 @@ def test_vectors_have_no_limit():
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_the_weights_rate_sets_the_limit(cls):
-    """The bias moves by as much more as its rate is larger."""
+    """The bias moves by as much more as its rate is larger; the limit is of the whole step."""
     model = Blocks(10.0)
     groups = groups_of(model, 0.5, 5.0)
     opt = cls(groups, model=model, lr=0.5, **ALWAYS)
     backward(model, 0, scale=1e6)
     head = stepped(model, opt)["head", 0]
-    assert head.limit(0.5) < head.limit(5.0)
-    even = head.step.clone()
-    even[:, -1] /= 10
-    assert_close(even.square().mean().sqrt(), number(head.limit(0.5)), 1e-9)
+    limit = head.limit(None if cls is KFACSGD else 0.5)
+    assert_close(head.step.square().mean().sqrt(), number(limit), 1e-9)
+    turns = head.step / head.direction
+    assert_close(turns[:, -1:], 10 * turns[:, :1], 1e-9)
 
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
