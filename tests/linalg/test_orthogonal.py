@@ -75,15 +75,7 @@ def test_softened_directions(g, a, seed, kept):
 # ---- nearly equal singular values ----
 
 TOWARDS_ONE = (7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)
-<<<<<<< HEAD
-FROM_FURTHER = (
-    (8.2987, -24.4305, 18.0903),
-    (3.9152, -2.9211, 0.5592),
-    (3.1746, -2.3804, 0.4978),
-)
-=======
 FROM_FURTHER = (8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978)
->>>>>>> t3
 
 
 def evened(matrix: Tensor) -> Tensor:
@@ -135,11 +127,7 @@ def test_orthogonalized_in_float32(g, a, half):
     rows = torch.stack([matrix, 0 * matrix, matrix * math.nan])
     found = orthogonal.orthogonalized(rows, in_half=half)
     s = torch.linalg.svdvals(found[0])
-<<<<<<< HEAD
-    assert s.max() <= (3.3 if half else 3.2) * s.min()
-=======
     assert s.max() <= 1.54 and s.min() >= 0.47
->>>>>>> t3
     wanted = evened(matrix.double()).float()
     assert (found[0] - wanted).norm() < (0.1 if half else 1e-3) * wanted.norm()
     assert torch.equal(found[1], 0 * matrix) and found[2].isnan().all()
