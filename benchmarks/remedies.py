@@ -19,7 +19,7 @@ REMEDIES = {
     ),
     "statistics that were not finite": (
         "A loss or an activation overflowed. One such warning after a loss spike does no harm. If "
-        "it comes again, lower kl_clip or the learning rate, or use bfloat16 in place of float16."
+        "it comes again, lower the learning rate, or use bfloat16 in place of float16."
     ),
     "stays in use. See whether the loss": (
         "See whether the loss is finite. Raise damping, or store factors in float32. More than "

@@ -8,8 +8,8 @@ Parts: "steps" compares whole steps, their stages and their memory: each class b
 the default intervals, 10/20, then KFACSGD beside the papers' methods and peers at the papers'
 intervals; "ranks" their growth from one rank to several; "scaling" the cost against the number of
 layers and their width. Peers are kfac-pytorch (``import kfac``), SOAP from pytorch-optimizer, and
-torch's Muon; those that are not installed are named. With --out, each part leaves its results with the machine's description as
-JSON, and a plot.
+torch's Muon; those that are not installed are named. With --out, each part leaves its results with
+the machine's description as JSON, and a plot.
 """
 
 from __future__ import annotations
