@@ -73,7 +73,7 @@ def train(unrolled: bool, kfac: bool, lr: float, seed: int, steps: int) -> dict[
     if kfac:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the base optimizer updates these")
-            optimizer = KFACAdam(model, lr=lr, loss_terms=BATCH * (LENGTH - DELAY))
+            optimizer = KFACAdam(model, lr=lr)
     losses, seconds = [], []
     for _ in range(steps):
         tokens = torch.randint(TOKENS, (BATCH, LENGTH), generator=draws)

@@ -41,7 +41,8 @@ HOSTS = 2
 BATCH = 64  # examples of all ranks
 RANKS = 2  # of each host
 EVERY, REFRESHED = 2, 4
-WARM_UP = 2 * REFRESHED  # steps before the cable's bytes count
+COMPARED = 2 * REFRESHED  # steps after which weights are compared with one process's
+WARM_UP = 13 * REFRESHED  # steps before the cable's bytes count; early ones refresh everything
 HEADERS = 66  # bytes that Ethernet, IP and TCP add to a packet
 TIMEOUT = 20  # seconds that a collective may take
 PATIENCE = 180  # seconds for a trial
@@ -126,8 +127,6 @@ def build(place: Place, options: argparse.Namespace) -> tuple[nn.Module, KFACSGD
         wrapped,
         lr=0.03,
         momentum=0.9,
-        damping=0.03,
-        kl_clip=3e-4,
         factor_update_steps=EVERY,
         inv_update_steps=REFRESHED,
         staggered=2 * RANKS,  # for the single process, too
@@ -176,9 +175,9 @@ def train(options: argparse.Namespace, place: Place, notes: Path) -> None:
     before, start, losses = counts(exchanges), 0.0, []
     data = Digits.load(place.device)
     for step, batch in enumerate(batches(data, place, options.steps)):
+        if step == COMPARED and place.rank == 0:
+            torch.save(weights_of(model), notes / "early")
         if step == WARM_UP:
-            if place.rank == 0:
-                torch.save(weights_of(model), notes / "early")
             before, start = counts(exchanges), time.perf_counter()
         if step == options.disturbed_at:
             disturb(options.disturbance, place, notes)
@@ -263,7 +262,7 @@ def undisturbed(names: Sequence[str], notes: Path, options: argparse.Namespace) 
     milliseconds, early, late = compared(notes, options)
     print(
         f"  weights of the {len(ranks)} ranks: {'bit-equal' if alike else 'DIFFERENT'}; relative "
-        f"difference to one process {early:.1e} after {WARM_UP} steps,\n  {late:.1e} at the end; "
+        f"difference to one process {early:.1e} after {COMPARED} steps,\n  {late:.1e} at the end; "
         f"{ranks[0]['milliseconds']:.1f} ms a step, {milliseconds:.1f} on one process"
     )
     traffic(ranks, options)
@@ -285,7 +284,7 @@ def compared(notes: Path, options: argparse.Namespace) -> tuple[float, float, fl
 
     start = time.perf_counter()
     for step, batch in enumerate(batches(data, place, options.steps)):
-        if step == WARM_UP:
+        if step == COMPARED:
             early = distance("early")
         learn(model, optimizer, batch)
     milliseconds = 1e3 * (time.perf_counter() - start) / options.steps

@@ -40,7 +40,7 @@ BASE = {
     "weight_decay": "as the optimizer's own argument",
     "max_grad_norm": "of LAMB",
 }
-# The script passes the scaler and the group; a command line can't name these objects.
+# The papers' methods get the scaler from the script; a command line can't name objects.
 KFAC = {name: option for name, option in OPTIONS.items() if name != "process_group"}
 KFAC.pop("grad_scaler")
 
@@ -156,14 +156,29 @@ def with_ends(model: nn.Module, blocks: nn.Module, options: argparse.Namespace) 
     return [{"params": inner}, ends]
 
 
+def by_papers(options: argparse.Namespace) -> bool:
+    """Return whether one of the papers' methods preconditions."""
+    return str(options.settings.get("compute_method", "polar")) != "polar"
+
+
+def tell_terms(options: argparse.Namespace, terms: str | int) -> None:
+    """Tell the papers' methods what the loss averages; their own scaling leaves that out."""
+    if by_papers(options) and options.settings.get("normalization") != "kaisa":
+        options.settings.setdefault("loss_terms", terms)
+
+
 def build(
-    options: argparse.Namespace, model: nn.Module, groups: Any = None, **more: Any
+    options: argparse.Namespace, model: nn.Module, groups: Any = None, scaler: Any = None
 ) -> Optimizer:
-    """Return the optimizer that the command line names, over ``groups`` or all parameters."""
+    """Return the optimizer that the command line names, over ``groups`` or all parameters.
+
+    ``scaler`` scales the losses, if one does: the papers' methods have to know it.
+    """
     made: Callable[..., Optimizer] = OPTIMIZERS[options.optimizer]
-    settings = {**options.settings, **more}
+    settings = dict(options.settings)
+    if scaler is not None and by_papers(options):
+        settings["grad_scaler"] = scaler
     if not has_kfac(options.optimizer):
-        settings.pop("grad_scaler", None)
         return made(model.parameters() if groups is None else groups, **settings)
     if groups is None:
         return made(model, **settings)

@@ -39,27 +39,20 @@ DEFAULTS: Defaults = {
     "KFACAdamW": {"lr": 0.01, "weight_decay": 0.003},
 }
 # Phase 1 and phase 2 as NVIDIA's recipe for LAMB has them, which KAISA's experiments started from.
-_KFAC = {"factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "damping": 0.003}
+_KFAC = {
+    **{"compute_method": "eigen", "normalization": "kaisa", "kl_clip": 0.001, "damping": 0.003},
+    **{"factor_update_steps": 10, "inv_update_steps": 100},
+}
 PRESETS: dict[str, Defaults] = {
     "paper": {
         "all": {**LARGE, "length": 128, "steps": 7038, "warm": 0.2843, "amp": "fp16"},
         "LAMB": {"lr": 6e-3, "ends_lr": None},
-        "KFACLAMB": {
-            "lr": 6e-3,
-            "ends_lr": None,
-            "normalization": "kaisa",
-            **_KFAC,
-        },
+        "KFACLAMB": {"lr": 6e-3, "ends_lr": None, **_KFAC},
     },
     "paper-512": {
         "all": {**LARGE, "length": 512, "steps": 1563, "warm": 0.128, "amp": "fp16"},
         "LAMB": {"lr": 4e-3, "ends_lr": None},
-        "KFACLAMB": {
-            "lr": 4e-3,
-            "ends_lr": None,
-            "normalization": "kaisa",
-            **_KFAC,
-        },
+        "KFACLAMB": {"lr": 4e-3, "ends_lr": None, **_KFAC},
     },
 }
 TINY = {

@@ -26,7 +26,7 @@ from benchmarks.convergence.search import now
 from benchmarks.machine import describe
 from kaisa_optim.optim.mixin import KFACMixin
 
-from .arguments import build
+from .arguments import build, by_papers
 
 # Arguments that a continued run may change.
 _FREE = ("out", "stop", "quiet", "command", "device", "data", "save_every")
@@ -154,9 +154,12 @@ class Run:
     def __init__(self, job: Job, options: argparse.Namespace, ranks: Ranks) -> None:
         self.job, self.options, self.ranks = job, options, ranks
         self.scaler = torch.amp.GradScaler(ranks.device, enabled=options.amp == "fp16")
-        more = {"grad_scaler": self.scaler} if self.scaler.is_enabled() else {}
+        scaler = self.scaler if self.scaler.is_enabled() else None
         job.model.to(ranks.device)
-        self.optimizer: Optimizer = build(options, job.model, job.groups, **more)
+        self.optimizer: Optimizer = build(options, job.model, job.groups, scaler)
+        # The papers' own scaling leaves out how many terms a loss averages.
+        kaisa = options.settings.get("normalization") == "kaisa"
+        self.tells_terms = job.terms is not None and by_papers(options) and not kaisa
         self.schedule = LambdaLR(self.optimizer, job.rate)
         self.net = job.model
         if ranks.world > 1:
@@ -215,8 +218,8 @@ class Run:
         """Accumulate the gradients of the mean over all terms; return that mean."""
         job, total = self.job, torch.zeros((), device=self.ranks.device)
         counts = [1 if job.terms is None else job.terms(batch) for batch in batches]
-        if job.terms is not None and isinstance(self.optimizer, KFACMixin):
-            self.optimizer.preconditioner.loss_terms = float(sum(counts))
+        if self.tells_terms:
+            self.optimizer.preconditioner.loss_terms = float(sum(counts))  # type: ignore[attr-defined]
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.options.amp)
         for i, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             later = self.ranks.world > 1 and i < len(batches)

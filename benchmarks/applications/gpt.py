@@ -21,12 +21,11 @@ from torch.nn import functional as F
 from benchmarks import data as sets
 from benchmarks.networks import Transformer
 
-from .arguments import Defaults, parse, with_ends
+from .arguments import Defaults, parse, tell_terms, with_ends
 from .common import Job, Ranks, run, seeded, warm_cosine
 
 DEFAULTS: Defaults = {
     "all": {"batch": 32, "steps": 300, "every": 15, "save_every": 100},
-    "KFAC": {"loss_terms": "positions"},  # the loss averages over all tokens
     "AdamW": {"lr": 0.0067, "ends_lr": 0.024, "weight_decay": 0.0},
     "KFACAdam": {"lr": 0.023, "ends_lr": 0.027},
     "KFACAdamW": {"lr": 0.023, "ends_lr": 0.027, "weight_decay": 0.0},
@@ -74,6 +73,7 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     model = Transformer(
         alphabet, options.length, options.width, options.layers, heads, 4 * options.width
     )
+    tell_terms(options, "positions")  # the loss averages over all tokens
     steps = options.steps
     fixed = passages(held, HELD * options.batch, options.length, seeded(0))
 

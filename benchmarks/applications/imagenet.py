@@ -37,7 +37,8 @@ PRESETS: dict[str, Defaults] = {
     "paper": {
         "SGD": {"epochs": 90},
         "KFACSGD": {
-            **{"normalization": "kaisa", "damping": 0.001, "kl_clip": 0.001},
+            **{"compute_method": "eigen", "normalization": "kaisa"},
+            **{"damping": 0.001, "kl_clip": 0.001},
             **{"factor_update_steps": 10, "inv_update_steps": 100},
         },
     }

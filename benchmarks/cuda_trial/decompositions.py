@@ -26,14 +26,18 @@ def _matrices(factor: Tensor) -> Any:
     return orthogonal.orthogonalized(factor, in_half=factor.device.type == "cuda")
 
 
+def _roots(factor: Tensor) -> Any:
+    return roots.inverse_roots(factor, torch.full_like(factor[:, 0, 0], 0.01), 1, diagonal=False)
+
+
 METHODS: dict[str, Callable[[Tensor], Any]] = {
+    "roots": _roots,
+    "polar factor": _matrices,
+    "damped inverse": lambda f: kronecker.damped_inverse(f, torch.ones_like(f[:, 0, 0])),
     "eigh": torch.linalg.eigh,
     "eigh, float64": lambda f: torch.linalg.eigh(f.double()),
     "eigh on the host": lambda f: [t.to(f.device) for t in torch.linalg.eigh(f.cpu())],
     "QR": torch.linalg.qr,
-    "damped inverse": lambda f: kronecker.damped_inverse(f, torch.ones_like(f[:, 0, 0])),
-    "roots": lambda f: roots.inverse_roots(f, torch.ones_like(f[:, 0, 0]), 1, diagonal=False),
-    "polar factor": _matrices,
     "one product": lambda f: f @ f,
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -180,10 +181,12 @@ def preconditioning(trainer: Trainer) -> int:
     if hasattr(trainer.optimizers[0], "preconditioner"):
         trainer.quiet(1)
     trainer.forward_and_backward()
-    # oneDNN's products are not counted.
-    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        for optimizer in trainer.optimizers:
-            optimizer.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TF32 acceleration")
+        # The counter does not see oneDNN's products.
+        with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+            for optimizer in trainer.optimizers:
+                optimizer.step()
     return int(counter.get_total_flops())
 
 

@@ -14,16 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import ranks, scaling, steps
 from benchmarks.step_time.apart import Apart
-from benchmarks.step_time.contestants import NEVER, Trainer, ours, sgd
+from benchmarks.step_time.contestants import BASES, OURS, Trainer, ours, takes_part
 from benchmarks.step_time.report import Figure
-from benchmarks.step_time.tasks import SHORT, TASKS, Task
-from kaisa_optim import KFACSGD
+from benchmarks.step_time.tasks import DEFAULT, LONG, OFTEN, SHORT, TASKS, Task
 
 
 def parameters(module: nn.Module) -> int:
@@ -69,7 +67,7 @@ def test_all_tokens_of_bert_see_all():
 @pytest.mark.parametrize("name", [name for name, task in SHORT.items() if task.half])
 def test_tasks_under_autocast_weigh_their_loss_as_they_average_it(name):
     task = SHORT[name]
-    trainer = Trainer(task, "cpu", ours(), (2, 4))
+    trainer = Trainer(task, "cpu", ours(compute_method="eigen"), (2, 4))
     trainer.run(1)
     _, labels = next(trainer.batches)
     (optimizer,) = trainer.optimizers
@@ -112,7 +110,7 @@ def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
 
 def test_passes_of_a_step_are_counted():
     # Two products of 2 · 4 · 3 · 2: there, and the weight's gradient; inputs need none.
-    assert Trainer(linear(passes=3), "cpu", sgd, (1, 1)).operations() == 3 * 2 * 48
+    assert Trainer(linear(passes=3), "cpu", BASES["SGD"], (1, 1)).operations() == 3 * 2 * 48
 
 
 def process(trainer: Trainer) -> int:
@@ -167,19 +165,39 @@ def test_the_process_keeps_what_is_freed():
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_operations_of_preconditioning_are_those_that_run(method):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 5), nn.Conv1d(3, 4, 2, groups=1))
-    optimizer = KFACSGD(model, lr=0.1, compute_method=method, max_factor_size=19)
-    kfac = optimizer.preconditioner
-    model(torch.randint(20, (8, 3))).square().mean().backward()
-    optimizer.step()
-    kfac.factor_update_steps = kfac.inv_update_steps = NEVER
-    with FlopCounterMode(display=False) as counter:
-        optimizer.step()
-    assert sum(x.diagonal_a for x in kfac.layers.values()) == 1
-    expected = steps.applying(kfac.layers.values(), inverse=method == "inverse")
-    assert counter.get_total_flops() == expected
+def test_operations_of_preconditioning_are_counted(method):
+    trainer = Trainer(linear(), "cpu", ours(compute_method=method), (1, 1))
+    trainer.run(1)
+    sides = 2 * 2 * 2 * 4 + 2 * 2 * 4 * 4  # of a matrix [2, 4], the bias its last column
+    assert steps.preconditioning(trainer) == sides * (2 if method == "eigen" else 1)
+
+
+def test_the_floor_is_beside_the_bases_own_products():
+    assert steps.floor(100, 20, 0) == 1.2
+    assert steps.floor(100, 20, 20) == 1
+    plain = Trainer(linear(), "cpu", BASES["SGD"], (1, 1))
+    plain.run(1)
+    assert steps.preconditioning(plain) == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
+    trainer = Trainer(SHORT["transformer"], "cpu", OURS[name], DEFAULT)
+    trainer.run(1)
+    kfac = trainer.optimizers[0].preconditioner
+    for step in range(2, 30):
+        trainer.run(1)
+        renewed = {layer for layer, _ in kfac.plan.attempt}
+        assert len(renewed) < len(kfac.layers), step
+
+
+def test_all_classes_are_timed_at_the_defaults_and_the_papers_methods_at_theirs():
+    everyone = "AdamW", "KFACAdam", "KFACMuon", "KFACSGD", "KFACSGD, eigen", "kfac-pytorch"
+    some = [name for name in everyone if takes_part(name, DEFAULT)]
+    assert some == ["AdamW", "KFACAdam", "KFACMuon", "KFACSGD"]
+    for intervals in (LONG, OFTEN):
+        some = [name for name in everyone if takes_part(name, intervals)]
+        assert some == ["KFACSGD", "KFACSGD, eigen", "kfac-pytorch"]
 
 
 # ---- steps ----

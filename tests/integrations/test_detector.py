@@ -1,7 +1,7 @@
 """A small one-stage detector: shared heads, a prior of 1 %, losses divided by positives.
 
-The settings are those of the guide. With the default ``kl_clip``, the loss rises to twice and three
-times its first value here.
+Each contestant has a rate at which its base optimizer trains. Preconditioned gradients without a
+length of their own raised the loss to twice and three times its first value here.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ def samples() -> tuple[Tensor, Tensor, Tensor]:
     return images, torch.tensor(squares, dtype=torch.float32), labels
 
 
-def loss_of(
-    found: list[tuple[Tensor, Tensor]], squares: Tensor, labels: Tensor
-) -> tuple[Tensor, int]:
-    """Return the focal loss and the box loss over the positive places, and how many these are."""
+def loss_of(found: list[tuple[Tensor, Tensor]], squares: Tensor, labels: Tensor) -> Tensor:
+    """Return the focal loss and the box loss, divided by the number of positive places."""
     total, positives = torch.zeros(()), 0
     for scores, boxes in found:
         stride = SIDE // scores.shape[-1]
@@ -92,7 +90,7 @@ def loss_of(
         total = total - (weight * F.logsigmoid(chance)).sum()
         total = total + ((boxes - distances / SIDE).abs() * inside[:, None]).sum()
         positives += int(inside.sum())
-    return total / max(1, positives), max(1, positives)
+    return total / max(1, positives)
 
 
 def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list[float]:
@@ -104,7 +102,7 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list
     for step in range(STEPS):
         batch = slice(step * BATCH % IMAGES, step * BATCH % IMAGES + BATCH)
         optimizer.zero_grad()
-        loss, _ = loss_of(model(images[batch]), squares[batch], labels[batch])
+        loss = loss_of(model(images[batch]), squares[batch], labels[batch])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -116,7 +114,7 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list
     "make",
     [
         pytest.param(lambda model: KFACAdam(model, lr=1e-3), id="KFACAdam"),
-        pytest.param(lambda model: KFACSGD(model, lr=0.02, momentum=0.9), id="KFACSGD"),
+        pytest.param(lambda model: KFACSGD(model, lr=0.05, momentum=0.9), id="KFACSGD"),
     ],
 )
 def test_loss_divided_by_positives_does_not_jump(make, seed):
