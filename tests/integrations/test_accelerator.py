@@ -149,6 +149,7 @@ def train_there(
 
 
 SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
+EIGEN: dict[str, Any] = {"compute_method": "eigen", **SELDOM}
 OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
 CASES: dict[str, Make] = {
     "SGD": lambda m: KFACSGD(m, lr=0.05, momentum=0.9, weight_decay=1e-3, **SELDOM),
@@ -163,26 +164,26 @@ CASES: dict[str, Make] = {
         m, lr=0.05, compute_method="inverse", damping_split="full", **SELDOM
     ),
     "stored products": lambda m: KFACSGD(
-        m, lr=0.05, compute_eigenvalue_outer_product=True, **SELDOM
+        m, lr=0.05, compute_eigenvalue_outer_product=True, **EIGEN
     ),
-    "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **SELDOM),
+    "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **EIGEN),
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **SELDOM),
-    "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **SELDOM),
-    "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **SELDOM),
+    "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **EIGEN),
+    "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **EIGEN),
     "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
     "halves": lambda m: KFACSGD(
         m, lr=0.05, factor_dtype=torch.bfloat16, inv_dtype=torch.bfloat16, **SELDOM
     ),
     "scaled": lambda m: KFACSGD(
-        m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **SELDOM
+        m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **EIGEN
     ),
     "Muon, lr a tensor": lambda m: KFACMuon(m, lr=torch.tensor(0.01), **SELDOM),
     "LAMB, lr a tensor": lambda m: KFACLAMB(
         m, lr=torch.tensor(0.01, dtype=torch.float64), **SELDOM
     ),
     "lr a tensor, clipped by it": lambda m: KFACSGD(
-        m, lr=torch.tensor([0.05], dtype=torch.float64), kl_clip_lr="current", **SELDOM
+        m, lr=torch.tensor([0.05], dtype=torch.float64), kl_clip_lr="current", **EIGEN
     ),
     "two groups": lambda m: KFACAdam(
         [{"params": own, "lr": 0.01 * i, "betas": (0.9, 0.9 + 0.01 * i)} for i, own in _halves(m)],

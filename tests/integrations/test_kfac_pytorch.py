@@ -59,6 +59,7 @@ def test_twenty_steps_agree(outer):
         ours,
         lr=0.1,
         momentum=0.9,
+        compute_method="eigen",
         normalization="kaisa",
         compute_eigenvalue_outer_product=outer,
         **SHARED,
