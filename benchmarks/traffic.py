@@ -58,26 +58,21 @@ def conv(name: str, inputs: int, outputs: int, kernel: int, bias: bool = False) 
     return linear(name, inputs * kernel**2, outputs, bias)
 
 
-def norm(name: str, features: int) -> Task:
-    return Task(name, 1, 2, blocks=features)  # scale and shift of each feature
-
-
 def embedding(name: str, entries: int, features: int) -> Task:
     return Task(name, entries, features, diagonal_a=True)
 
 
 def resnet50() -> list[Task]:
-    tasks = [conv("conv1", 3, 64, 7), norm("bn1", 64)]
+    """All that K-FAC covers; the base steps the norms' scales and shifts."""
+    tasks = [conv("conv1", 3, 64, 7)]
     inputs = 64
     for stage, (width, count) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
         for block in range(count):
             name, outputs = f"layer{stage}.{block}", 4 * width
             shapes = [(inputs, width, 1), (width, width, 3), (width, outputs, 1)]
-            for i, shape in enumerate(shapes, 1):
-                tasks += [conv(f"{name}.conv{i}", *shape), norm(f"{name}.bn{i}", shape[1])]
+            tasks += [conv(f"{name}.conv{i}", *shape) for i, shape in enumerate(shapes, 1)]
             if block == 0:
                 tasks.append(conv(f"{name}.downsample.0", inputs, outputs, 1))
-                tasks.append(norm(f"{name}.downsample.1", outputs))
             inputs = outputs
     return [*tasks, linear("fc", inputs, 1000)]
 
@@ -86,15 +81,11 @@ def bert_large(width: int = 1024, vocabulary: int = 30522) -> list[Task]:
     """For pre-training; with a decoder of its own, since tied weights are left to the base."""
     sizes = {"word": vocabulary, "position": 512, "token_type": 2}
     tasks = [embedding(f"{name}_embeddings", size, width) for name, size in sizes.items()]
-    tasks.append(norm("embeddings.norm", width))
     for i in range(24):
         tasks += [linear(f"{i}.{name}", width, width) for name in ("query", "key", "value", "out")]
-        tasks.append(norm(f"{i}.attention.norm", width))
         tasks += [linear(f"{i}.wide", width, 4 * width), linear(f"{i}.narrow", 4 * width, width)]
-        tasks.append(norm(f"{i}.norm", width))
     tasks += [linear("pooler", width, width), linear("next_sentence", width, 2)]
-    tasks += [linear("transform", width, width), norm("transform.norm", width)]
-    return [*tasks, linear("decoder", width, vocabulary)]
+    return [*tasks, linear("transform", width, width), linear("decoder", width, vocabulary)]
 
 
 def mask_rcnn_heads(classes: int = 91) -> list[Task]:
@@ -277,7 +268,7 @@ def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
         for every, refreshed in INTERVALS:
             yield (
                 f"**{model}**, factors every {every}, refresh every {refreshed}; for reference, "
-                f"the all-reduce of its {count / MB:.1f} M gradients: {reduced} MB."
+                f"the all-reduce of its {count / MB:.1f} M covered gradients: {reduced} MB."
             )
             yield traffic_in_full(model, world, every, refreshed)
     yield f"### Traffic on {fewer} ranks"

@@ -1,8 +1,8 @@
 """Watching the calls in a module's forward that use parameters of its own.
 
 A mode sees every torch function that runs under it. The mode knows some functions: products,
-tables, convolutions. If a parameter or a view of it is among
-the arguments, the mode taps the result for the parameter's layer.
+tables, convolutions. If a parameter or a view of it is among the arguments, the mode taps the
+result for the parameter's layer.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
         expected = sum((pick(step[rank]) for step in steps), Counter[str]())
         assert one.counted == expected
         for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
-            # A norm layer's A, all ones, waits as one number.
+            # An A of ones, of a frozen weight, waits as one number.
             turn = fed.get(step % every, ())
             ones = [w.task.blocks for w in account.active if w.task.a == 1 and w.name in turn]
             assert most - sum(ones) * case.dtype.itemsize <= waiting <= most
