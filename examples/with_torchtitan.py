@@ -16,9 +16,7 @@ def build_optimizers(model_parts, optimizer_config, *unused, **also_unused):
     """Return torchtitan's container with one K-FAC optimizer for each part of the model."""
     container = OptimizersContainer.__new__(OptimizersContainer)
     container.model_parts = model_parts
-    container.optimizers = [
-        KFACAdam(part, lr=optimizer_config.lr, loss_terms="positions") for part in model_parts
-    ]
+    container.optimizers = [KFACAdam(part, lr=optimizer_config.lr) for part in model_parts]
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
     container._post_init(parameters, {"lr": optimizer_config.lr})
     return container

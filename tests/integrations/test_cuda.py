@@ -75,8 +75,7 @@ def test_mixed_precision_comes_near_full(dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         model = Images().cuda()
         scaler = torch.amp.GradScaler("cuda", enabled=enabled and dtype is torch.float16)
-        scale = {"grad_scaler": scaler} if scaler.is_enabled() else {}
-        opt = KFACAdam(model, lr=0.05, **scale)
+        opt = KFACAdam(model, lr=0.05)
         x, y = next(batches(Images, 1))
         x, y = x.float().cuda(), y.cuda()
         for _ in range(20):
