@@ -170,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, base in BASES.items():
         if name in worst and base in worst:
             jumps = "jumps" if worst[name] > 1.01 * worst[base] else "does not jump"
-            print(f"{name} {jumps}: {worst[name]:.3f} × its first loss; {base} {worst[base]:.3f}")
+            both = f"{worst[name]:.3f}, {base}'s to {worst[base]:.3f}"
+            print(f"{name} {jumps}: its loss rises to {both} of the first one")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Regression(lightning.LightningModule):
         return F.mse_loss(self.net(x), y)
 
     def configure_optimizers(self):
-        return KFACAdam(self.net, lr=0.04)  # was: torch.optim.Adam(self.parameters())
+        return KFACAdam(self.net, lr=0.03)  # was: torch.optim.Adam(self.parameters())
 
 
 torch.manual_seed(0)
