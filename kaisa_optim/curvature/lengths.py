@@ -134,7 +134,7 @@ class AdamLength(Length):
         deviation = (moved / adam.rest2).sqrt_().add_(adam.eps * math.sqrt(one.entries))
         fall = norms[0] * norms[1] / (adam.rest1 * deviation)
         scale = fall / _along(one, _unit(one, shares), shares)
-        return _no_terms(one, torch.minimum(scale, _limit(one, base)))
+        return _no_terms(one, _within(scale, _limit(one, base)))
 
 
 class FallLength(Length):
@@ -145,7 +145,7 @@ class FallLength(Length):
         if shares is not None:  # the base moves the parameters by directions as they are
             one.direction[..., -1] *= shares[:, None]
         scale = one.sums.measured.clamp(min=0) / _along(one, _unit(one, None), None)
-        return _no_terms(one, torch.minimum(scale, _limit(one, base, taken=True)))
+        return _no_terms(one, _within(scale, _limit(one, base, taken=True)))
 
 
 class MuonLength(Length):
@@ -177,7 +177,7 @@ class SGDLength(Length):
         # Blocks at rest do not shorten the others' steps.
         along = torch.where(norms > 0, _along(one, norms, None), 0.0)
         own = squares.sum(1) / along.clamp(min=torch.finfo(along.dtype).tiny)
-        limit = torch.minimum(_limit(one, base, of_momentum=True), own * _MOST_OF_OWN)
+        limit = _within(own * _MOST_OF_OWN, _limit(one, base, of_momentum=True))
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
@@ -188,7 +188,7 @@ class SGDLength(Length):
         rows = torch.stack([terms[x][:, :4].sum(0).to(device) for x in layers])
         fall, along = _weighed(rows, [_rates(x, base) for x in layers])
         scale = torch.where(along > 0, fall / along, 0.0)
-        return {x: torch.minimum(terms[x][:, 4], scale.to(terms[x].device)) for x in layers}
+        return {x: _within(scale.to(terms[x].device), terms[x][:, 4]) for x in layers}
 
 
 def _weighed(rows: Tensor, rates: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
@@ -215,6 +215,15 @@ def _on(rate: Any, like: Tensor) -> Tensor:
     if isinstance(rate, Tensor):
         return rate.to(like.device, like.dtype).reshape(())
     return like.new_full((), rate)
+
+
+def _within(scale: Tensor, limit: Tensor) -> Tensor:
+    """Return scales of at most ``limit``: the limit itself where squares of momenta overflow.
+
+    Without a limit, an overflow gives a step of zero.
+    """
+    scale = torch.where(scale.isfinite(), torch.minimum(scale, limit), limit)
+    return torch.where(scale.isfinite(), scale, 0.0)
 
 
 def _no_terms(one: Stepped, scale: Tensor | float) -> Tensor:
