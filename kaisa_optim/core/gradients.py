@@ -429,7 +429,8 @@ class Updates:
 
         ``alphas`` has the α of each parameter group.
         """
-        terms = {layer: rows.sum(0) for layer, rows in self.terms.items()}
+        found = self.terms.items()
+        terms = {layer: rows[0] if len(rows) == 1 else rows.sum(0) for layer, rows in found}
         if not terms:
             return
         scale = clip_scale(terms, limit, alphas, group_of)

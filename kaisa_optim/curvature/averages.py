@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg.kronecker import mean_eigenvalue
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
 from ..plan.step_plan import AgreedStep
@@ -71,16 +70,24 @@ class RunningAverages:
             for stack in owned.stacks.values():
                 factors = [f for f in stack.factors if (f.layer, f.side) in sums]
                 if factors:
-                    values = [self._value(f, sums[f.layer, f.side]) for f in factors]
+                    values = [sums[f.layer, f.side] for f in factors]
+                    if self.scale_free:
+                        _divide_by_means(stack, factors, values)
                     _update_stack(stack, factors, values, agreed, decay_of, number)
 
-    def _value(self, factor: Factor, total: Tensor) -> Tensor:
-        """Return the value that enters an average; ``total`` may be overwritten."""
-        if not self.scale_free or factor.side != "g":
-            return total
-        mean = mean_eigenvalue(total, diagonal=factor.key.diagonal)
-        usable = (mean > 0) & mean.isfinite()  # an overflow is rejected later
-        return total.div_(torch.where(usable, mean, 1.0)[(..., *[None] * (total.dim() - 1))])
+
+def _divide_by_means(stack: FactorStack, factors: list[Factor], values: list[Tensor]) -> None:
+    """Divide the values of G, in place, by their mean eigenvalues; an overflow is rejected later."""
+    own = [(f, v) for f, v in zip(factors, values, strict=True) if f.side == "g"]
+    if not own:
+        return
+    diagonals = [v if stack.key.diagonal else v.diagonal(dim1=-2, dim2=-1) for _, v in own]
+    means = torch.cat(diagonals).mean(-1)
+    means = torch.where((means > 0) & means.isfinite(), means, 1.0)
+    matrix = (slice(None), *(None,) * (own[0][1].dim() - 1))
+    torch._foreach_div_(
+        [v for _, v in own], list(means[matrix].split([f.layer.blocks for f, _ in own]))
+    )
 
 
 def _update_stack(

@@ -185,17 +185,17 @@ class SGDLength(Length):
         if not layers:
             return {}
         device = terms[layers[0]].device
-        rows = torch.stack([terms[x][:, :4].sum(0).to(device) for x in layers])
-        fall, along = _weighed(rows, [_rates(x, base) for x in layers])
-        scale = torch.where(along > 0, fall / along, 0.0)
-        return {x: _within(scale.to(terms[x].device), terms[x][:, 4]) for x in layers}
+        # Blocks are added up in the layers' order, so that all ranks have the same bits.
+        rows = torch.cat([terms[x].to(device) for x in layers])
+        rates = [_rates(x, base) for x in layers for _ in range(len(terms[x]))]
+        fall, along = _weighed(rows[:, :4], rates)
+        scales = _within(torch.where(along > 0, fall / along, 0.0), rows[:, 4])
+        each = zip(layers, scales.split([len(terms[x]) for x in layers]), strict=True)
+        return {x: part.to(terms[x].device) for x, part in each}
 
 
 def _weighed(rows: Tensor, rates: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-    """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over layers; ``rates`` are of weight and of bias.
-
-    Layers are added up in their order, so that all ranks have the same bits.
-    """
+    """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over blocks; ``rates`` are of weight and of bias."""
     first = rates[0][0]
     if all(_same(rate, first) for both in rates for rate in both):
         total = rows.sum(0)

@@ -93,8 +93,11 @@ def _attempts(factor: Tensor, damping: Tensor | None, method: str) -> Iterator[R
     double = factor.double()
     scale = double.diagonal(dim1=-2, dim2=-1).mean()
     jittered = double + 1e-8 * scale * torch.eye(factor.shape[-1], device=factor.device).double()
-    for candidate in (factor, double, jittered, jittered.cpu()):
-        shift = None if damping is None else damping.to(candidate)
+    candidates = [(factor, 1), (double, 1), (jittered, 1), (jittered.cpu(), 1)]
+    if method == "root":  # averages in half precision may be indefinite by more than the damping
+        candidates += [(double, 3), (double, 10)]
+    for candidate, times in candidates:
+        shift = None if damping is None else damping.to(candidate) * times
         try:
             yield _decompose(candidate, shift, method)
         except RuntimeError as error:

@@ -17,5 +17,5 @@ def test_unrolled_is_fused():
 
 
 def test_only_the_unrolled_one_is_covered():
-    assert train(unrolled=True, kfac=True, lr=0.01, seed=0, steps=21)["covered"] == 1
+    assert train(unrolled=True, kfac=True, lr=0.01, seed=0, steps=21)["covered"] > 0.98  # but biases
     assert train(unrolled=False, kfac=True, lr=0.01, seed=0, steps=21)["covered"] < 0.1

@@ -261,13 +261,12 @@ def test_a_masked_loss_is_the_mean_over_all_masked_tokens_of_a_step():
 
 
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-@pytest.mark.filterwarnings("ignore:kl_clip=None leads to moments")
 @pytest.mark.parametrize("cls", [KFACSGD, KFACLAMB])
 def test_accumulated_micro_batches_are_one_batch(cls):
     task, ends, terms = tasks.TASKS["masked"], [], []
     for shape in (lambda step: step, joined):
         model = language_model()
-        optimizer = cls(model, lr=0.1, kl_clip=None, inv_update_steps=1, factor_update_steps=1)
+        optimizer = cls(model, lr=0.1, inv_update_steps=1, factor_update_steps=1)
         for _ in range(2):
             search.backward(task, model, [optimizer], shape(ragged()))
             optimizer.step()

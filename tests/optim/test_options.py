@@ -236,7 +236,7 @@ def test_nesterov_is_the_bases_own():
             {
                 "compute_method": "polar",
                 "damping": 0.01,
-                "inv_update_steps": 10,
+                "inv_update_steps": 20,
                 "staggered": True,
                 "early": (5, 10, 25, 50),
                 "damping_split": None,
