@@ -77,7 +77,7 @@ class RunningAverages:
 
 
 def _divide_by_means(stack: FactorStack, factors: list[Factor], values: list[Tensor]) -> None:
-    """Divide the values of G, in place, by their mean eigenvalues; an overflow is rejected later."""
+    """Divide values of G, in place, by their mean eigenvalues; an overflow is rejected later."""
     own = [(f, v) for f, v in zip(factors, values, strict=True) if f.side == "g"]
     if not own:
         return

@@ -177,7 +177,8 @@ class SGDLength(Length):
         # Blocks at rest do not shorten the others' steps.
         along = torch.where(norms > 0, _along(one, norms, None), 0.0)
         own = squares.sum(1) / along.clamp(min=torch.finfo(along.dtype).tiny)
-        limit = _within(own * _MOST_OF_OWN, _limit(one, base, of_momentum=True))
+        most = torch.where(own.isnan(), math.inf, own * _MOST_OF_OWN)  # NaN: squares overflowed
+        limit = torch.minimum(_limit(one, base, of_momentum=True), most)
         return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:

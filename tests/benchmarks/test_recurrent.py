@@ -17,5 +17,6 @@ def test_unrolled_is_fused():
 
 
 def test_only_the_unrolled_one_is_covered():
-    assert train(unrolled=True, kfac=True, lr=0.01, seed=0, steps=21)["covered"] > 0.98  # but biases
+    # All but biases, which shift entries.
+    assert train(unrolled=True, kfac=True, lr=0.01, seed=0, steps=21)["covered"] > 0.98
     assert train(unrolled=False, kfac=True, lr=0.01, seed=0, steps=21)["covered"] < 0.1

@@ -230,7 +230,7 @@ def test_repr_always_lists_what_is_not_covered():
     )
     assert "eigen" in before and "0 steps taken" in before
     assert "statistics every 10, refreshes every 50 steps, all layers at once\n" in before
-    told = "every 10 in medium precision, refreshes every 50 steps, all layers at once\n"
+    told = "every 10 in medium precision, refreshes every 50 steps, up to 1 layer at a time\n"
     assert f"statistics {told}" in repr(rounding.preconditioner)
     assert "layer: A 4, G 3" in covered and "out" not in covered
     assert all(f"{name}: " in raw for name in UNCOVERED)

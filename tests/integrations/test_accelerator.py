@@ -168,7 +168,7 @@ CASES: dict[str, Make] = {
     ),
     "papers": lambda m: KFACSGD(m, lr=0.05, normalization="kaisa", **EIGEN),
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
-    "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", compute_method="eigen", **SELDOM),
+    "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **{**SELDOM, **EIGEN}),
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **EIGEN),
     "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **EIGEN),
     "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
