@@ -856,9 +856,9 @@ def strict(make: Callable[[], Any]) -> str | None:
     return attempt(nn.Identity(), strictly).error
 
 
-def with_slopes_of_no_kind() -> str | None:
+def with_a_module_of_no_kind() -> str | None:
     model = net()
-    model.register_module("own", nn.PReLU(99, dtype=torch.float64))
+    model.register_module("own", nn.Bilinear(9, 11, 3, dtype=torch.float64))
     return strict(lambda: optimizer(model))
 
 
@@ -874,7 +874,7 @@ def beyond_the_clip() -> str | None:
 
 
 @pytest.mark.parametrize(
-    "found", [with_slopes_of_no_kind, with_a_pattern_of_nothing, beyond_the_clip]
+    "found", [with_a_module_of_no_kind, with_a_pattern_of_nothing, beyond_the_clip]
 )
 def test_a_warning_that_is_an_error_is_one_on_all_ranks(found: Callable[[], str | None]) -> None:
     """Else the one that speaks for all would stop, and the others wait for it."""
