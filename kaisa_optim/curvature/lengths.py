@@ -173,13 +173,14 @@ class SGDLength(Length):
     def give(self, one: Stepped, base: OfBase) -> Tensor:
         norms = _unit(one, _last_columns(one, base))
         squares = one.momentum.square().sum(1)
+        whole = squares.sum(1)
         last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
         # Blocks at rest do not shorten the others' steps.
         along = torch.where(norms > 0, _along(one, norms, None), 0.0)
-        own = squares.sum(1) / along.clamp(min=torch.finfo(along.dtype).tiny)
+        own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = torch.where(own.isnan(), math.inf, own * _MOST_OF_OWN)  # NaN: squares overflowed
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
-        return torch.stack([squares.sum(1), squares[:, -1], along, last, limit], 1)
+        return torch.stack([whole, squares[:, -1], along, last, limit], 1)
 
     def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
         layers = sorted(terms, key=lambda layer: layer.number)

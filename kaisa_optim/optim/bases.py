@@ -27,7 +27,7 @@ from ..curvature.lengths import (
 )
 from . import lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
-from .muon import Muon
+from .muon import Muon, descend
 
 if TYPE_CHECKING:
     from .mixin import KFACMixin
@@ -454,18 +454,6 @@ def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
         return AnyStep() if defaults["amsgrad"] or tensors else AdamStep()
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep, Muon: MuonStep}
     return kinds.get(base, AnyStep)()
-
-
-def descend(
-    params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
-) -> None:
-    """Step along directions, which may be overwritten; weights decay apart from them."""
-    rate = rate_for(lr, params[0])
-    if isinstance(rate, Tensor):
-        torch._foreach_mul_(directions, rate)
-    if decay != 0:
-        torch._foreach_mul_(params, 1 - rate * decay)
-    torch._foreach_sub_(params, directions, alpha=1 if isinstance(rate, Tensor) else rate)
 
 
 @contextmanager

@@ -14,7 +14,18 @@ from ...layers import Layer
 from ...linalg import moments, orthogonal, products
 from ...plan.routes import cargo_bytes
 from ..lengths import Length, OfBase
-from ..stacks import AppliedFactors, Factor, Factors, Key, LayerGroup, Slots, Specs, StackKey
+from ..stacks import (
+    AppliedFactors,
+    Factor,
+    Factors,
+    Key,
+    LayerGroup,
+    Slots,
+    Specs,
+    StackKey,
+    by_place,
+    per_block,
+)
 from ..stacks import stack_key as key_of
 
 DampingOf = Callable[[Layer], float]
@@ -142,6 +153,16 @@ class TriangleRule(Rule):
     def state_specs(self, key: StackKey, count: int) -> Specs:
         return {self.method: (key.shape(count), self.dtype or key.dtype)}
 
+    def shifts(
+        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
+    ) -> dict[Key, Tensor]:
+        """Return the layers' damping for both of their factors."""
+        shifts: dict[Key, Tensor] = {}
+        for same in by_place(layers):
+            damping = per_block(same, damping_of, key_of(same[0], "g"))
+            shifts |= of_factors(same, (damping, damping))
+        return shifts
+
     def state_bytes(self, key: Key) -> int:
         shape = key_of(*key)
         if shape.diagonal:
@@ -167,3 +188,13 @@ def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if limit < torch.finfo(tensor.dtype).max:
         tensor = tensor.clamp(-limit, limit)
     return tensor.to(dtype)
+
+
+def of_factors(layers: list[Layer], both: tuple[Tensor, Tensor]) -> dict[Key, Tensor]:
+    """Return each factor's part of numbers for A and for G, ``[blocks]`` of all layers."""
+    sizes = [layer.blocks for layer in layers]
+    return {
+        (layer, side): part
+        for side, values in zip("ag", both, strict=True)
+        for layer, part in zip(layers, values.split(sizes), strict=True)
+    }

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker
 from ..stacks import Factors, Key, LayerGroup, by_place, per_block, stack_key
-from .base import DampingOf, StepValues, TriangleRule
+from .base import DampingOf, StepValues, TriangleRule, of_factors
 
 
 class CholeskyRule(TriangleRule):
@@ -33,11 +33,12 @@ class CholeskyRule(TriangleRule):
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
     ) -> dict[Key, Tensor]:
+        if not means:
+            return super().shifts(layers, damping_of, means)
         shifts: dict[Key, Tensor] = {}
-        for i, same in enumerate(by_place(layers)):
+        for same, both in zip(by_place(layers), means, strict=True):
             damping = per_block(same, damping_of, stack_key(same[0], "g"))
-            both = (damping, damping) if not means else kronecker.split_damping(damping, *means[i])
-            shifts |= of_factors(same, both)
+            shifts |= of_factors(same, kronecker.split_damping(damping, *both))
         return shifts
 
     def apply(
@@ -47,16 +48,6 @@ class CholeskyRule(TriangleRule):
         g, a = (self._state(group, side, "inverse", slots, gradient) for side in "ga")
         assert g is not None and a is not None
         return kronecker.apply_inverse(gradient, g, a)
-
-
-def of_factors(layers: list[Layer], both: tuple[Tensor, Tensor]) -> dict[Key, Tensor]:
-    """Return each factor's part of numbers for A and for G, ``[blocks]`` of all layers."""
-    sizes = [layer.blocks for layer in layers]
-    return {
-        (layer, side): part
-        for side, values in zip("ag", both, strict=True)
-        for layer, part in zip(layers, values.split(sizes), strict=True)
-    }
 
 
 def _means(owned: Factors, layers: list[Layer]) -> Tensor:

@@ -8,17 +8,14 @@ their mean eigenvalues and damped by a share λ, so that no scale of the loss or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
 from ..lengths import Length
-from ..stacks import Key, LayerGroup, Specs, by_place, per_block, stack_key
-from .base import DampingOf, StepValues, TriangleRule
-from .cholesky import of_factors
+from ..stacks import LayerGroup, Specs
+from .base import StepValues, TriangleRule
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
@@ -31,7 +28,6 @@ class PolarRule(TriangleRule):
     method = "root"
     results = ("root",)
     multiplied = ("root",)
-    makes_directions = True
     wants_half_products = True
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
@@ -40,15 +36,6 @@ class PolarRule(TriangleRule):
 
     def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
         return self.length.specs(count, dtype)
-
-    def shifts(
-        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
-    ) -> dict[Key, Tensor]:
-        shifts: dict[Key, Tensor] = {}
-        for same in by_place(layers):
-            damping = per_block(same, damping_of, stack_key(same[0], "g"))
-            shifts |= of_factors(same, (damping, damping))
-        return shifts
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
