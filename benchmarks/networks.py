@@ -67,19 +67,21 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """He et al. (2016), table 1, with bottlenecks; (3, 4, 6, 3) is ResNet-50."""
+    """He et al. (2016), table 1, with bottlenecks; (3, 4, 6, 3) of width 64 is ResNet-50."""
 
-    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
+    def __init__(
+        self, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000, width: int = 64
+    ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn = nn.BatchNorm2d(64)
-        self.blocks, inputs = nn.Sequential(), 64
+        self.conv = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        self.blocks, inputs = nn.Sequential(), width
         for stage, count in enumerate(blocks):
-            width = 64 * 2**stage
+            wide = width * 2**stage
             for i in range(count):
                 stride = 2 if stage > 0 and i == 0 else 1
-                self.blocks.append(Bottleneck(inputs, width, stride))
-                inputs = 4 * width
+                self.blocks.append(Bottleneck(inputs, wide, stride))
+                inputs = 4 * wide
         self.head = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:

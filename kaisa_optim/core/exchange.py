@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
-from ..curvature.lengths import OfBase, Stepped, Sums
+from ..curvature.lengths import Blocks, Kept, Length, OfBase, Stepped, Sums, peaks_of
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
     Factor,
     Factors,
     Key,
+    LayerGroup,
+    Slots,
     alike,
+    at,
     by_device,
     device_of,
-    present_blocks,
+    per_block,
     stack_key,
 )
 from ..curvature.sums import FactorSums, width
@@ -34,7 +37,9 @@ from . import gradients
 from .gradients import GradientStack, NewGradients, Places, Updates, Wire, own_gradient
 from .registry import Registry
 
-Precondition = Callable[..., NewGradients]  # takes a stack, and a reader of its gradients
+# Takes stacks, and a reader of their gradients.
+Precondition = Callable[..., list[NewGradients]]
+_AT_ONCE = 1 << 25  # numbers of the stacks that are stepped together
 
 # ---- sums ----
 
@@ -188,6 +193,7 @@ class GradientExchange:
         # Each column's buckets of the layers on one device, by the first of these layers.
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
         self._buckets = {}
+        self._blocks: dict[Layer, Blocks] = {}  # the last step's, by first layer
 
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
@@ -195,11 +201,9 @@ class GradientExchange:
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
         if self._ranks.grid.columns == 1:
-            ready = set(whole)
-            for group in self._applied.groups:
-                members = [x for x in group.layers if x in ready and _has_gradient(x)]
-                if members:
-                    updates.add(precondition(self.stack_of(members)))
+            ready = {x for x in whole if _has_gradient(x)}
+            members = [[x for x in g.layers if x in ready] for g in self._applied.groups]
+            updates.add(precondition([self.stack_of(some) for some in members if some]))
         else:
             self._broadcast(whole, updates, precondition)
         self._precondition_shards(updates, precondition, values.base)
@@ -210,8 +214,7 @@ class GradientExchange:
         ready, mine = self.stepped()
         of_base = base.follow(ready, mine)
         updates = self.updates(replace(values, base=of_base))
-        assert self._rule.length is not None
-        updates.scale(self._rule.length.finish(updates.terms, of_base), self.shards_of)
+        self._finish(updates, of_base)
         new = updates.by_parameter(self._registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
@@ -238,36 +241,83 @@ class GradientExchange:
             found = self._stacks[layers[0]] = GradientStack(layers, self._places)
         return found
 
+    def _finish(self, updates: Updates, base: OfBase) -> None:
+        """Give all directions a length that goes by all of them."""
+        length = self._rule.length
+        assert length is not None
+        if not length.terms:
+            return
+        layers, terms = updates.all_terms()
+        if layers:
+            scales = length.finish(terms, self._blocks_of(layers), base)
+            assert scales is not None
+            updates.scale(scales, self.shards_of)
+
+    def _blocks_of(self, layers: list[Layer]) -> Blocks:
+        found = self._blocks.get(layers[0])
+        if found is None or found.layers != layers:
+            found = self._blocks[layers[0]] = Blocks(layers)
+        return found
+
     def _precondition(
-        self, values: StepValues, stack: GradientStack, gathered: FromShards | None = None
-    ) -> NewGradients:
-        """Return the new gradients of a stack; sharded ones were ``gathered``."""
-        rule, base = self._rule, values.base
-        group = self._applied.group_of[stack.layers[0]]
+        self,
+        values: StepValues,
+        stacks: list[GradientStack],
+        gathered: FromShards | None = None,
+    ) -> list[NewGradients]:
+        """Return the new gradients of stacks; sharded ones were ``gathered``."""
+        base, found = values.base, []
         if base is None:
-            raw = stack.collect(own_gradient if gathered is None else gathered.whole.get)
-            new = rule.apply(group, raw, stack.layers, values)
-            if self._grafting:
-                gradients.graft(stack, raw, new)
-            terms = gradients.products(raw, new) if self._terms else raw.new_empty(len(raw), 0)
-            return NewGradients(stack, new, terms)
-        momentum = stack.collect(base.momenta.get if gathered is None else gathered.whole.get)
+            return [self._preconditioned(values, stack, gathered) for stack in stacks]
+        places: dict[Any, list[GradientStack]] = {}
+        for stack in stacks:
+            places.setdefault((stack.device, stack.dtype), []).append(stack)
+        for same in places.values():
+            for some in chunks(same, lambda stack: stack.shape.numel(), _AT_ONCE):
+                found += self._directed(values, base, some, gathered)
+        return found
+
+    def _preconditioned(
+        self, values: StepValues, stack: GradientStack, gathered: FromShards | None
+    ) -> NewGradients:
+        group = self._applied.group_of[stack.layers[0]]
+        raw = stack.collect(own_gradient if gathered is None else gathered.whole.get)
+        new = self._rule.apply(group, raw, stack.layers, values)
+        if self._grafting:
+            gradients.graft(stack, raw, new)
+        terms = gradients.products(raw, new) if self._terms else raw.new_empty(len(raw), 0)
+        return NewGradients(stack, new, terms)
+
+    def _directed(
+        self,
+        values: StepValues,
+        base: OfBase,
+        stacks: list[GradientStack],
+        gathered: FromShards | None,
+    ) -> list[NewGradients]:
+        """Return the directions of stacks on one device, each block with its length."""
+        rule, length = self._rule, self._rule.length
+        assert length is not None
+        blocks = self._blocks_of([x for stack in stacks for x in stack.layers])
+        groups = [self._applied.group_of[stack.layers[0]] for stack in stacks]
+        momentum_of = base.momenta.get if gathered is None else gathered.whole.get
+        momenta = [stack.collect(momentum_of) for stack in stacks]
+        # Squares of tiny and of huge numbers would be zero or infinite.
+        peaks, sizes = peaks_of(momenta), [len(momentum) for momentum in momenta]
+        torch._foreach_div_(momenta, list(peaks[:, None, None].split(sizes)))
+        directions = [
+            rule.apply(group, momentum, stack.layers, values)
+            for group, momentum, stack in zip(groups, momenta, stacks, strict=True)
+        ]
         if gathered is None:
-            sums = _sums(stack, base)
+            sums = _sums(stacks, base, length)
         else:
-            sums = Sums(*torch.cat([gathered.sums[x] for x in stack.layers]).unbind(1))
-        new = rule.apply(group, momentum, stack.layers, values)
-        one = Stepped(
-            stack.layers,
-            group,
-            group.slots_of(stack.layers),
-            new,
-            momentum,
-            sums,
-            present_blocks(stack.layers, group),
-        )
-        assert rule.length is not None
-        return NewGradients(stack, new, rule.length.give(one, base))
+            sums = Sums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
+        slots = [group.slots_of(x.layers) for group, x in zip(groups, stacks, strict=True)]
+        kept, present = _kept(groups, slots, sizes), _present(blocks, base)
+        one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
+        terms = length.give(one, base).split(sizes)
+        return list(map(NewGradients, stacks, directions, terms))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Send new gradients along each row of ranks, from the gradient workers in the row.
@@ -290,8 +340,7 @@ class GradientExchange:
             arrived = self._ranks.broadcast(
                 [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
             )
-            for one in arrived:
-                updates.add(one.unpack())
+            updates.add(one.unpack() for one in arrived)
 
     def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
         """Return each column's buckets of layers on one device; worked out once."""
@@ -314,9 +363,11 @@ class GradientExchange:
         self, root: int, shapes: list[list[Layer]], precondition: Precondition
     ) -> list[Wire]:
         """Return the new gradients that a root sends; on other ranks, empty tensors for them."""
-        own = root == self._ranks.rank
-        stacks = map(self.stack_of, shapes)
-        new = (precondition(x) if own else NewGradients.awaited(x, self._terms) for x in stacks)
+        stacks = [self.stack_of(layers) for layers in shapes]
+        if root == self._ranks.rank:
+            new = precondition(stacks)
+        else:
+            new = [NewGradients.awaited(stack, self._terms) for stack in stacks]
         return [Wire(one, self._comm_dtype) for one in new]
 
     # ---- sharded gradients ----
@@ -339,8 +390,7 @@ class GradientExchange:
             new: dict[Tensor, Tensor] = {}
             terms: dict[Layer, Tensor] = {}
             mine = (x for x in chunk if self._registry.owner(x, "g") == self._ranks.rank)
-            for members in alike(mine):
-                one = precondition(self.stack_of(members), gathered)
+            for one in precondition([self.stack_of(same) for same in alike(mine)], gathered):
                 new |= gradients.unstack([one], (), gathered.whole.get)
                 terms |= one.terms_of()
             updates.add_shards(self._scatter(chunk, new, terms), terms)
@@ -386,14 +436,16 @@ class GradientExchange:
         key = stack_key(layer, "g")
         sums = torch.zeros(3, layer.blocks, dtype=key.dtype, device=key.device)
         blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
-        kinds = (base.measured, base.squares), (base.former, False), (None, True)
+        length = self._rule.length
+        squares = length is not None and length.measures == "squares"
+        kinds = (base.measured, squares), (base.former, False), (None, True)
         for p, of_block in self._spread(layer, parts, blocks):
-            for row, (tensors, squares) in zip(sums, kinds, strict=True):
+            for row, (tensors, squared) in zip(sums, kinds, strict=True):
                 here = sharding.local(p) if tensors is None else tensors.get(p)
                 if here is None or not here.numel():
                     continue
                 here = here.to(key.dtype)
-                here = here.square() if squares else here
+                here = here.square() if squared else here
                 if layer.blocks == 1:
                     row += here.sum()
                 else:
@@ -463,17 +515,42 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
     return torch.zeros_like(sharding.local(p)) if here is None else here
 
 
-def _sums(stack: GradientStack, base: OfBase) -> Sums:
-    """Return the sums over each block that lengths need."""
+def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
+    """Return the sums over each block that the length needs."""
+    parameters = [p for stack in stacks for p in stack.parameters]
+    measured = former = weights = None
+    if length.measures:
+        squares = length.measures == "squares"
+        measured = gradients.block_sums(stacks, base.measured.get, squares=squares)
+    if not base.former.keys().isdisjoint(parameters):
+        former = gradients.block_sums(stacks, base.former.get, squares=False)
+    if length.limits:
+        weights = gradients.block_sums(stacks, lambda p: p, squares=True)
+    return Sums(measured, former, weights)
 
-    def of(tensors: dict[Tensor, Tensor], squares: bool) -> Tensor:
-        each = [tensors.get(p) for p in stack.parameters]
-        if all(x is None for x in each):
-            return torch.zeros(stack.shape[0], dtype=stack.dtype, device=stack.device)
-        return gradients.block_sums(stack, each, squares=squares)
 
-    weights = gradients.block_sums(stack, list(stack.parameters), squares=True)
-    return Sums(of(base.measured, base.squares), of(base.former, False), weights)
+def _kept(groups: list[LayerGroup], slots: list[Slots], sizes: list[int]) -> Kept:
+    """Return how to read and write the numbers of all blocks that lie in these groups."""
+
+    def read(name: str) -> Tensor:
+        both = zip(groups, slots, strict=True)
+        return torch.cat([at(group.tensors[name], own) for group, own in both])
+
+    def write(name: str, values: Tensor) -> None:
+        for group, own, part in zip(groups, slots, values.split(sizes), strict=True):
+            group.tensors[name][own] = part
+
+    return Kept(read, write)
+
+
+def _present(blocks: Blocks, base: OfBase) -> Tensor | None:
+    """Return for each block whether it has a gradient; ``None`` if all have one."""
+    both = zip(blocks.weights, blocks.biases, strict=True)
+    present = [weight in base.momenta or bias in base.momenta for weight, bias in both]
+    if all(present):
+        return None
+    of_layer = dict(zip(blocks.layers, present, strict=True))
+    return per_block(blocks.layers, of_layer.__getitem__, blocks.like) > 0
 
 
 def _has_gradient(layer: Layer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -293,27 +293,34 @@ def terms_of(rule: Rule, options: Options) -> int:
     return CLIP_TERMS if options.kl_clip is not None else 0
 
 
-def block_sums(stack: GradientStack, tensors: list[Tensor | None], *, squares: bool) -> Tensor:
-    """Return the sums over each block, ``[blocks]``, of tensors like the stack's parameters.
+def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: bool) -> Tensor:
+    """Return the sums over each block, ``[blocks]``, of tensors like the stacks' parameters.
 
     ``squares``: of their squares. A tensor that is ``None`` counts as zero.
     """
-    by_parameter: dict[Tensor, Tensor | None] = dict(zip(stack.parameters, tensors, strict=True))
-    plain = [x for x, is_plain in zip(stack.layers, stack.are_plain, strict=True) if is_plain]
-    norms = stack.empty()[:0, 0, 0]
-    if squares and plain:  # no copy is needed
-        of_layers = [[by_parameter[p] for p in layer.parameters] for layer in plain]
-        norms = _square_sums(of_layers, norms)
-        if len(plain) == len(stack.layers):
-            return norms
-    whole = stack.collect(by_parameter.__getitem__)
-    sums = (whole.square_() if squares else whole).sum((1, 2))
-    if not len(norms):
-        return sums
+    plain = [
+        [tensor_of(p) for p in layer.parameters]
+        for stack in stacks
+        for layer, is_plain in zip(stack.layers, stack.are_plain, strict=True)
+        if is_plain and squares
+    ]
+    norms = stacks[0].empty()[:0, 0, 0]
+    if plain:  # no copy is needed
+        norms = _square_sums(plain, norms)
+    if len(plain) == sum(stack.shape[0] for stack in stacks):
+        return norms
     # A layer's sum has the same bits in any stack, since each rank stacks its own layers.
     rows = iter(norms.split(1))
-    own = zip(stack.are_plain, sums.split(stack.blocks), strict=True)
-    return torch.cat([next(rows) if is_plain else row for is_plain, row in own])
+    found: list[Tensor] = []
+    for stack in stacks:
+        if squares and all(stack.are_plain):
+            found += itertools.islice(rows, len(stack.layers))
+            continue
+        whole = stack.collect(tensor_of)
+        sums = (whole.square_() if squares else whole).sum((1, 2))
+        own = zip(stack.are_plain, sums.split(stack.blocks), strict=True)
+        found += [next(rows) if squares and is_plain else row for is_plain, row in own]
+    return torch.cat(found)
 
 
 def _square_sums(of_layers: list[list[Tensor | None]], like: Tensor) -> Tensor:
@@ -406,8 +413,8 @@ class Updates:
         self.shards: dict[Tensor, Tensor] = {}
         self._terms: dict[Layer, Tensor] = {}  # of sharded layers
 
-    def add(self, one: NewGradients) -> None:
-        self.stacks.append(one)
+    def add(self, new: Iterable[NewGradients]) -> None:
+        self.stacks += new
 
     def add_shards(self, shards: dict[Tensor, Tensor], terms: dict[Layer, Tensor]) -> None:
         """Add shards of new gradients, and their layers' terms."""
@@ -439,15 +446,23 @@ class Updates:
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
 
-    def scale(self, scales: Mapping[Layer, Tensor], shards_of: ShardsOf) -> None:
-        """Multiply each block by its layer's scale, ``[blocks]``, if the layer has one."""
-        for one in self.stacks:
-            parts = [scales[layer] for layer in one.stack.layers if layer in scales]
-            if parts:
-                one.new.mul_(torch.cat(parts)[:, None, None])
-        for layer in self._terms.keys() & scales.keys():
-            for p, part in shards_of(layer, scales[layer]):
-                local(self.shards[p]).mul_(part)
+    def all_terms(self) -> tuple[list[Layer], Tensor]:
+        """Return the layers of stacks and of shards, in order, and their terms as one tensor."""
+        layers = [x for one in self.stacks for x in one.stack.layers] + list(self._terms)
+        terms = [one.terms for one in self.stacks] + list(self._terms.values())
+        if len({part.device for part in terms}) > 1:
+            terms = [part.to(terms[0].device) for part in terms]
+        return layers, torch.cat(terms) if terms else torch.empty(0, 0, device="cpu")
+
+    def scale(self, scales: Tensor, shards_of: ShardsOf) -> None:
+        """Multiply each block by its scale, in the order of :meth:`all_terms`."""
+        sizes = [len(one.new) for one in self.stacks] + [len(x) for x in self._terms.values()]
+        parts = scales.split(sizes)
+        for one, part in zip(self.stacks, parts, strict=False):
+            one.new.mul_(part[:, None, None].to(one.new.device, one.new.dtype))
+        for layer, part in zip(self._terms, parts[len(self.stacks) :], strict=True):
+            for p, own in shards_of(layer, part.to(self._terms[layer].device)):
+                local(self.shards[p]).mul_(own)
 
     def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return new gradients for the parameters that have one.

@@ -3,6 +3,8 @@
 To first order, a step -η D lowers the loss by η ⟨D, M⟩ if the momentum M stands for the gradient.
 The base's own step lowers it by its *fall*. A length is the η at which both are equal. Everything
 is per block, but for SGD, whose blocks share one scale.
+
+Numbers of all blocks of a step, whatever their shapes, make one tensor: few small operations.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg import orthogonal
-from .stacks import LayerGroup, Slots, Specs, at, per_block
+from .stacks import Specs, per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
 
@@ -38,6 +40,7 @@ _OF_WEIGHTS_BY_SGD = 0.03
 # A block's scale under SGD is at most this multiple of the scale by its own fall alone: blocks with
 # tiny gradients, such as idle experts', would else take whole steps.
 _MOST_OF_OWN = 10.0
+_TINY = 1e-30  # a divisor in place of zero
 
 
 @dataclass
@@ -49,39 +52,96 @@ class OfBase:
     measured: dict[Tensor, Tensor] = field(default_factory=dict)
     # Second moments that the base kept as long as it stepped the parameter itself.
     former: dict[Tensor, Tensor] = field(default_factory=dict)
-    squares: bool = False  # squares of what is measured are summed
-    settings_of: Callable[[Tensor], Any] = lambda parameter: ()  # of a parameter, for its length
-    rate_of: Callable[[Tensor], float | Tensor] = lambda parameter: 0.0  # its learning rate
+    settings: dict[Tensor, Any] = field(default_factory=dict)  # of parameters, for their lengths
+    idle: Any = None  # the settings of the others
+    # Learning rates. The base does not step a parameter that a user took out of its group.
+    rates: dict[Tensor, float | Tensor] = field(default_factory=dict)
+
+
+class Blocks:
+    """The blocks of some layers, of any shapes on one device: what stays from step to step."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = list(layers)
+        self.like = stack_key(layers[0], "g")
+        self.counts = [layer.blocks for layer in layers]
+        self.weights: list[Tensor] = [layer.parameters[0] for layer in layers]
+        self.biases: list[Tensor] = [layer.parameters[-1] for layer in layers]
+        sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in layers}
+        self.sides = list(sides.values())
+        self.roots = per_block(layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
+        # Steps of this root mean square are free: vectors' all.
+        self.free = per_block(layers, lambda x: math.inf if 1 in sides[x] else _FREE, self.like)
+        self._kept: dict[str, tuple[list[Any], Tensor]] = {}
+        self._order: Tensor | None = None
+
+    def each(self, name: str, values: list[Any]) -> Number:
+        """Return the layers' numbers: one, if all are the same, else one for each block.
+
+        The last ones of each name stay on the device.
+        """
+        if _are_alike(values):
+            return values[0]
+        if any(map(torch.is_tensor, values)):
+            parts = zip((self._on(value) for value in values), self.counts, strict=True)
+            return torch.cat([value.expand(count) for value, count in parts])
+        if name not in self._kept or self._kept[name][0] != values:
+            of_layer = dict(zip(self.layers, values, strict=True))
+            self._kept[name] = values, per_block(self.layers, of_layer.__getitem__, self.like)
+        return self._kept[name][1]
+
+    def _on(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self.like.device, self.like.dtype).reshape(1)
+        return torch.full((1,), value, dtype=self.like.dtype, device=self.like.device)
+
+    @property
+    def order(self) -> Tensor:
+        """The blocks' places in the order of the layers' numbers, alike on all ranks."""
+        if self._order is None:
+            places = torch.arange(sum(self.counts), device="cpu").split(self.counts)
+            both = sorted(zip(self.layers, places, strict=True), key=lambda x: x[0].number)
+            self._order = sent(torch.cat([place for _, place in both]), self.like.device)
+        return self._order
+
+
+def _are_alike(values: list[Any]) -> bool:
+    """Return whether all values are the same; tensors count as themselves, whatever they hold."""
+    return len(set(values)) == 1
 
 
 class Sums(NamedTuple):
     """Sums over each block, ``[blocks]``."""
 
-    measured: Tensor
-    former: Tensor
-    weights: Tensor  # squares of the weights
+    measured: Tensor | None
+    former: Tensor | None
+    weights: Tensor | None  # squares of the weights
 
 
 class Stepped(NamedTuple):
-    """Blocks of one shape that are stepped together."""
+    """Blocks that are stepped together, in stacks of equal shape ``[blocks, g, a]``."""
 
-    members: list[Layer]
-    group: LayerGroup
-    slots: Slots
-    direction: Tensor  # [blocks, g, a]
-    momentum: Tensor
+    blocks: Blocks
+    directions: list[Tensor]
+    momenta: list[Tensor]  # divided by their peaks
+    peaks: Tensor  # the momenta's largest absolute values
     sums: Sums
+    kept: Kept
     present: Tensor | None  # blocks with a gradient; None: all
 
-    @property
-    def entries(self) -> int:
-        return self.direction[0].numel()
+
+class Kept(NamedTuple):
+    """Numbers of each block that a length keeps from step to step, ``[blocks]``."""
+
+    read: Callable[[str], Tensor]
+    write: Callable[[str, Tensor], None]
 
 
 class Length(ABC):
     """One way to give directions a length."""
 
-    squares = False  # what the base measures is a gradient, whose squares are summed
+    measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
+    limits = True  # steps are limited by the weights' size
     terms = 0  # numbers of each block that travel with its direction
 
     def specs(self, count: int, dtype: torch.dtype) -> Specs:
@@ -92,9 +152,9 @@ class Length(ABC):
     def give(self, one: Stepped, base: OfBase) -> Tensor:
         """Give directions their length, in place; return terms ``[blocks, terms]``."""
 
-    def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
-        """Return each layer's scale ``[blocks]``, from the terms of all layers on this rank."""
-        return {}
+    def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor | None:
+        """Return the blocks' scales, from the terms of all layers; None: they have their length."""
+        return None
 
 
 class AdamSettings(NamedTuple):
@@ -111,112 +171,128 @@ class AdamSettings(NamedTuple):
 class AdamLength(Length):
     """Adam's fall ⟨m̂, m̂ / √v̂⟩, with one second moment a block: ‖m̂‖₁ ‖m̂‖₂ / (√Σv̂ + ε√n)."""
 
-    squares = True
+    measures = "squares"
 
     def specs(self, count: int, dtype: torch.dtype) -> Specs:
         return {"square_sum": ((count,), dtype)}
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        adam = AdamSettings(*_each_block(one, base.settings_of))
-        kept = one.group.tensors["square_sum"]
-        older = at(kept, one.slots)
-        known = older + one.sums.former
-        moved = known * adam.keep2 + one.sums.measured * adam.take2
+        adam = AdamSettings(*_settings(one.blocks, base))
+        older, former, measured = one.kept.read("square_sum"), one.sums.former, one.sums.measured
+        assert measured is not None
+        known = older if former is None else older + former
+        moved = (known * adam.keep2).add_(measured * adam.take2)
         # A layer that starts anew has counted steps before: its first square stands for these, or
         # its steps would be 12 times as long after 200 steps.
-        moved = torch.where(known > 0, moved, one.sums.measured * adam.all2)
+        moved = torch.where(known > 0, moved, measured * adam.all2)
         if one.present is not None:  # the other blocks' moments stay as they are
             moved = torch.where(one.present, moved, older)
-        kept[one.slots] = moved
-        shares = _last_columns(one, base)
-        momentum = one.momentum if shares is None else _in_last(one.momentum, shares.sqrt())
-        norms = [torch.linalg.vector_norm(momentum, x, (1, 2)) for x in (1, 2)]
-        deviation = (moved / adam.rest2).sqrt_().add_(adam.eps * math.sqrt(one.entries))
-        fall = norms[0] * norms[1] / (adam.rest1 * deviation)
-        scale = fall / _along(one, _unit(one, shares), shares)
-        return _no_terms(one, _within(scale, _limit(one, base)))
+        one.kept.write("square_sum", moved)
+        shares = _last_columns(one.blocks, base)
+        momenta = one.momenta if shares is None else _in_last(one.momenta, shares.sqrt())
+        deviation = (moved / adam.rest2).sqrt_().add_(one.blocks.roots * adam.eps)
+        fall = _norms(momenta, 1).mul_(_norms(momenta, 2)).mul_(one.peaks) / adam.rest1
+        fall /= deviation
+        units = _units(one, shares)
+        scale = fall / _along(one, units, shares)
+        return _scaled(one, units, _within(scale, _limit(one, base)))
 
 
 class FallLength(Length):
     """The fall of a base that has stepped: ⟨M, -U⟩ for its step U, which its rate is part of."""
 
+    measures = "sums"
+
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        shares = _last_columns(one, base)
+        shares = _last_columns(one.blocks, base)
         if shares is not None:  # the base moves the parameters by directions as they are
-            one.direction[..., -1] *= shares[:, None]
-        scale = one.sums.measured.clamp(min=0) / _along(one, _unit(one, None), None)
-        return _no_terms(one, _within(scale, _limit(one, base, taken=True)))
+            one.directions[:] = _in_last(one.directions, shares)
+        units = _units(one, None)
+        assert one.sums.measured is not None
+        scale = one.sums.measured.clamp(min=0) / _along(one, units, None).mul_(one.peaks)
+        return _scaled(one, units, _within(scale, _limit(one, base, taken=True)))
 
 
 class MuonLength(Length):
     """Muon's own length: that of a matrix with equal singular values."""
 
+    limits = False
+
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        g, a = one.momentum.shape[1:]
-        each = {
-            x: orthogonal.muon_scale(g, a, base.settings_of(x.parameters[0])) for x in one.members
-        }
-        _unit(one, None)
-        scale = one.group.common_or_each(one.members, each.__getitem__)
-        return _no_terms(one, scale * max(g, a) ** -0.5)
+        settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
+        both = zip(one.blocks.sides, settings, strict=True)
+        each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
+        return _scaled(one, _units(one, None), one.blocks.each("length", each))
 
 
 class SGDLength(Length):
     """SGD's fall Σ lr ‖M‖² over all blocks: one scale for all, and a limit for each block.
 
-    Terms: ‖M‖² and ⟨D, M⟩, each of all columns and of the last one, where the bias has a rate of
-    its own, and the limit of the block's scale.
+    Terms: ‖M‖² and ⟨D, M⟩, each of all columns and of the last one, where a bias has a rate of its
+    own, and the limit of the block's scale.
     """
 
     terms = 5
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        norms = _unit(one, _last_columns(one, base))
-        squares = one.momentum.square().sum(1)
-        whole = squares.sum(1)
-        last = (one.direction[..., -1] * one.momentum[..., -1]).sum(1)
+        shares = _last_columns(one.blocks, base)
+        units = _units(one, shares)
+        norms = _norms(one.momenta, 2)
+        whole = norms.mul(one.peaks).square_()
         # Blocks at rest do not shorten the others' steps.
-        along = torch.where(norms > 0, _along(one, norms, None), 0.0)
+        along = _along(one, units, None, norms).mul_(one.peaks)
+        along = torch.where(norms > 0, along, 0.0)
+        squares = last = torch.zeros_like(whole)
+        if shares is not None:
+            squares = _dots_of_last(one.momenta, one.momenta).mul_(one.peaks).mul_(one.peaks)
+            last = _dots_of_last(one.directions, one.momenta).mul_(units).mul_(one.peaks)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
-        most = torch.where(own.isnan(), math.inf, own * _MOST_OF_OWN)  # NaN: squares overflowed
+        most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
-        return torch.stack([whole, squares[:, -1], along, last, limit], 1)
+        _scaled(one, units, None)
+        return torch.stack([whole, squares, along, last, limit], 1)
 
-    def finish(self, terms: dict[Layer, Tensor], base: OfBase) -> dict[Layer, Tensor]:
-        layers = sorted(terms, key=lambda layer: layer.number)
-        if not layers:
-            return {}
-        device = terms[layers[0]].device
+    def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
         # Blocks are added up in the layers' order, so that all ranks have the same bits.
-        rows = torch.cat([terms[x].to(device) for x in layers])
-        rates = [_rates(x, base) for x in layers for _ in range(len(terms[x]))]
-        fall, along = _weighed(rows[:, :4], rates)
-        scales = _within(torch.where(along > 0, fall / along, 0.0), rows[:, 4])
-        each = zip(layers, scales.split([len(terms[x]) for x in layers]), strict=True)
-        return {x: part.to(terms[x].device) for x, part in each}
+        fall, along = _weighed(terms[:, :4], blocks, base)
+        share = torch.where(along > 0, fall / along, 0.0)
+        return _within(share.expand(len(terms)), terms[:, 4])
 
 
-def _weighed(rows: Tensor, rates: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-    """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over blocks; ``rates`` are of weight and of bias."""
-    first = rates[0][0]
-    if all(_same(rate, first) for both in rates for rate in both):
-        total = rows.sum(0)
+def _weighed(rows: Tensor, blocks: Blocks, base: OfBase) -> tuple[Tensor, Tensor]:
+    """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over blocks."""
+    weights, biases = _rates(blocks, base)
+    if _are_alike([*weights, *biases]):
+        total = rows.index_select(0, blocks.order).sum(0)
         return total[0], total[2]
-    weights = torch.stack([_on(rate, rows) for both in rates for rate in both]).view(-1, 2)
-    parts = torch.stack([rows[:, ::2] - rows[:, 1::2], rows[:, 1::2]], 2)  # weight, bias
-    fall, along = (parts * weights[:, None, :]).sum((0, 2)).unbind()
+    of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
+    parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(of_weight))
+    parts += rows[:, 1::2] * _column(of_bias)
+    fall, along = parts.index_select(0, blocks.order).sum(0).unbind()
     return fall, along
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Compare without a comparison of tensors, which would wait for the device."""
-    return a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and bool(a == b))
+def _column(values: Number) -> Number:
+    many = isinstance(values, Tensor) and values.dim() == 1
+    return values[:, None] if many else values  # type: ignore[index]
 
 
-def _on(rate: Any, like: Tensor) -> Tensor:
-    if isinstance(rate, Tensor):
-        return rate.to(like.device, like.dtype).reshape(())
-    return like.new_full((), rate)
+def _rates(blocks: Blocks, base: OfBase) -> tuple[list[Any], list[Any]]:
+    """Return the learning rates of the layers' weights and of their biases."""
+    rates = base.rates
+    return [rates.get(p, 0.0) for p in blocks.weights], [rates.get(p, 0.0) for p in blocks.biases]
+
+
+def _settings(blocks: Blocks, base: OfBase) -> list[Number]:
+    """Return each number of the layers' settings, one for all blocks or one for each.
+
+    A layer's first parameter, its weight, has the settings of the layer.
+    """
+    settings = [base.settings.get(p, base.idle) for p in blocks.weights]
+    if len(set(map(id, settings))) == 1:
+        return list(settings[0])
+    each = enumerate(zip(*settings, strict=True))
+    return [blocks.each(str(i), list(values)) for i, values in each]
 
 
 def _within(scale: Tensor, limit: Tensor) -> Tensor:
@@ -224,61 +300,79 @@ def _within(scale: Tensor, limit: Tensor) -> Tensor:
 
     Without a limit, an overflow gives a step of zero.
     """
-    scale = torch.where(scale.isfinite(), torch.minimum(scale, limit), limit)
-    return torch.where(scale.isfinite(), scale, 0.0)
+    scale = torch.minimum(scale.nan_to_num(nan=math.inf, posinf=math.inf), limit)
+    return scale.nan_to_num_(nan=0.0, posinf=0.0)
 
 
-def _no_terms(one: Stepped, scale: Tensor | float) -> Tensor:
+def _scaled(one: Stepped, units: Tensor, scale: Number | None) -> Tensor:
     """Scale the directions; no number of these blocks has to travel."""
-    one.direction.mul_(scale[:, None, None] if isinstance(scale, Tensor) else scale)
-    return one.direction.new_empty(len(one.direction), 0)
+    whole = units if scale is None else units * scale
+    sizes = [len(direction) for direction in one.directions]
+    torch._foreach_mul_(one.directions, list(whole[:, None, None].split(sizes)))
+    return whole.new_empty(len(whole), 0)
 
 
-def _last_columns(one: Stepped, base: OfBase) -> Tensor | None:
+def _last_columns(blocks: Blocks, base: OfBase) -> Tensor | None:
     """Return the bias's learning rate as a share of the weight's, ``[blocks]``; None if all are 1.
 
     A parameter moves by its own rate along the direction.
     """
-    rates = [_rates(layer, base) for layer in one.members]
-    if all(_same(weight, bias) for weight, bias in rates):
+    weights, biases = _rates(blocks, base)
+    pairs = set(zip(weights, biases, strict=True))  # few: a rate is a whole group's
+    if all(_are_alike([weight, bias]) for weight, bias in pairs):
         return None
-    like = one.direction
-    shares = [_on(bias, like) / _on(weight, like) for weight, bias in rates]
-    each = zip(shares, one.members, strict=True)
-    found = torch.cat([share.expand(layer.blocks) for share, layer in each])
-    return torch.where(found.isfinite(), found, 1.0)
+    of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
+    shares = torch.ones_like(blocks.roots) * of_bias / of_weight
+    return torch.where(shares.isfinite(), shares, 1.0)
 
 
-def _in_last(matrices: Tensor, shares: Tensor) -> Tensor:
-    """Return a copy whose last columns are multiplied by these numbers."""
-    found = matrices.clone()
-    found[..., -1] *= shares[:, None]
+def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
+    """Return copies whose last columns are multiplied by these numbers."""
+    found = [stack.clone() for stack in stacks]
+    for stack, share in zip(found, shares.split(list(map(len, found))), strict=True):
+        stack[..., -1] *= share[:, None]
     return found
 
 
-def _unit(one: Stepped, shares: Tensor | None) -> Tensor:
-    """Scale directions so that the steps along them have a root mean square of 1; zero stays zero.
+def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norms of all blocks, ``[blocks]``."""
+    return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
 
-    Return ‖M‖, ``[blocks]``.
+
+def peaks_of(stacks: Sequence[Tensor]) -> Tensor:
+    """Return the blocks' largest absolute values, or 1 for zeros, ``[blocks]``."""
+    peaks = _norms(stacks, math.inf)
+    return torch.where(peaks == 0, 1.0, peaks)
+
+
+def _units(one: Stepped, shares: Tensor | None) -> Tensor:
+    """Return the scales with which steps have a root mean square of 1; zero stays zero."""
+    moved = one.directions if shares is None else _in_last(one.directions, shares)
+    return one.blocks.roots / _norms(moved, 2).clamp_(min=_TINY)
+
+
+def _dots(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return the blocks' inner products, ``[blocks]``."""
+    return torch.cat([(x * y).sum((1, 2)) for x, y in zip(ones, others, strict=True)])
+
+
+def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    return _dots([x[..., -1:] for x in ones], [y[..., -1:] for y in others])
+
+
+def _along(
+    one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor | None = None
+) -> Tensor:
+    """Return ⟨D, M⟩ over M's peaks, of directions in ``units``: at least 0.01 ‖D‖ ‖M‖, and not 0.
+
+    ``shares`` multiply the last column's part; ``norms`` are of momenta.
     """
-    moved = one.direction if shares is None else _in_last(one.direction, shares)
-    own = torch.linalg.vector_norm(moved, 2, (1, 2))
-    size = math.sqrt(one.entries)
-    one.direction.mul_((size / torch.where(own > 0, own, size))[:, None, None])
-    return torch.linalg.vector_norm(one.momentum, 2, (1, 2))
-
-
-def _along(one: Stepped, norms: Tensor, shares: Tensor | None) -> Tensor:
-    """Return ⟨D, M⟩ of directions from :func:`_unit`, at least 0.01 ‖D‖ ‖M‖; 1 for a zero M.
-
-    ``norms`` are ‖M‖; ``shares`` multiply the last column's part.
-    """
-    along = torch.linalg.vecdot(one.direction.flatten(1), one.momentum.flatten(1))
+    along = _dots(one.directions, one.momenta)
     if shares is not None:
-        last = torch.linalg.vecdot(one.direction[..., -1], one.momentum[..., -1])
-        along = along + last * (shares - 1)
-    along = torch.maximum(along, norms * (_LEAST_COSINE * math.sqrt(one.entries)))
-    return torch.where(norms > 0, along, 1.0)
+        along += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
+    norms = _norms(one.momenta, 2) if norms is None else norms
+    least = (norms * _LEAST_COSINE).mul_(one.blocks.roots)
+    return torch.maximum(along.mul_(units), least).clamp_(min=_TINY)
 
 
 def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:
@@ -287,37 +381,19 @@ def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool
     ``taken`` says that the learning rate is in the scale already, ``of_momentum`` that the base
     steps along a momentum of any length. Vectors have no limit.
     """
-    if 1 in one.direction.shape[1:]:
-        return one.direction.new_full((len(one.direction),), math.inf)
-    rates = {layer: _rates(layer, base)[0] for layer in one.members}
-    rate: Any
-    if any(isinstance(x, Tensor) for x in rates.values()):  # do not wait for a device's rate
-        rate = torch.cat([_on(rates[x], one.direction).expand(x.blocks) for x in one.members])
-    else:
-        rate = per_block(one.members, rates.__getitem__, one.group.g.key)
-    size = (one.sums.weights / one.entries).sqrt_()
+    blocks = one.blocks
+    rate = blocks.each("rate", _rates(blocks, base)[0])
+    assert one.sums.weights is not None
+    size = one.sums.weights.sqrt().div_(blocks.roots)
     if of_momentum:
-        most = (size * _OF_WEIGHTS_BY_SGD).clamp_(min=_FREE)
+        most = size * _OF_WEIGHTS_BY_SGD
     else:
-        most = torch.minimum(rate * _OF_RATE, size * _OF_WEIGHTS)
-        most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
+        by_rate = rate * _OF_RATE
+        most = size * _OF_WEIGHTS
+        if isinstance(by_rate, Tensor):
+            most = torch.minimum(most, by_rate)
+        else:
+            most.clamp_(max=by_rate)
+        most = torch.maximum(most, size * _FREE_OF_WEIGHTS)
+    most = torch.maximum(most, blocks.free)
     return most if taken else most / rate
-
-
-def _rates(layer: Layer, base: OfBase) -> tuple[Any, Any]:
-    """Return the learning rates of a layer's weight and of its bias."""
-    return base.rate_of(layer.parameters[0]), base.rate_of(layer.parameters[-1])
-
-
-def _each_block(one: Stepped, of: Callable[[Tensor], Sequence[float]]) -> list[Number]:
-    """Return each number of the layers' settings, one for all blocks or one for each.
-
-    A layer's first parameter, its weight, has the settings of the layer.
-    """
-    settings = {layer: of(layer.parameters[0]) for layer in one.members}
-    found: list[Number] = []
-    for values in zip(*settings.values(), strict=True):
-        by_layer = dict(zip(settings, values, strict=True))
-        each = one.group.common_or_each(one.members, by_layer.__getitem__)
-        found.append(each.flatten() if isinstance(each, Tensor) else each)
-    return found

@@ -232,14 +232,6 @@ def common_or_each(
     return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 
-def present_blocks(members: list[Layer], group: LayerGroup) -> Tensor | None:
-    """Return for each block whether it has a gradient; ``None`` if all have one."""
-    present = {x: any(p.grad is not None for p in x.parameters) for x in members}
-    if all(present.values()):
-        return None
-    return per_block(members, present.__getitem__, group.g.key) > 0
-
-
 # ---- layers of a kind ----
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .products import between, product
+from .products import added, between
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
@@ -57,11 +57,6 @@ def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor |
     return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
 
 
-def _or_one(norms: Tensor) -> Tensor:
-    """Replace zeros by ones, so that a division leaves zeros as they are."""
-    return torch.where(norms == 0, 1.0, norms)
-
-
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
     """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
     g, a = (inverse if inverse.dim() == 3 else None for inverse in (inverse_g, inverse_a))
@@ -79,7 +74,7 @@ def softened(directions: Tensor, root_g: Tensor, root_a: Tensor, kept: float) ->
     if root_g.dim() == 2:
         found = directions * root_g.mul(1 - kept).add_(kept)[:, :, None]
     else:
-        found = directions.lerp(product(root_g.to(directions.dtype), directions), 1 - kept)
+        found = added(directions, root_g.to(directions.dtype), directions, kept, 1 - kept)
     if root_a.dim() == 2:
         return found * root_a.mul(1 - kept).add_(kept)[:, None, :]
-    return found.lerp(product(found, root_a.to(found.dtype)), 1 - kept)
+    return added(found, found, root_a.to(found.dtype), kept, 1 - kept)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kronecker import _or_one
-from .products import product
+from .products import added, product
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # One after the other, these take all singular values from 0.02 to 1 to between 0.48 and 1.52. Each
@@ -27,10 +26,12 @@ _FROM_FURTHER = (
     (3.1746, -2.3804, 0.4978),
 )
 _FAR = 256
+_LONG = 1.5  # sides' ratio from which powers of X Xᵀ are less work
 _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then stays below 0.01
 # The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
 # bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
 _BELOW_ONE = 0.98
+_TINY = 1e-30  # a divisor in place of zero
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
 
@@ -44,7 +45,8 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
 
     Products alone (:func:`_towards_one`) make the singular values nearly equal, but for values
-    below 0.02 of M's norm (0.005 where the smaller side is above 256).
+    below 0.02 of M's norm (0.005 where the smaller side is above 256). Squares of M's numbers must
+    be numbers of its dtype.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
     found = [_orthogonalized(some, in_half) for some in matrices.split(at_once)]
@@ -54,41 +56,31 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
 def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
-    # Without this scale, squares of very small or large numbers would be zero or infinite.
-    wide = wide / _largest(wide)
-    wide *= _BELOW_ONE / _or_one(_norm(wide))
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    wide = wide / norms.div_(_BELOW_ONE).clamp_(min=_TINY)
     polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     found = _towards_one(wide, polynomials, in_half)
     return found.mT if tall else found
 
 
-def _norm(matrices: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
-
-
-def _largest(matrices: Tensor) -> Tensor:
-    """Return the largest absolute value, or 1 for zeros."""
-    return _or_one(torch.linalg.vector_norm(matrices, torch.inf, (1, 2), keepdim=True))
-
-
 def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
     """Make the singular values of ``wide`` matrices, of a norm of 1 at most, nearly equal.
 
-    A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Where bfloat16 is fast, each polynomial
-    is multiplied so, as in Muon (Jordan et al., 2024). Else several polynomials are multiplied as
-    powers of the first X Xᵀ, which commute, so that the long side is multiplied only twice. This
-    needs full precision, as the rounding of X Xᵀ grows with each polynomial.
+    A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Each is multiplied so, as in Muon (Jordan
+    et al., 2024), where bfloat16 is fast or the sides are about equal. Else several polynomials are
+    multiplied as powers of the first X Xᵀ, which commute, so that the long side is multiplied only
+    twice. This needs full precision, as the rounding of X Xᵀ grows with each polynomial.
     """
-    if not in_half:
+    if not in_half and wide.shape[2] > _LONG * wide.shape[1]:
         for start in range(0, len(polynomials), _IN_A_ROW):
             some = polynomials[start : start + _IN_A_ROW]
             wide = product(orthogonalizer(product(wide, wide.mT), some), wide)
         return wide
-    x = wide.bfloat16()
+    x = wide.bfloat16() if in_half else wide
     for a, b, c in polynomials:
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        gram = product(x, x.mT)
+        polynomial = added(gram, gram, gram, b, c)
+        x = added(x, polynomial, x, a, 1)
     return x.to(wide.dtype)
 
 
@@ -96,7 +88,7 @@ def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
-        factor = product(gram, gram).mul_(c).add_(gram, alpha=b)
+        factor = added(gram, gram, gram, b, c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         whole = factor if whole is None else product(whole, factor)
         if left:

@@ -111,6 +111,13 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
 
 
+def added(base: Tensor, left: Tensor, right: Tensor, kept: float, share: float) -> Tensor:
+    """Return ``kept`` B + ``share`` L R of stacks."""
+    if _linear_for(left, right) is None or not _is_much(left, right):
+        return torch.baddbmm(base, left, right, beta=kept, alpha=share)
+    return product(left, right).mul_(share).add_(base, alpha=kept)
+
+
 def _is_much(left: Tensor, right: Tensor) -> bool:
     return left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kronecker import _or_one, mean_eigenvalue
+from .kronecker import mean_eigenvalue
 from .orthogonal import Polynomial, orthogonalizer
 from .products import product
 
@@ -90,7 +90,8 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     """
     exact = factors if factors.device.type in _WITHOUT_DOUBLES else factors.double()
     mean = mean_eigenvalue(exact, diagonal=diagonal)
-    scale = _or_one(mean.abs())  # a negative mean must not make a factor definite
+    # A negative mean must not make a factor definite.
+    scale = torch.where(mean == 0, 1.0, mean.abs())
     damped = exact / (scale[:, None] if diagonal else scale[:, None, None])
     shift = torch.where(mean == 0, 1.0, damping.to(mean))[:, None]
     (damped if diagonal else damped.diagonal(dim1=1, dim2=2)).add_(shift)

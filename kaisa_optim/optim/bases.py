@@ -58,10 +58,10 @@ class BaseStep:
 
         ``ready`` are the parameters that K-FAC steps, ``mine`` those whose momenta are kept here.
         """
-        found, settings = self._found(optimizer), {}
+        found = self._found(optimizer)
         for group in optimizer.param_groups:
             stepped = [p for p in group["params"] if p in ready and p.grad is not None]
-            settings.update(self.settings(optimizer, group, stepped))
+            found.settings |= self.settings(optimizer, group, stepped)
             for p in stepped:
                 self._settle(optimizer.state[p], p, found if p in mine else None, group)
             for params in _alike(p for p in stepped if p in mine):
@@ -69,9 +69,8 @@ class BaseStep:
                 gradients = _gradients(group, params)
                 ahead = self.ahead(group, entries, gradients)
                 found.momenta.update(zip(params, ahead, strict=True))
-                if self.length.squares:
+                if self.length.measures:
                     found.measured.update(zip(params, gradients, strict=True))
-        found.settings_of = lambda p: settings.get(p, self.idle)
         return found
 
     idle: Any = ()  # the settings of a parameter without a gradient
@@ -82,8 +81,7 @@ class BaseStep:
             rate = group.get("lr", 1.0)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
-        # The base does not step a parameter that a user took out of its group.
-        return OfBase(squares=self.length.squares, rate_of=lambda p: rates.get(p, 0.0))
+        return OfBase(idle=self.idle, rates=rates)
 
     def kept(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

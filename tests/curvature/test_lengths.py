@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules.polar import PolarRule
 from tests.support.reference import muon_ratio
-from tests.support.watch import assert_close, matrix_of, normal, taken
+from tests.support.watch import assert_close, matrix_of, normal, stepped_blocks, taken
 
 ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 property_test = settings(max_examples=15)
@@ -112,19 +113,7 @@ def stepped(model: nn.Module, opt: Any) -> dict[tuple[str, int], Block]:
         before[name] = matrix_of(module, module.weight.detach(), bias).detach().clone()
         slope = None if bias is None else bias.grad
         gradients[name] = matrix_of(module, module.weight.grad, slope).clone()
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    apply = PolarRule.apply
-
-    def watched(rule: PolarRule, group: Any, momentum: Tensor, members: Any, values: Any) -> Tensor:
-        directions = apply(rule, group, momentum, members, values)
-        count = [layer.blocks for layer in members]
-        parts = zip(
-            members, momentum.clone().split(count), directions.clone().split(count), strict=True
-        )
-        seen.update({layer.name: (m, d) for layer, m, d in parts})
-        return directions
-
-    with mock.patch.object(PolarRule, "apply", watched):
+    with stepped_blocks() as seen:
         steps = taken(opt, model)
     found = {}
     for name, (momenta, directions) in seen.items():
@@ -221,9 +210,9 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
 
     def give(length: Any, one: Any, base: Any) -> Tensor:
         terms = real(length, one, base)
-        count = [layer.blocks for layer in one.members]
-        parts = zip(one.members, one.direction.clone().split(count), strict=True)
-        given.update({layer.name: part for layer, part in parts})
+        directions = iter([x.clone() for stack in one.directions for x in stack])
+        for layer, count in zip(one.blocks.layers, one.blocks.counts, strict=True):
+            given[layer.name] = torch.stack([*itertools.islice(directions, count)])
         return terms
 
     for count in range(1, 4):

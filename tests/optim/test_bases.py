@@ -100,10 +100,12 @@ def watched() -> Iterator[dict[str, Seen]]:
             own = cls.give
 
             def recorded(length: Length, one: Stepped, base: Any, own: Any = own) -> Tensor:
-                momentum = one.momentum.clone()
                 terms: Tensor = own(length, one, base)
-                for layer, d, m in zip(one.members, one.direction, momentum, strict=True):
-                    seen[layer.name] = Seen(d.clone(), m)
+                stacks = one.directions, one.momenta
+                directions, momenta = ([x for stack in own for x in stack] for own in stacks)
+                both = zip(one.blocks.layers, directions, momenta, one.peaks, strict=True)
+                for layer, d, m, peak in both:
+                    seen[layer.name] = Seen(d.clone(), m * peak)
                 return terms
 
             stack.enter_context(mock.patch.object(cls, "give", recorded))

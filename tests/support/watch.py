@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.core import exchange
 from tests.support.close import assert_close as assert_close
 
 DAMPING = 0.1
@@ -175,3 +178,28 @@ def check_step(
         step = matrix_of(module, steps[f"{name}.weight"], steps.get(f"{name}.bias"))
         assert_close(step, solved(*expected, gradient), 1e-8, f"{name}: step")
     return opt
+
+
+@contextmanager
+def stepped_blocks() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Note each layer's momentum and direction, ``[blocks, g, a]``, without its length."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    real = exchange.Stepped
+
+    def noted(blocks: Any, stacks: list[Tensor], momenta: list[Tensor], *rest: Any) -> Any:
+        one = real(blocks, stacks, momenta, *rest)
+        whole = [peak * m for peak, m in zip(one.peaks, _blocks(momenta), strict=True)]
+        moved = [d.clone() for d in _blocks(stacks)]
+        start = 0
+        for layer, count in zip(blocks.layers, blocks.counts, strict=True):
+            own = slice(start, start + count)
+            found[layer.name] = torch.stack(whole[own]), torch.stack(moved[own])
+            start += count
+        return one
+
+    with mock.patch.object(exchange, "Stepped", noted):
+        yield found
+
+
+def _blocks(stacks: list[Tensor]) -> list[Tensor]:
+    return [block for stack in stacks for block in stack]

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules import polar
-from kaisa_optim.curvature.rules.polar import PolarRule
 from kaisa_optim.linalg import decompose, orthogonal
 from tests.support.training import early
-from tests.support.watch import assert_close, normal, seeded, taken
+from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
 ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -76,24 +75,6 @@ def expected(a: Tensor, g: Tensor, momentum: Tensor, damping: float) -> Tensor:
     return outer(root_of(g, damping)) @ found @ outer(root_of(a, damping))
 
 
-@contextmanager
-def watched() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Note each layer's momentum and direction, as the rule sees them."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    real = PolarRule.apply
-
-    def apply(rule: PolarRule, group: Any, momentum: Tensor, members: Any, values: Any) -> Tensor:
-        before = momentum.clone()
-        directions = real(rule, group, momentum, members, values)
-        sizes = [layer.blocks for layer in members]
-        parts = zip(members, before.split(sizes), directions.clone().split(sizes), strict=True)
-        found.update({layer.name: (m, d) for layer, m, d in parts})
-        return directions
-
-    with mock.patch.object(PolarRule, "apply", apply):
-        yield found
-
-
 def loss_of(out: Tensor) -> Tensor:
     mix = torch.linspace(-0.7, 1.3, out[0].numel(), dtype=out.dtype).view(out[0].shape)
     return torch.sin(out + mix).mul(1 + mix).sum() / len(out)
@@ -133,7 +114,7 @@ def test_directions_of_dense_factors(wide, narrow, n, seed, damping, bias, wides
         for step in range(3):
             opt.zero_grad()
             loss_of(model(tokens(n, seed + step))).backward()
-            with watched() as found:
+            with stepped_blocks() as found:
                 opt.step()
             assert found.keys() == {"words", "conv", "body", "head"}
             for name, (momenta, directions) in found.items():
@@ -184,7 +165,7 @@ def momentum_of(model: nn.Module, opt: Any, step: int) -> tuple[Tensor, Tensor]:
     opt.zero_grad()
     loss_of(model(normal(6, 4, seed=step))).backward()
     gradient = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1)
-    with watched() as found:
+    with stepped_blocks() as found:
         opt.step()
     return found[""][0][0], gradient
 
@@ -220,7 +201,7 @@ def unlimited() -> Iterator[None]:
     """Steps of any length: limits go by rates, which a test may have to scale."""
 
     def none(one: Any, *rest: Any, **how: Any) -> Tensor:
-        return one.direction.new_full((len(one.direction),), math.inf)
+        return torch.full_like(one.peaks, math.inf)
 
     with (
         mock.patch.object(lengths, "_limit", none),
@@ -332,7 +313,7 @@ def test_a_factor_of_zero_counts_as_the_identity():
     for step in range(2):
         opt.zero_grad()
         loss_of(model(batches(step))).mul(step).backward()
-        with watched() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
+        with stepped_blocks() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
             opt.step()
     (momentum, direction) = (x[0] for x in found[""])
     a, g = (x[0] for x in opt.preconditioner.factors(""))
@@ -472,7 +453,7 @@ def test_layers_of_one_row_or_column(base, inside, outside):
     model = nn.Sequential(nn.Linear(inside, outside, bias=False)).double()
     opt = OPTIMIZERS[base](model, damping=0.1, max_factor_size=400)
     loss_of(model(normal(8, inside))).backward()
-    with watched() as found:
+    with stepped_blocks() as found:
         step = taken(opt, model)["0.weight"]
     (momentum, direction) = (x[0] for x in found["0"])
     a, g = (x[0] for x in opt.preconditioner.factors("0"))
@@ -486,7 +467,7 @@ def test_projections_into_an_attention_are_blocks_of_their_own():
     opt = KFACSGD(model, lr=0.1, damping=0.1)
     x = normal(3, 5, 4)
     loss_of(model(x, x.flip(1), x.square(), need_weights=False)[0]).backward()
-    with watched() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
+    with stepped_blocks() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
         opt.step()
     momenta, directions = found["in_proj"]
     assert len(momenta) == 3
