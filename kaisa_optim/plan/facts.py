@@ -37,6 +37,12 @@ class LayerFacts(NamedTuple):
         return self.task.name
 
     @property
+    def shape(self) -> Hashable:
+        """What layers have alike whose factors lie in the same stacks."""
+        task = self.task
+        return task.a, task.g, task.diagonal_a, task.diagonal_g, self.itemsize, self.device
+
+    @property
     def factors(self) -> tuple[FactorFacts, FactorFacts]:
         task, placement = self.task, self.placement
         return (

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from .facts import LayerFacts
 
 Slots = dict[int, frozenset[str]]  # the layers of each slot of an interval that has any
+Turns = list[list[int]]
 
 
-def even_slots(sizes: Sequence[int], interval: int) -> list[int]:
-    """Return the slot of each layer, in the layers' order.
+def even_slots(costs: Sequence[int], slots: int) -> list[int]:
+    """Return the slot of each turn, in their order.
 
-    The sizes of a slot add up to a fair share and at most one layer more. Neighbours mostly share a
-    slot: they share inputs, as queries and keys do.
+    The costs of a slot add up to a fair share and at most one turn more.
     """
-    *starts, total = itertools.accumulate(sizes, initial=0)
-    return [interval * start // total for start in starts]
+    *starts, total = itertools.accumulate(costs, initial=0)
+    return [slots * start // max(1, total) for start in starts]
 
 
-def rounds(costs: Sequence[float], at_once: int) -> list[int]:
-    """Return the round in which each layer is refreshed: ``at_once`` layers of like cost in each.
+def turns(layers: Sequence[LayerFacts], costs: Sequence[int], at_once: int, slots: int) -> Turns:
+    """Return the layers that take their turn together, by their places in ``layers``.
 
-    With as many layers in a round as there are ranks, each rank has about one to decompose. If no
-    rank has two layers of a round, all rounds together take no longer than the costliest layer and
-    a fair share of all. Owners play no part: all assignments must give the same updates.
-    Rounds have the order of their first layers.
+    They have one shape, so that they make few operations. A shape that costs more than a slot's
+    fair share has several turns. With as many layers in a turn as there are ranks, each rank has
+    about one to decompose: shapes of fewer than ``at_once`` layers share a turn. Owners play no
+    part: all assignments must give the same updates.
     """
-    costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
-    together = [costliest_first[i : i + at_once] for i in range(0, len(costs), at_once)]
-    numbers = [0] * len(costs)
-    for number, layers in enumerate(sorted(together, key=min)):
-        for layer in layers:
-            numbers[layer] = number
-    return numbers
+    shapes: dict[Hashable, list[int]] = {}
+    for place, layer in enumerate(layers):
+        shapes.setdefault(layer.shape, []).append(place)
+    fair = sum(costs) / slots
+    found: Turns = []
+    for places in shapes.values():
+        cost = sum(costs[place] for place in places)
+        parts = max(1, round(cost / fair)) if fair else 1
+        size = max(at_once, -(-len(places) // parts))
+        for some in (places[i : i + size] for i in range(0, len(places), size)):
+            if found and len(found[-1]) < at_once:
+                found[-1] += some
+            else:
+                found.append(some)
+    return found
 
 
 class Schedule:
     """The slots of a model's layers in both intervals, alike on all ranks.
 
-    ``layers`` are in the model's order. ``at_once`` layers are refreshed together; 0: all of them,
-    and then all gather in one step, too. Frozen layers keep their places, so that no slot depends
-    on when others are frozen. Steps in ``early`` gather and refresh everything besides.
+    ``layers`` are in the model's order. Layers of one shape share a slot, and at least ``at_once``
+    are refreshed together; 0: all of them, and then all gather in one step, too. Frozen layers keep
+    their places, so that no slot depends on when others are frozen. Steps in ``early`` gather and refresh everything besides.
     """
 
     def __init__(
@@ -73,28 +81,25 @@ class Schedule:
         return step // interval + sum(early <= step for early in self._early)
 
     def gathering_slots(self, interval: int) -> Slots:
-        """Return the layers that gather in each slot; a slot's sums have about equal sizes."""
+        """Return the layers that gather in each slot; the sums of slots have about equal sizes."""
         if interval not in self._gathering:
             sizes = [sum(factor.size for factor in layer.factors) for layer in self._layers]
-            numbers = even_slots(sizes, interval) if self._at_once else [0] * len(sizes)
-            self._gathering[interval] = self._by_slot(numbers)
+            self._gathering[interval] = self._slots(sizes, min(1, self._at_once), interval)
         return self._gathering[interval]
 
     def refresh_slots(self, interval: int) -> Slots:
         """Return the layers that are refreshed in each slot."""
         if interval not in self._refresh:
-            numbers = [0] * len(self._layers)
-            if self._at_once:
-                costs = [sum(f.operations for f in layer.factors) for layer in self._layers]
-                round_of = rounds(costs, self._at_once)
-                slot_of = even_slots([1] * len(set(round_of)), interval)
-                numbers = [slot_of[number] for number in round_of]
-            self._refresh[interval] = self._by_slot(numbers)
+            costs = [sum(f.operations for f in layer.factors) for layer in self._layers]
+            self._refresh[interval] = self._slots(costs, self._at_once, interval)
         return self._refresh[interval]
 
-    def _by_slot(self, numbers: list[int]) -> Slots:
-        slots = defaultdict(list)
-        for layer, number in zip(self._layers, numbers, strict=True):
-            if not layer.frozen:
-                slots[number].append(layer.name)
-        return {number: frozenset(names) for number, names in slots.items()}
+    def _slots(self, costs: Sequence[int], at_once: int, interval: int) -> Slots:
+        together = [[*range(len(costs))]]
+        if at_once:
+            together = turns(self._layers, costs, at_once, interval)
+        numbers = even_slots([sum(costs[i] for i in turn) for turn in together], interval)
+        slots = defaultdict[int, list[str]](list)
+        for number, turn in zip(numbers, together, strict=True):
+            slots[number] += [self._layers[i].name for i in turn if not self._layers[i].frozen]
+        return {number: frozenset(names) for number, names in slots.items() if names}

@@ -32,7 +32,6 @@ from kaisa_optim.plan.assignment import (
     loads,
     make_grid,
 )
-from kaisa_optim.plan.schedule import even_slots, rounds
 
 property_test = settings(max_examples=100)
 NEARLY = 1 + 1e-9  # sums of floats in another order
@@ -588,35 +587,6 @@ def test_a_thousand_layers_on_64_ranks(workers):
         placed = assign(Hybrid(), tasks, Grid(64, workers), colocate)
         held = loads(Hybrid(), tasks, placed, 64)
         assert max(held) <= 1.01 * sum(held) / 64
-
-
-# Turns
-
-
-@property_test
-@given(costs=st.lists(st.integers(0, 10**6), min_size=1, max_size=40), at_once=st.integers(1, 50))
-def test_rounds_are_of_like_costs_and_short(costs, at_once):
-    numbers = rounds(costs, at_once)
-    together = [[i for i, n in enumerate(numbers) if n == k] for k in range(max(numbers) + 1)]
-    assert sorted(itertools.chain(*together)) == [*range(len(costs))]
-    sizes = sorted(map(len, together), reverse=True)
-    assert all(size == at_once for size in sizes[:-1]) and sizes[-1] <= at_once
-    assert [layers[0] for layers in together] == sorted(layers[0] for layers in together)
-    # No layer of a round is between two of another one.
-    spans = sorted((max(costs[i] for i in x), min(costs[i] for i in x)) for x in together)
-    assert all(lower <= upper[1] for (lower, _), upper in itertools.pairwise(spans))
-    longest = sum(max(costs[i] for i in layers) for layers in together)
-    assert longest <= max(costs) + sum(costs) / at_once
-
-
-@given(costs=st.lists(st.integers(0, 10), max_size=20), interval=st.integers(1, 30))
-def test_one_at_a_time_is_in_the_order_of_the_layers(costs, interval):
-    numbers = rounds(costs, 1)
-    assert numbers == [*range(len(costs))]
-    steps = even_slots([1] * len(costs), interval)
-    assert steps == sorted(steps) and all(0 <= step < interval for step in steps)
-    counts = [steps.count(step) for step in range(interval)]
-    assert max(counts) - min(counts) <= 1
 
 
 # Layers that come later
