@@ -93,7 +93,8 @@ def _outside(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Parameter]:
 class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
-    Layers that do not gather report a pass without moments, so that K counts it.
+    Where K ``counts`` the passes of all layers, those that do not gather report a pass without
+    moments.
     """
 
     def __init__(
@@ -103,10 +104,12 @@ class Capture:
         sums: Sums,
         *,
         reduce: bool,
+        counts: bool = True,
         precision: str = "highest",
         keep_errors: bool = False,
     ) -> None:
         self._sums = sums
+        self._counts = counts
         self._reduce = reduce
         self._precision = precision  # of float32 products
         self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
@@ -195,7 +198,7 @@ class Capture:
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
-        closed = counts and self._is_closed(args, kwargs)
+        closed = counts and self._counts and self._is_closed(args, kwargs)
         self._passes.starts(args, kwargs, counts=counts, closed=closed)
 
     def _is_closed(self, *given: Any) -> bool:
@@ -285,22 +288,26 @@ class Capture:
     # ---- the layers' forward passes ----
 
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._is_idle(layer) or not torch.is_grad_enabled() or not isinstance(output, Tensor):
+        if not self._concerns([layer]) or not torch.is_grad_enabled():
+            return None
+        if not isinstance(output, Tensor):
             return None
         if self._watched[layer] or (module is layer.module and is_substituted(module, layer)):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
 
-    def _is_idle(self, layer: Layer) -> bool:
-        """Return whether this pass needs nothing of a layer, as most passes do."""
-        return not (
-            self.wanted or self._misses() or layer.covers_now() != layer.covers or is_checkpointed()
-        )
+    def _concerns(self, layers: list[Layer]) -> bool:
+        """Return whether this pass has to see calls of these layers; most passes need not."""
+        if not self.wanted.isdisjoint(layers) or (self.wanted and self._counts):
+            return True
+        if self.missing and self._misses():
+            return True
+        return is_checkpointed() or any([layer.is_changed() for layer in layers])
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         mode: TorchFunctionMode | None = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._concerns(layers):
             mode = layers[0].interceptor(layers, self._tap)
             assert mode is not None
             mode.__enter__()
@@ -310,7 +317,7 @@ class Capture:
         """Run a module's forward under a mode that finds uses, if the pass gathers."""
         mode: TorchFunctionMode | None = None
         layers = [layer for layer in layers if module in self._watched[layer]]
-        if layers and torch.is_grad_enabled() and (self.due or is_checkpointed()):
+        if layers and torch.is_grad_enabled() and self._concerns(layers):
             mode = WatchMode(layers, tap_for_mode(self._tap))
             mode.__enter__()
         self._passes.enter(mode)
@@ -322,12 +329,12 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
-        if self._is_idle(layer):
+        primary = layer.primary
+        if not self._concerns([primary]):
             return output
         covers = layer.covers_now()
-        primary = layer.primary
         gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
-        counts = gathers or bool(self.wanted) or self._misses()
+        counts = gathers or (self._counts and bool(self.wanted)) or self._misses()
         checkpointed = is_checkpointed()
         if not any(covers) or not output.requires_grad or output.is_meta:
             return output

@@ -91,6 +91,9 @@ def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
 
     The parts share memory. Not every foreach operation takes sharded tensors.
     """
+    tensors = list(tensors)
+    if set(map(type, tensors)).isdisjoint(_SHARDED):
+        return tensors
     return [local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 

@@ -100,7 +100,11 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
     return (
         [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
         [p.grad is not None for p in kfac.registry.parameters],
-        [_status(kfac, layer) for layer in kfac.layers.values()],
+        [
+            (x.has_average, x.missed, x.has_state, layer.covers, x.failures, x.levels)
+            for x, layer in zip(kfac.states.values(), kfac.layers.values(), strict=True)
+        ],
+        kfac.options,
     )
 
 
@@ -316,7 +320,8 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
     ]
     if wrong:
         return wrong
-    before, layer.covers = layer.covers, _covers_after(layer, entries)
+    before = layer.covers
+    layer.cover(_covers_after(layer, entries))
     entry = entries.get(_home(layer), {}) if any(layer.covers) else {}
     if entry and _fits(kfac, layer, entry):
         for prefix, _, tensors in _kept(kfac, layer):
@@ -329,7 +334,7 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
                     wrong += [
                         f"{layer.name}: {name} is {why}" for why in _faults(kind, entry[name])
                     ]
-    layer.covers = before
+    layer.cover(before)
     return wrong
 
 
@@ -385,7 +390,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     """Continue from loaded tensors; return the names of layers whose factors start anew."""
     kfac.discard()
     for layer in kfac.layers.values():
-        layer.covers = _covers_after(layer, entries)
+        layer.cover(_covers_after(layer, entries))
         kfac.reset(layer)
     kfac.allocate()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]

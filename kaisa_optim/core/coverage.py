@@ -207,7 +207,7 @@ def _train(
     layer.trained = (layer.weight in trained, has_bias)
     if any(layer.trained):
         check_sizes(layer)
-        layer.covers = layer.covers_now()
+        layer.cover(layer.covers_now())
         found.layers[layer.name] = layer
 
 
@@ -240,7 +240,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
             reasons[layer.bias] = "a bias that projections share, one of which is not covered"
             layer.bias = None
             layer.trained = (layer.trained[0], False)
-            layer.covers = layer.covers_now()
+            layer.cover(layer.covers_now())
             if not any(layer.trained):
                 del found.layers[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +35,15 @@ from ..linalg.moments import unpack
 from ..plan.routes import chunks, in_turn, side_by_side
 from ..plan.step_plan import AgreedStep
 from . import gradients
-from .gradients import GradientStack, NewGradients, Places, Updates, Wire, own_gradient
+from .gradients import (
+    GradientStack,
+    NewGradients,
+    Places,
+    Updates,
+    Wire,
+    own_gradient,
+    with_gradient,
+)
 from .registry import Registry
 
 # Takes stacks, and a reader of their gradients.
@@ -201,7 +210,7 @@ class GradientExchange:
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
         if self._ranks.grid.columns == 1:
-            ready = {x for x in whole if _has_gradient(x)}
+            ready = {*itertools.compress(whole, with_gradient(whole))}
             members = [[x for x in g.layers if x in ready] for g in self._applied.groups]
             updates.add(precondition([self.stack_of(some) for some in members if some]))
         else:
@@ -225,11 +234,11 @@ class GradientExchange:
         """
         registry, applied = self._registry, self._applied.group_of
         layers = registry.active if all_layers else registry.with_state
-        chosen = set(layers)
+        chosen, sharded = set(layers), registry.sharded
         raw = {p for x in registry.active if x not in chosen for p in x.parameters}
-        ready = set[Tensor](p for x in layers for p in x.parameters).difference(raw)
-        here = (x for x in layers if x in applied or x in registry.sharded)
-        return ready, ready.intersection(p for x in here for p in x.parameters)
+        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
+        here = [x for x in layers if x in applied or x in sharded]
+        return ready, {p for x in here for p in x.parameters if p in ready}
 
     def stack_of(self, layers: list[Layer]) -> GradientStack:
         """Return the stack of these layers of one shape."""
@@ -305,10 +314,11 @@ class GradientExchange:
         # Squares of tiny and of huge numbers would be zero or infinite.
         peaks, sizes = peaks_of(momenta), [len(momentum) for momentum in momenta]
         torch._foreach_div_(momenta, list(peaks[:, None, None].split(sizes)))
-        directions = [
-            rule.apply(group, momentum, stack.layers, values)
-            for group, momentum, stack in zip(groups, momenta, stacks, strict=True)
-        ]
+        with rule.precision(blocks.like.device):
+            directions = [
+                rule.apply(group, momentum, stack.layers, values)
+                for group, momentum, stack in zip(groups, momenta, stacks, strict=True)
+            ]
         if gathered is None:
             sums = _sums(stacks, base, length)
         else:
@@ -391,7 +401,7 @@ class GradientExchange:
             terms: dict[Layer, Tensor] = {}
             mine = (x for x in chunk if self._registry.owner(x, "g") == self._ranks.rank)
             for one in precondition([self.stack_of(same) for same in alike(mine)], gathered):
-                new |= gradients.unstack([one], (), gathered.whole.get)
+                new |= gradients.unstack([one], frozenset(), gathered.whole.get)
                 terms |= one.terms_of()
             updates.add_shards(self._scatter(chunk, new, terms), terms)
 
@@ -525,7 +535,8 @@ def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
     if not base.former.keys().isdisjoint(parameters):
         former = gradients.block_sums(stacks, base.former.get, squares=False)
     if length.limits:
-        weights = gradients.block_sums(stacks, lambda p: p, squares=True)
+        own: dict[Tensor, Tensor] = {p: p for p in parameters}
+        weights = gradients.block_sums(stacks, own.get, squares=True)
     return Sums(measured, former, weights)
 
 
@@ -551,10 +562,6 @@ def _present(blocks: Blocks, base: OfBase) -> Tensor | None:
         return None
     of_layer = dict(zip(blocks.layers, present, strict=True))
     return per_block(blocks.layers, of_layer.__getitem__, blocks.like) > 0
-
-
-def _has_gradient(layer: Layer) -> bool:
-    return any(p.grad is not None for p in layer.parameters)
 
 
 def _gradient_bytes(layer: Layer) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ _SHARE = 2.0**-64
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
 
-_PLAIN = Tensor, nn.Parameter  # exactly these types: subclasses may take views in other ways
+_PLAIN = {Tensor, nn.Parameter}  # exactly these types: subclasses may take views in other ways
 
 
 class _View(NamedTuple):
@@ -151,10 +152,9 @@ class GradientStack:
     def collect(self, gradient_of: GradientOf) -> Tensor:
         """Return the layers' gradients as one tensor; a missing gradient is zero there."""
         raw = self.empty()
-        gradients = [
-            torch.zeros_like(p) if (gradient := gradient_of(p)) is None else gradient
-            for p in self.parameters
-        ]
+        found = map(gradient_of, self.parameters)
+        both = zip(found, self.parameters, strict=True)
+        gradients = [torch.zeros_like(p) if x is None else x for x, p in both]
         parts = self.parameter_parts(gradients)
         if self._are_alike and len(self.layers) > 1:
             # Join the parts of all layers first: then one copy brings them to their places.
@@ -218,7 +218,7 @@ class GradientStack:
         It makes one call for each kind of parameter; ``None`` if the layouts do not allow that.
         """
         dtype = like[0].dtype
-        plain = all(type(t) in _PLAIN and t.dtype == dtype for t in like)
+        plain = set(map(type, like)) <= _PLAIN and {t.dtype for t in like} == {dtype}
         if not (self._are_alike and plain and self._lie_alike(like)):
             return None
         if not self._lie_alike(self.parameters):
@@ -298,15 +298,12 @@ def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: b
 
     ``squares``: of their squares. A tensor that is ``None`` counts as zero.
     """
-    plain = [
-        [tensor_of(p) for p in layer.parameters]
-        for stack in stacks
-        for layer, is_plain in zip(stack.layers, stack.are_plain, strict=True)
-        if is_plain and squares
-    ]
+    both = [zip(stack.layers, stack.are_plain, strict=True) for stack in stacks if squares]
+    plain = [layer.parameters for layer, is_plain in itertools.chain(*both) if is_plain]
     norms = stacks[0].empty()[:0, 0, 0]
     if plain:  # no copy is needed
-        norms = _square_sums(plain, norms)
+        tensors = list(map(tensor_of, itertools.chain(*plain)))
+        norms = _square_sums(tensors, list(map(len, plain)), norms)
     if len(plain) == sum(stack.shape[0] for stack in stacks):
         return norms
     # A layer's sum has the same bits in any stack, since each rank stacks its own layers.
@@ -323,16 +320,18 @@ def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: b
     return torch.cat(found)
 
 
-def _square_sums(of_layers: list[list[Tensor | None]], like: Tensor) -> Tensor:
-    """Return the sums of squares of each layer's tensors, ``[layers]``."""
-    found = [x for tensors in of_layers for x in tensors if x is not None]
+def _square_sums(tensors: list[Tensor | None], counts: list[int], like: Tensor) -> Tensor:
+    """Return each layer's sum of squares, ``[layers]``; ``counts`` are of a layer's tensors."""
+    found = [x for x in tensors if x is not None]
     norms = iter(torch._foreach_norm(found, 2, dtype=like.dtype) if found else ())
-    zero, most = like.new_zeros(()), max(map(len, of_layers))
-    each = [
-        [zero if x is None else next(norms) for x in tensors] + [zero] * (most - len(tensors))
-        for tensors in of_layers
-    ]
-    return torch.stack([*itertools.chain(*each)]).square_().view(len(of_layers), most).sum(1)
+    zero, most = like.new_zeros(()), max(counts)
+    each = [zero if x is None else next(norms) for x in tensors]
+    if most == 1:
+        return torch.stack(each).square_()
+    if min(counts) < most:
+        own = iter(each)
+        each = [next(own) if i < count else zero for count in counts for i in range(most)]
+    return torch.stack(each).square_().view(len(counts), most).sum(1)
 
 
 def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:
@@ -464,7 +463,7 @@ class Updates:
             for p, own in shards_of(layer, part.to(self._terms[layer].device)):
                 local(self.shards[p]).mul_(own)
 
-    def by_parameter(self, in_parts: Collection[Tensor]) -> dict[Tensor, Tensor]:
+    def by_parameter(self, in_parts: Set[Tensor]) -> dict[Tensor, Tensor]:
         """Return new gradients for the parameters that have one.
 
         Parameters ``in_parts`` are covered by several layers, each by a part. A part whose layer is
@@ -474,24 +473,29 @@ class Updates:
         return new | {p: shard for p, shard in self.shards.items() if p.grad is not None}
 
 
-def own_gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
+def with_gradient(layers: Iterable[Layer]) -> list[bool]:
+    """Return which layers have a gradient: of the weight, of the bias, or of both."""
+    each = [layer.parameters for layer in layers]
+    return [bool(own) and (own[0].grad is not None or own[-1].grad is not None) for own in each]
+
+
+own_gradient: GradientOf = operator.attrgetter("grad")
 
 
 def unstack(
     stacks: list[NewGradients],
-    in_parts: Collection[Tensor] = (),
-    gradient_of: GradientOf = own_gradient,
+    in_parts: Set[Tensor] = frozenset(),
+    gradient_of: GradientOf = operator.attrgetter("grad"),
 ) -> dict[Tensor, Tensor]:
     """Return new gradients, shaped like their parameters."""
     new: dict[Tensor, Tensor] = {}
     targets, sources, absent = [], [], []
     for one in stacks:
         parameters, stacked = one.stack.parameters, one.new.contiguous()
-        raw = [gradient_of(p) for p in parameters]
+        raw = list(map(gradient_of, parameters))
         absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
         like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
-        whole = not in_parts or not any(p in in_parts for p in parameters)
+        whole = not in_parts or in_parts.isdisjoint(parameters)
         copies = one.stack.copies(stacked, like) if whole else None
         if copies is not None:
             new.update(zip(parameters, copies, strict=True))

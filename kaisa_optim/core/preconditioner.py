@@ -165,11 +165,12 @@ class Preconditioner(Questions):
 
         One process also looks at its sums; several ranks must know the answer without asking.
         """
-        capture, states = self.capture, self.registry.states.values()
+        capture = self.capture
         alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
-        asks = any(state.deferred or state.waits for state in states)
-        due = due_layers(self.registry.states, self._slot())
-        return bool(alone or capture.wanted or asks or due)
+        if alone or capture.wanted:
+            return True
+        asks = any(state.deferred or state.waits for state in self.registry.states.values())
+        return asks or bool(due_layers(self.registry.states, self._slot()))
 
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
@@ -200,21 +201,19 @@ class Preconditioner(Questions):
 
     def _report(self, common: dict[str, Any]) -> StepReport:
         self.sums.combine()
-        layers = list(self.registry.layers.values())
-        return step_report(self.capture, self.sums, layers)._replace(
+        return step_report(self.capture, self.sums, self.registry.sections)._replace(
             checksum=agreement.checksum(common | self.status.weights()),
             lacks_half_products=self._lacks_half_products(),
             stale=self.refresher.answers(self.owned, self.registry.deferred),
         )
 
     def _plan(self, agreed: AgreedStep) -> StepPlan:
-        layers = self.registry.layers
         return plan_step(
             self.steps,
             agreed,
             self.registry.states,
             slot=self._slot(),
-            defers={name for name, x in layers.items() if self.refresher.defers(x)},
+            defers=self._defers,
         )
 
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
@@ -322,6 +321,7 @@ class Preconditioner(Questions):
             list(registry.layers.values()),
             self.sums,
             reduce=self.options.weight_sharing == "reduce",
+            counts=not self.rule.makes_directions,
             precision=self.options.statistics_precision,
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
@@ -357,6 +357,8 @@ class Preconditioner(Questions):
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
         self._placed = registry.devices
+        layers = registry.layers.items()
+        self._defers = {name for name, x in layers if self.refresher.defers(x)}
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
         self.schedule = Schedule(registry.facts, at_once, self.options.early)
@@ -396,7 +398,7 @@ class Preconditioner(Questions):
         self._ask_owners()
         apart = self.status.compare_covers()
         for layer in apart:
-            layer.covers = layer.covers_now()
+            layer.cover(layer.covers_now())
             self.reset(layer)
         if apart:
             self.allocate()

@@ -115,11 +115,6 @@ class Registry:
         """Return the column of the grid whose ranks are a layer's gradient workers."""
         return self.owner(layer, "g") % self._ranks.grid.columns
 
-    @property
-    def splits_owners(self) -> bool:
-        """Return whether A and G of some layer have two owners."""
-        return any(p.a != p.g for p in self.placements.values())
-
     def shards(self, layer: Layer) -> list[sharding.Shards]:
         """Return the shards of a layer's covered parameters."""
         both = zip(self.sharded[layer], layer.covers, strict=True)
@@ -250,7 +245,7 @@ class Registry:
             covers = gathered.get(layer) or layer.covers_now()
             if any(covers) and covers != layer.covers:
                 logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
-                layer.covers = covers
+                layer.cover(covers)
                 changed.append(layer)
         return changed
 
@@ -284,6 +279,9 @@ class Registry:
         new = [task for task in tasks if task.name not in self.placements]
         colocate = self._options.colocate_factors
         self.placements |= assignment.assign(strategy, new, grid, colocate, load)
+        # Whether A and G of some layer have two owners.
+        self.splits_owners = any(p.a != p.g for p in self.placements.values())
+        self.sections = {layer: layer.sections for layer in self.layers.values()}
 
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:

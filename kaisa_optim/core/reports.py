@@ -257,7 +257,7 @@ def poor_coverage(found: CoverageReport) -> str:
 
 def poor_uses(kfac: Questions) -> str:
     """Return a warning, once the search for calls is over, if too many parameters are left."""
-    over = any(x.unseen >= PATIENCE and not x.has_average for x in kfac.states.values())
+    over = any([x.unseen >= PATIENCE and not x.has_average for x in kfac.states.values()])
     found = coverage(kfac.registry) if over else None
     return poor_coverage(found) if found is not None else ""
 
@@ -287,9 +287,8 @@ def name_layers_without_statistics(
     applied: AppliedFactors, states: Mapping[str, LayerState], named: set[Layer]
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
-    for layer in (layer for group in applied.groups for layer in group.layers):
-        if states[layer.name].has_average or layer in named:
-            continue
+    layers = [layer for group in applied.groups for layer in group.layers]
+    for layer in [x for x in layers if not states[x.name].has_average and x not in named]:
         unseen = states[layer.name].unseen
         # Search calls around the layer's module first; coverage() reports layers by use.
         if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):

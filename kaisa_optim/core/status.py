@@ -20,6 +20,7 @@ from ..layers import Layer
 from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
 from . import coverage, reports
 from .coverage import unwrapped
+from .gradients import with_gradient
 from .registry import Registry
 
 _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
@@ -105,7 +106,7 @@ class Status:
             report = report._replace(failed=True)
         numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
         totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
-        sections = {name: layer.sections for name, layer in self._registry.layers.items()}
+        sections = {layer.name: count for layer, count in self._registry.sections.items()}
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)
         if agreed.failed and not (loads and agreed.failed == self._ranks.world):
@@ -347,23 +348,19 @@ class Status:
         return found
 
 
-def step_report(capture: Capture, sums: FactorSums, layers: list[Layer]) -> StepReport:
+def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int]) -> StepReport:
     """Return the report of this rank's captures since the last step."""
-    graded, all_sums = with_gradient(layers), sums.of_layer.values()
+    graded, all_sums = with_gradient(sections), sums.of_layer.values()
     return StepReport(
         failed=capture.error is not None,
         captured=capture.backwards > 0 or capture.was_paused,
         has_gradients=any(graded),
-        drawn=capture.draws > 0 or any(one.drawn for one in all_sums),
-        trained=any(one.trained for one in all_sums),
+        drawn=capture.draws > 0 or any([one.drawn for one in all_sums]),
+        trained=any([one.trained for one in all_sums]),
         terms=sums.terms(),
         gradients=graded,
-        rows=sums.rows(layers),
+        rows=sums.rows(sections),
     )
-
-
-def with_gradient(layers: Iterable[Layer]) -> list[bool]:
-    return [any(p.grad is not None for p in layer.parameters) for layer in layers]
 
 
 def zeros_like_gradients(layers: Iterable[Layer]) -> dict[Tensor, Tensor]:

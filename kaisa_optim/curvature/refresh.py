@@ -204,7 +204,11 @@ def _rejections(owned: Factors, names: set[str]) -> dict[str, bool]:
 
     ``True`` says that none of a factor's sums was finite. The host waits once if all were finite.
     """
-    stacks = [s for s in owned.stacks.values() if any(f.layer.name in names for f in s.factors)]
+    stacks = [
+        stack
+        for stack in owned.stacks.values()
+        if not names.isdisjoint([factor.name[0] for factor in stack.factors])
+    ]
     counts = [stack.tensors["rejected"] for stack in stacks]
     if not counts or not torch.stack([c.any().to(counts[0].device) for c in counts]).any():
         return {}

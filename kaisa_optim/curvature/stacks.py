@@ -51,13 +51,9 @@ class Factor:
         self.key = stack.key
         self.tensors = stack.tensors
         self.slots = slice(stack.count, stack.count + layer.blocks)
+        self.name = layer.name, side  # as plans name it
         stack.factors.append(self)
         stack.count += layer.blocks
-
-    @property
-    def name(self) -> tuple[str, str]:
-        """The factor as plans name it."""
-        return self.layer.name, self.side
 
     def __getitem__(self, key: str) -> Tensor:
         return self.tensors[key][self.slots]
@@ -191,7 +187,7 @@ def at(tensor: Tensor, slots: Slots) -> Tensor:
 
 def joined(slices: Sequence[slice], device: torch.device) -> Slots:
     """Return ascending slices as one where they touch, else as indices."""
-    if all(one.stop == other.start for one, other in itertools.pairwise(slices)):
+    if all([one.stop == other.start for one, other in itertools.pairwise(slices)]):
         return slice(slices[0].start, slices[-1].stop)
     indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
     return sent(indices, device)

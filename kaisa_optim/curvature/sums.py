@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -129,13 +130,11 @@ class FactorSums:
 
     # ---- reports ----
 
-    def rows(self, layers: Sequence[Layer]) -> list[float]:
+    def rows(self, sections: Mapping[Layer, int]) -> list[float]:
         """Return this rank's number of rows of each section of each layer."""
-        counts: list[float] = []
-        for layer in layers:
-            sums = self.of_layer.get(layer)
-            counts += [0.0] * layer.sections if sums is None else sums.count
-        return counts
+        each = [(self.of_layer.get(layer), count) for layer, count in sections.items()]
+        counts = [[0.0] * count if sums is None else sums.count for sums, count in each]
+        return list(itertools.chain.from_iterable(counts))
 
     def terms(self) -> float:
         """Return K: the number of terms that this rank's loss averages, for all layers alike."""

@@ -95,6 +95,8 @@ class CoveredModule:
 
     name: str
     module: nn.Module
+    covers: tuple[bool, bool]  # weight and bias: trained, not frozen when statistics were taken
+    parameters: tuple[nn.Parameter, ...]  # the covered ones, weight first
     number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
     blocks: int = 1
@@ -111,25 +113,15 @@ class CoveredModule:
         self.weight: nn.Parameter | None = module._parameters.get("weight")
         self.bias: nn.Parameter | None = module._parameters.get("bias")
         self.trained = (False, False)  # whether weight and bias are in the optimizer's groups
-        self.covers = (False, False)
+        self.cover((False, False))
         self.wide = math.inf  # a side wider than this is diagonal
         self.shared = Shared()  # one for all layers of a model, once they are captured
 
-    @property
-    def covers(self) -> tuple[bool, bool]:
-        """Weight and bias: trained, and not frozen when the statistics were taken."""
-        return self._covers
-
-    @covers.setter
-    def covers(self, covers: tuple[bool, bool]) -> None:
-        self._covers = covers
+    def cover(self, covers: tuple[bool, bool]) -> None:
+        """Cover weight and bias, or one of them."""
+        self.covers = covers
         both = zip((self.weight, self.bias), covers, strict=True)
-        self._parameters = tuple(p for p, covered in both if covered and p is not None)
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The covered parameters, weight first."""
-        return self._parameters
+        self.parameters = tuple([p for p, covered in both if covered and p is not None])
 
     @property
     def inputs(self) -> int:
@@ -170,6 +162,10 @@ class CoveredModule:
             self.trained[0] and weight is not None and weight.requires_grad,
             self.trained[1] and bias is not None and bias.requires_grad,
         )
+
+    def is_changed(self) -> bool:
+        """Return whether weight or bias was frozen or unfrozen since the statistics were taken."""
+        return self.covers_now() != self.covers
 
     def same_place(self, other: CoveredModule) -> bool:
         """Return whether both stand for the same parameters of the same module."""

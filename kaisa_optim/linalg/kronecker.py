@@ -59,7 +59,8 @@ def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor |
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
     """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
-    g, a = (inverse if inverse.dim() == 3 else None for inverse in (inverse_g, inverse_a))
+    g = inverse_g if inverse_g.dim() == 3 else None
+    a = inverse_a if inverse_a.dim() == 3 else None
     out = out_of_basis(gradient, g, a)
     if g is None:
         out = inverse_g[:, :, None] * out

@@ -66,11 +66,11 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
     raise AttributeError("mkldnn._linear_pointwise")
 
 
-def _linear_for(*tensors: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return oneDNN's product if these tensors should take it."""
-    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+def _linear_for(like: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return oneDNN's product if matrices like this one should take it."""
+    if like.dtype != torch.float32 or like.device.type != "cpu" or _onednn_is_off():
         return None
-    return None if _onednn_is_off() else _onednn()
+    return _onednn()
 
 
 def _onednn_is_off() -> bool:
@@ -105,7 +105,9 @@ def _multiplies_brain_floats(device: torch.device) -> bool:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return L R of two stacks of equally many matrices, by oneDNN where it pays."""
-    linear = _linear_for(left, right) if _is_much(left, right) else None
+    if left.shape[1] * left.shape[2] * right.shape[2] < _MUCH:
+        return torch.bmm(left, right)
+    linear = _linear_for(left)
     if linear is None:
         return torch.bmm(left, right)
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
@@ -113,18 +115,10 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def added(base: Tensor, left: Tensor, right: Tensor, kept: float, share: float) -> Tensor:
     """Return ``kept`` B + ``share`` L R of stacks."""
-    if _linear_for(left, right) is None or not _is_much(left, right):
+    few = left.shape[1] * left.shape[2] * right.shape[2] < _MUCH
+    if few or _linear_for(left) is None:
         return torch.baddbmm(base, left, right, beta=kept, alpha=share)
     return product(left, right).mul_(share).add_(base, alpha=kept)
-
-
-def _is_much(left: Tensor, right: Tensor) -> bool:
-    return left.shape[1] * left.shape[2] * right.shape[2] >= _MUCH
-
-
-def _right_first(rows: int, g: int, a: int, columns: int) -> bool:
-    """Return whether L M R, M ``[g, a]``, is less work with M R first."""
-    return g * columns * (a + rows) < rows * a * (g + columns)
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
@@ -139,9 +133,9 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
         out = middle if left is None else product(left, middle)
         return out if right is None else product(out, right)
     rows, g, a, columns = left.shape[1], *middle.shape[1:], right.shape[2]
-    if _right_first(rows, g, a, columns):
+    if g * columns * (a + rows) < rows * a * (g + columns):  # less work with M R first
         return product(left, product(middle, right))
-    linear = _linear_for(left, middle, right) if g * a * (g + a) >= 2 * _MUCH else None
+    linear = _linear_for(middle) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return torch.bmm(torch.bmm(left, middle), right)
     # Only Q_Gᵀ, on the way into a basis, has to be copied.

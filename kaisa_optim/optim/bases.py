@@ -62,9 +62,9 @@ class BaseStep:
         for group in optimizer.param_groups:
             stepped = [p for p in group["params"] if p in ready and p.grad is not None]
             found.settings |= self.settings(optimizer, group, stepped)
-            for p in stepped:
+            for p in self._unsettled(optimizer, group, stepped, mine):
                 self._settle(optimizer.state[p], p, found if p in mine else None, group)
-            for params in _alike(p for p in stepped if p in mine):
+            for params in _alike([p for p in stepped if p in mine]):
                 entries = [optimizer.state[p] for p in params]
                 gradients = _gradients(group, params)
                 ahead = self.ahead(group, entries, gradients)
@@ -117,6 +117,19 @@ class BaseStep:
                     if self.counts:
                         entry.setdefault("step", _zero_count())
 
+    def _unsettled(
+        self, optimizer: KFACMixin, group: Group, params: list[Tensor], mine: Collection[Tensor]
+    ) -> list[Tensor]:
+        """Return the parameters whose entries are not as :meth:`_settle` leaves them."""
+        state, momentum, keeps = optimizer.state, self.momentum, self.keeps(group)
+        second = frozenset(self.second)
+        return [
+            p
+            for p in params
+            if not second.isdisjoint(entry := state[p])
+            or (momentum in entry) != (keeps and p in mine)
+        ]
+
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         """Complete a parameter's entry where its momentum is kept, else remove the momentum.
 
@@ -162,7 +175,7 @@ class BaseStep:
     def move(self, optimizer: KFACMixin, directions: Directions) -> None:
         """Step along directions, which may be overwritten."""
         for group in optimizer.param_groups:
-            for params in _alike(p for p in group["params"] if p in directions):
+            for params in _alike([p for p in group["params"] if p in directions]):
                 self._move(group, params, [directions[p] for p in params])
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
@@ -239,7 +252,7 @@ def _counted(entries: list[Entry]) -> list[int]:
     shared: dict[int, Tensor] = {}
     for key, number in numbers.items():
         shared.setdefault(number, tensors[key].cpu())
-    if any(entry.get("step") is None for entry in entries):
+    if any([entry.get("step") is None for entry in entries]):
         shared.setdefault(0, _zero_count())
     before = [0 if e.get("step") is None else numbers[id(e["step"])] for e in entries]
     for entry, number in zip(entries, before, strict=True):
@@ -332,6 +345,11 @@ class MuonStep(BaseStep):
     ) -> dict[Tensor, Any]:
         return dict.fromkeys(stepped, group["adjust_lr_fn"])
 
+    def _unsettled(
+        self, optimizer: KFACMixin, group: Group, params: list[Tensor], mine: Collection[Tensor]
+    ) -> list[Tensor]:
+        return params  # AdamW's entries and loaded ones may have anything
+
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         super()._settle(entry, p, found, group)
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
@@ -370,7 +388,7 @@ class AnyStep(BaseStep):
     ) -> OfBase:
         found, steps = self._found(optimizer), self._steps(optimizer, ready)
         for group in optimizer.param_groups:
-            for params in _alike(p for p in group["params"] if p in steps and p in mine):
+            for params in _alike([p for p in group["params"] if p in steps and p in mine]):
                 entries = [optimizer.state[p] for p in params]
                 momenta = self._momenta(params, entries, _gradients(group, params))
                 found.momenta.update(zip(params, momenta, strict=True))

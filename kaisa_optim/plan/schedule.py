@@ -51,7 +51,8 @@ class Schedule:
 
     ``layers`` are in the model's order. Layers of one shape share a slot, and at least ``at_once``
     are refreshed together; 0: all of them, and then all gather in one step, too. Frozen layers keep
-    their places, so that no slot depends on when others are frozen. Steps in ``early`` gather and refresh everything besides.
+    their places, so that no slot depends on when others are frozen. Steps in ``early`` gather and
+    refresh everything besides.
     """
 
     def __init__(

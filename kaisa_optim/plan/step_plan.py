@@ -69,7 +69,7 @@ class StepReport(NamedTuple):
         """Return the report as numbers whose sums over the ranks tell all."""
         *head, gradients, stale, rows = self
         squared = self.checksum**2  # both sums together tell whether checksums are equal
-        return [*head, squared, *gradients, *stale, *rows, *(n > 0 for n in rows)]
+        return [*head, squared, *gradients, *stale, *rows, *[n > 0 for n in rows]]
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,15 @@ class AgreedStep:
         answered: tuple[str, ...],
     ) -> AgreedStep:
         """Read sums over the ranks of :meth:`StepReport.numbers`; ``sections`` are by layer."""
-        numbers = iter(totals)
-
-        def take(count: int) -> list[float]:
-            return list(itertools.islice(numbers, count))
-
-        failed, captured, has_gradients, drawn, trained, checksum, terms, lacks, squares = take(
-            len(mine.numbers()) - len(mine.gradients) - len(mine.stale) - 2 * len(mine.rows)
+        lengths = len(mine.gradients), len(mine.stale), len(mine.rows), len(mine.rows)
+        starts = list(itertools.accumulate(lengths, initial=len(totals) - sum(lengths)))
+        head, flags, stale, counts, givers = (
+            totals[start:end] for start, end in itertools.pairwise([0, *starts])
         )
-        gradients = dict(zip(sections, take(len(mine.gradients)), strict=True))
-        stale = take(len(mine.stale))
-        rows, givers = ({name: take(n) for name, n in sections.items()} for _ in range(2))
+        failed, captured, has_gradients, drawn, trained, checksum, terms, lacks, squares = head
+        ends = list(itertools.accumulate(sections.values()))
+        places = zip(sections, [0, *ends[:-1]], ends, strict=True)
+        seen = {name: slice(*place) for name, *place in places if any(counts[slice(*place)])}
         return cls(
             exchanged=True,
             answered=answered,
@@ -124,10 +122,10 @@ class AgreedStep:
             trained=trained,
             checksums=(checksum, squares),
             lacks_half_products=lacks,
-            gradients=gradients,
+            gradients=dict(zip(sections, flags, strict=True)),
             stale=stale,
-            rows={name: counts for name, counts in rows.items() if any(counts)},
-            givers={name: givers[name] for name, counts in rows.items() if any(counts)},
+            rows={name: list(counts[place]) for name, place in seen.items()},
+            givers={name: list(givers[place]) for name, place in seen.items()},
         )
 
 
@@ -177,7 +175,7 @@ class StepPlan:
     def deferred(self) -> tuple[str, ...]:
         """The unchecked layers: in the next step, ranks learn whether the attempt succeeded."""
         names = {name for name, _ in self.attempt}
-        return tuple(name for name in self.refresh if name in names)
+        return tuple([name for name in self.refresh if name in names])
 
 
 def due_layers(states: Mapping[str, LayerState], slot: Collection[str]) -> list[str]:
@@ -214,7 +212,7 @@ def plan_step(
                 decompose.add((name, side))
             elif name in slot:
                 attempt.add((name, side))
-    will_have_state = {*due, *(name for name, state in states.items() if state.has_state)}
+    will_have_state = {*due, *[name for name, state in states.items() if state.has_state]}
     return StepPlan(
         number,
         exchanges=agreed.exchanged,
@@ -223,5 +221,5 @@ def plan_step(
         refresh=tuple(due),
         decompose=frozenset(decompose),
         attempt=frozenset(attempt),
-        precondition=tuple(name for name in states if name in will_have_state),
+        precondition=tuple([name for name in states if name in will_have_state]),
     )

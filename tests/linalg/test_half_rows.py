@@ -103,7 +103,7 @@ def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wi
     (layer,) = kind.layers_of("it", module)
     layer.wide = wide
     layer.trained = (True, layer.bias is not None)
-    layer.covers = layer.covers_now()
+    layer.cover(layer.covers_now())
     x = torch.arange(180).view(shape) % 20 if name == "words" else rows(*shape, dtype=dtype)
     like = module(x if name == "words" else x.float()).detach()
     grad = (rows(*like.shape) * 1e-2).to(dtype)

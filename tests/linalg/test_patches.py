@@ -137,7 +137,8 @@ def said_by_rows(layer, x, grad, way):
 def test_a_layer_says_of_patches_what_their_rows_do(name, way):
     module = (MODULES | STRIDED)[name].double()
     layer = ConvLayer("", module)
-    layer.trained = layer.covers = (True, module.bias is not None)
+    layer.trained = (True, module.bias is not None)
+    layer.cover(layer.trained)
     torch.manual_seed(0)
     x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
     grad = module(x).detach()
@@ -149,7 +150,8 @@ def test_a_layer_says_of_patches_what_their_rows_do(name, way):
 def test_a_layer_takes_the_short_way(name, monkeypatch):
     module = MODULES[name].double()
     layer = ConvLayer("", module)
-    layer.trained = layer.covers = (True, module.bias is not None)
+    layer.trained = (True, module.bias is not None)
+    layer.cover(layer.trained)
     torch.manual_seed(0)
     x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
     grad = module(x).detach()
@@ -201,7 +203,8 @@ def test_pieces_grow_with_the_taps_and_not_with_the_dilation():
 def test_what_was_set_to_a_list(name):
     module = nn.Conv2d(4, 3, 3, padding=1).double()
     layer = ConvLayer("", module)
-    layer.trained = layer.covers = (True, True)
+    layer.trained = (True, True)
+    layer.cover(layer.trained)
     x = torch.randn(2, 4, 12, 12, dtype=torch.float64)
     expected = said_by(layer, x, module(x).detach(), WAYS["all"])
     setattr(module, name, list(getattr(module, name)))
@@ -261,7 +264,8 @@ def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_onc
     kind = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
     module = kind(2 * groups, 3 * groups, **geometry, groups=groups, bias=bias).double()
     layer = ConvTransposeLayer("", module)
-    layer.trained = layer.covers = (True, bias)
+    layer.trained = (True, bias)
+    layer.cover(layer.trained)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 2 * groups, *size, generator=generator, dtype=torch.float64)
     grad = module(x).detach()
@@ -278,7 +282,8 @@ def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, ker
     torch.manual_seed(0)
     module = nn.ConvTranspose2d(4, 2, kernel, stride=stride, padding=kernel // 2 - stride // 2)
     layer = ConvTransposeLayer("", module)
-    layer.trained = layer.covers = (True, True)
+    layer.trained = (True, True)
+    layer.cover(layer.trained)
     x = torch.randn(2, 4, 8, 8)
     x[:, :, 0] *= 1e4
     grad = module(x).detach()
@@ -303,7 +308,8 @@ GRADIENTS = {
 def test_a_gradients_moment_image_by_image_is_that_of_its_rows(lies, groups, monkeypatch):
     module = nn.Conv2d(6, 12, 3, padding=1, groups=groups)
     layer = ConvLayer("", module)
-    layer.trained = layer.covers = (True, True)
+    layer.trained = (True, True)
+    layer.cover(layer.trained)
     torch.manual_seed(0)
     grad = GRADIENTS[lies](torch.randn(3, 12, 8, 7, dtype=torch.float64))
     ways = {"reduce": False, "diagonal": False, "dtype": torch.float64}
@@ -329,7 +335,8 @@ def test_where_a_gradients_rows_are_multiplied(shape, slowly, monkeypatch):
     halved; and oneDNN's, where torch's are slow, takes all rows at once."""
     channels, *size = shape
     layer = ConvLayer("", nn.Conv2d(1, channels, 3, padding=1))
-    layer.trained = layer.covers = (True, True)
+    layer.trained = (True, True)
+    layer.cover(layer.trained)
     monkeypatch.setattr(conv, "moment_of_images", None)
     monkeypatch.setattr(moments, "multiplies_slowly", lambda like: slowly)
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,10 @@ class Rule(ABC):
         return None
 
     # ---- application ----
+
+    def precision(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return the context in which :meth:`apply` runs, for several stacks of a device."""
+        return nullcontext()
 
     @abstractmethod
     def apply(

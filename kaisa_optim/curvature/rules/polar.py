@@ -8,6 +8,8 @@ their mean eigenvalues and damped by a share λ, so that no scale of the loss or
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -37,15 +39,19 @@ class PolarRule(TriangleRule):
     def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
         return self.length.specs(count, dtype)
 
+    def precision(self, device: torch.device) -> AbstractContextManager[None]:
+        """Polynomials need full precision, unless they are multiplied in bfloat16."""
+        half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
+        return nullcontext() if half else precision.full_precision(device.type)
+
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
         slots = group.slots_of(members)
-        g, a = (self._state(group, side, "root", slots, gradient) for side in "ga")
+        g = self._state(group, "g", "root", slots, gradient)
+        a = self._state(group, "a", "root", slots, gradient)
         assert g is not None and a is not None
         white = kronecker.apply_inverse(gradient, g, a)
-        in_half = self._orthogonal_in_half(white)
-        with precision.full_precision(gradient.device.type):
-            found = orthogonal.orthogonalized(white, in_half=in_half)
+        found = orthogonal.orthogonalized(white, in_half=self._orthogonal_in_half(white))
         return kronecker.softened(found, g, a, _KEPT)
