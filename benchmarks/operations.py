@@ -50,11 +50,12 @@ class Operations(TorchDispatchMode):
 
 
 def _counts_a_step(name: str, args: Any) -> bool:
-    """Return whether this is a step of a counter, as Adam keeps on the CPU for each parameter."""
-    if name not in ("add_", "_foreach_add_") or not args:
+    """Return whether this moves or reads a counter, as Adam keeps on the CPU for each parameter."""
+    if name not in ("add_", "_foreach_add_", "_local_scalar_dense") or not args:
         return False
     first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
-    return isinstance(first, Tensor) and first.dim() == 0 and not isinstance(args[1], Tensor)
+    counter = isinstance(first, Tensor) and first.dim() == 0 and first.dtype == torch.float32
+    return counter and first.device.type == "cpu"
 
 
 @dataclass
@@ -132,6 +133,163 @@ MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 BASES = {"KFACSGD": "SGD", "KFACAdam": "Adam"}
 
 
+class Bare:
+    """The same mathematics over the same shapes, and nothing else: layers of one shape together.
+
+    Factors stay as they begin, since no passes are read; averages and roots are made anew as
+    often.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        kfac: Any = trainer.optimizer
+        self.adam = isinstance(kfac, KFACAdam)
+        preconditioner = kfac.preconditioner
+        self.groups = preconditioner.applied.groups
+        self.schedule = preconditioner.schedule
+        self.layers = [layer for group in self.groups for layer in group.layers]
+        covered = {p for layer in self.layers for p in layer.parameters}
+        self.parameters = list(covered)
+        rest = [p for p in trainer.model.parameters() if p not in covered]
+        base = Adam if self.adam else SGD
+        self.base = base(rest, lr=1e-3, foreach=True)
+        self.momenta = {p: torch.zeros_like(p) for p in covered}
+        self.squares = torch.zeros(sum(group.count for group in self.groups))
+
+    @torch.no_grad()
+    def step(self, number: int) -> None:
+        self.base.step()
+        for group in self.groups:
+            names = {layer.name for layer in group.layers}
+            for side, n in (("a", group.a.key.size), ("g", group.g.key.size)):
+                if group.state(side, "root", slice(None)).dim() == 2:
+                    continue
+                if not names.isdisjoint(self.schedule.gathers(number, 10)):
+                    self._average(torch.eye(n).expand(group.count, n, n).clone())
+                if not names.isdisjoint(self.schedule.refreshes(number, 20)):
+                    self._root(torch.eye(n, dtype=torch.float64).expand(group.count, n, n))
+        gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
+        if self.adam:
+            torch._foreach_lerp_(momenta, gradients, 0.1)
+            ahead = torch._foreach_lerp(gradients, momenta, 0.9)
+        else:
+            torch._foreach_mul_(momenta, 0.9)
+            torch._foreach_add_(momenta, gradients)
+            ahead = momenta
+        along = dict(zip(self.parameters, ahead, strict=True))
+        stacks = [_stacked(group.layers, along) for group in self.groups]
+        peaks = _norms(stacks, float("inf")).clamp_(min=1e-30)
+        sizes = [len(stack) for stack in stacks]
+        torch._foreach_div_(stacks, list(peaks[:, None, None].split(sizes)))
+        directions = [_direction(x, m) for x, m in zip(self.groups, stacks, strict=True)]
+        pairs = zip(directions, stacks, strict=True)
+        dots = torch.cat([(d * m).sum((1, 2)) for d, m in pairs])
+        scales = self._lengths(stacks, directions, dots, peaks)
+        torch._foreach_mul_(directions, list(scales[:, None, None].split(sizes)))
+        moved, steps = [], []
+        for group, direction in zip(self.groups, directions, strict=True):
+            for kind in _kinds(group):
+                moved += kind
+                steps += _part(direction, kind)
+        torch._foreach_add_(moved, steps, alpha=-1e-9)
+
+    def _lengths(
+        self, stacks: list[Tensor], directions: list[Tensor], dots: Tensor, peaks: Tensor
+    ) -> Tensor:
+        sizes = _norms(stacks, 2).mul_(peaks)
+        own = _norms(directions, 2).clamp_(min=1e-30)
+        weights = torch.stack(torch._foreach_norm(self.parameters, 2)).square_()
+        limit = (weights[: len(own)] * 0.05).clamp_(max=0.1).clamp_(min=0.003)
+        if not self.adam:
+            limit = torch.minimum(limit, sizes.square() / dots)
+            share = (sizes * 0.1).sum() / (dots * 0.1).sum()
+            return torch.minimum(share.expand(len(own)), limit) / own
+        graded = [p.grad for p in self.parameters]
+        measured = torch.stack(torch._foreach_norm(graded, 2)).square_()[: len(own)]
+        self.squares.lerp_(measured, 0.001)
+        fall = _norms(stacks, 1).mul_(sizes) / (self.squares / 0.9).sqrt_().add_(1e-8)
+        least = (sizes * 0.01).div_(own)
+        return torch.minimum(fall / torch.maximum(dots / own, least), limit) / own
+
+    def _average(self, values: Tensor) -> None:
+        values.div_(values.diagonal(dim1=1, dim2=2).mean(1)[:, None, None])
+        fine = values.diagonal(dim1=1, dim2=2).sum(1).isfinite()
+        values.lerp_(values.clone(), torch.where(fine, 0.05, 0.0)[:, None, None])
+
+    def _root(self, factors: Tensor) -> None:
+        damped = factors / factors.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        damped.diagonal(dim1=1, dim2=2).add_(0.01)
+        values, vectors = torch.linalg.eigh(damped)
+        scaled = vectors * values.clamp_(min=1e-9).pow_(-0.25)[:, None, :]
+        root = torch.bmm(scaled, scaled.mT).float()
+        torch.where(root.isfinite().all(), root, root)
+
+
+def _norms(stacks: list[Tensor], order: float) -> Tensor:
+    return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
+
+
+def _kinds(group: Any) -> list[list[Tensor]]:
+    """The weights of a group, and its biases."""
+    return [list(kind) for kind in zip(*[x.parameters for x in group.layers], strict=True)]
+
+
+def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
+    """Momenta of layers of one shape as one stack, a bias as the last column."""
+    weights, *biases = zip(*[[along[p] for p in x.parameters] for x in layers], strict=True)
+    flat = [m.flatten(1) if m.dim() != 2 or layers[0].weight.dim() != 2 else m for m in weights]
+    if layers[0].input_dim == 0:  # a table
+        flat = [m.mT for m in flat]
+    stack = torch.stack(flat)
+    return torch.cat([stack, torch.stack(biases[0])[:, :, None]], 2) if biases else stack
+
+
+def _direction(group: Any, momentum: Tensor) -> Tensor:
+    g, a = (group.state(side, "root", slice(None)) for side in "ga")
+    white = torch.bmm(g, momentum)
+    white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
+    white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
+    tall = white.shape[1] > white.shape[2]
+    x = white.mT if tall else white
+    gram = torch.bmm(x, x.mT)
+    q = None
+    for b, c in ((-20.8, 14.7), (-2.4, 0.5)):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(3.0)
+        if q is None:
+            q, gram = factor, torch.bmm(factor, torch.bmm(gram, factor))
+        else:
+            q = torch.bmm(q, factor)
+    x = torch.bmm(q, x)
+    found = x.mT if tall else x
+    found = torch.baddbmm(found, g, found, beta=0.8, alpha=0.2)
+    if a.dim() == 2:
+        return found * a.mul(0.2).add_(0.8)[:, None, :]
+    return torch.baddbmm(found, found, a, beta=0.8, alpha=0.2)
+
+
+def _part(direction: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """The directions of weights, or of biases, shaped as these are."""
+    if parameters[0].dim() == 1:
+        return list(direction[:, :, -1].contiguous().unbind())
+    n = parameters[0][0].numel()
+    if direction.shape[1] != len(parameters[0]):
+        return list(direction.mT.contiguous().unbind())
+    return [x.view_as(p) for x, p in zip(direction[:, :, :n].contiguous(), parameters, strict=True)]
+
+
+def bare(network: str, optimizer: str, steps: int) -> float:
+    """Return the mean operations of a step of the bare loop."""
+    trainer = Trainer(NETWORKS[network], MAKERS[optimizer])
+    for _ in range(2):
+        trainer.step()
+    loop, found = Bare(trainer), Operations()
+    loop.step(FIRST)  # the base makes its state
+    for number in range(FIRST, FIRST + steps):
+        with found:
+            loop.step(number)
+    return found.found.total() / steps
+
+
 def counted(network: str, optimizer: str, steps: int) -> dict[str, float]:
     """Return means over steps: operations of the passes and of ``step()``, Python of both."""
     trainer = Trainer(NETWORKS[network], MAKERS[optimizer])
@@ -156,11 +314,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="over which counts are averaged")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     for network, ours in ROWS:
         for name in (BASES[ours], ours):
             found = results[f"{network}, {name}"] = counted(network, name, options.steps)
-            print(network, name, *(f"{key} {value:.0f}" for key, value in found.items()))
+            if name == ours:
+                found["bare step"] = bare(network, name, options.steps)
+            print(f"{network}, {name}:", *(f"{key} {value:.0f}" for key, value in found.items()))
     if options.out is not None:
         keep(options.out, results=results)
 

@@ -548,8 +548,12 @@ def _kept(groups: list[LayerGroup], slots: list[Slots], sizes: list[int]) -> Kep
         return torch.cat([at(group.tensors[name], own) for group, own in both])
 
     def write(name: str, values: Tensor) -> None:
-        for group, own, part in zip(groups, slots, values.split(sizes), strict=True):
-            group.tensors[name][own] = part
+        kept, parts = [group.tensors[name] for group in groups], list(values.split(sizes))
+        if all([isinstance(own, slice) for own in slots]):
+            torch._foreach_copy_([x[own] for x, own in zip(kept, slots, strict=True)], parts)
+            return
+        for tensor, own, part in zip(kept, slots, parts, strict=True):
+            tensor[own] = part
 
     return Kept(read, write)
 

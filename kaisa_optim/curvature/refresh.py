@@ -121,10 +121,13 @@ class Refresher:
         state, slots = _state(stack, factors, applied)
         if "stale" in stack.tensors:
             stack.tensors["stale"][slots_of(factors)] = 0
-        fine = None if good.all() else good.to(stack.key.device)
+        all_good = bool(good.all())
+        fine = None if all_good else good.to(stack.key.device)
         # Diagonal factors have the first result alone.
         for name, result in zip(self._rule.results, results, strict=False):
             _put(state[name], slots, result.to(stack.key.device), fine)
+        if all_good:
+            return set()
         parts = (~good).split([f.layer.blocks for f in factors])
         return {f.layer.name for f, part in zip(factors, parts, strict=True) if part.any()}
 

@@ -11,26 +11,30 @@ from torch import Tensor
 from .products import added, product
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
+# The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
+# bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
+_BELOW_ONE = 0.98
+
+
+def _after_scaling(polynomials: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
+    """Return the polynomials of 0.98 s: then matrices are divided by their norms alone."""
+    (a, b, c), *others = polynomials
+    first = a * _BELOW_ONE, b * _BELOW_ONE**3, c * _BELOW_ONE**5
+    return first, *others
+
+
 # One after the other, these take all singular values from 0.02 to 1 to between 0.48 and 1.52. Each
 # is the nearest to 1 on the interval that the one before leaves, as in Polar Express (Amsel et al.,
 # 2025). A third polynomial (0.9 to 1.1) changed losses by 0.5 % on a character GPT, by -2 % on a
 # digits autoencoder and by -1 % on a U-Net: factors have whitened the momentum already.
-_TOWARDS_ONE = (
-    (7.7110, -22.1138, 16.2488),
-    (3.2153, -2.4112, 0.5013),
-)
+_TOWARDS_ONE = _after_scaling([(7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)])
 # The same from 0.005 on, for sides above 256: n singular values have a mean square of 1/n.
-_FROM_FURTHER = (
-    (8.2987, -24.4305, 18.0903),
-    (3.9152, -2.9211, 0.5592),
-    (3.1746, -2.3804, 0.4978),
+_FROM_FURTHER = _after_scaling(
+    [(8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978)]
 )
 _FAR = 256
 _LONG = 1.5  # sides' ratio from which powers of X Xᵀ are less work
 _IN_A_ROW = 4  # polynomials of one X Xᵀ: rounding outside of X's range then stays below 0.01
-# The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
-# bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
-_BELOW_ONE = 0.98
 _TINY = 1e-30  # a divisor in place of zero
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
@@ -57,7 +61,7 @@ def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide = wide / norms.div_(_BELOW_ONE).clamp_(min=_TINY)
+    wide = wide / norms.clamp_(min=_TINY)
     polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
     found = _towards_one(wide, polynomials, in_half)
     return found.mT if tall else found
