@@ -42,7 +42,10 @@ def names(found):
 
 def execute(page, i, code):
     torch.manual_seed(0)
-    exec(compile(code, f"{page}, example {i}", "exec"), {"__name__": "example"})
+    found = {"__name__": "example"}
+    exec(compile(code, f"{page}, example {i}", "exec"), found)
+    models = [value for value in found.values() if isinstance(value, torch.nn.Module)]
+    assert all(p.isfinite().all() for model in models for p in model.parameters())
 
 
 def execute_on_rank(page, i, code, folder):

@@ -295,9 +295,10 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
 
 
 def test_no_eigenvectors_of_a_metric_are_warned_of():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        KFACMuon(nn.Linear(2, 4100), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = KFACMuon(nn.Linear(2, 4100), lr=0.1)
+    assert list(opt.preconditioner.layers) == [""] and not caught
 
 
 def test_uncovered_parameters_get_their_raw_gradient():
@@ -725,8 +726,12 @@ def test_weights_that_moved_within_the_model_are_still_its_own():
     prune.identity(model[0], "weight")
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # is still that of model[4]
     train(model, opt, range(1))
-    opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
+    last = opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
+    own = model[0].weight_orig, model[4].weight, last
+    before = [p.detach().clone() for p in own]
     train(model, opt, range(1, 2))
+    assert [torch.equal(p, q) for p, q in zip(own, before, strict=True)] == [False, False, True]
+    assert opt.preconditioner.steps == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

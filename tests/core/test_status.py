@@ -139,11 +139,16 @@ def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
+    gathered = dict.fromkeys(opt.preconditioner.layers, 0)
     for i in range(60):
         opt.zero_grad(set_to_none=False)
         out = model(normal(8, 6, seed=i).float(), i // length % 2 == 0)
         out.square().mean().backward()
         opt.step()
+        for layer in opt.preconditioner.plan.average:
+            gathered[layer] += 1
+    assert opt.preconditioner.steps == 60 and model.own.abs().max() < 1
+    assert all(6 <= count <= 12 for count in gathered.values()), gathered
 
 
 def test_a_layer_that_is_no_longer_seen_is_named():
