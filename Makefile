@@ -99,4 +99,4 @@ types: $(VENV)/all-ready
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov demo.png
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find kaisa_optim tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kaisa_optim tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

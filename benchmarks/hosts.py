@@ -109,17 +109,6 @@ def plugged_in(name: str, host: int) -> None:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[list[str]]:
-    """Two hosts with one cable between them."""
-    with namespaces(2) as names:
-        first, second = names
-        ip("-n", first, "link", "add", CABLE, "type", "veth", "peer", CABLE, "netns", second)
-        for host, name in enumerate(names):
-            plugged_in(name, host)
-        yield names
-
-
-@contextlib.contextmanager
 def switched(count: int, mbit: float) -> Iterator[list[str]]:
     """Hosts behind one switch, each with a line that carries ``mbit`` a second each way."""
     with namespaces(count + 1) as (switch, *names):

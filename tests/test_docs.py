@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import messages, site
+from docs import messages, tables
 from kaisa_optim.optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
@@ -42,7 +42,10 @@ def names(found):
 
 def execute(page, i, code):
     torch.manual_seed(0)
-    exec(compile(code, f"{page}, example {i}", "exec"), {"__name__": "example"})
+    found = {"__name__": "example"}
+    exec(compile(code, f"{page}, example {i}", "exec"), found)
+    models = [value for value in found.values() if isinstance(value, torch.nn.Module)]
+    assert all(p.isfinite().all() for model in models for p in model.parameters())
 
 
 def execute_on_rank(page, i, code, folder):
@@ -72,12 +75,12 @@ def test_the_reference_has_the_table_of_options():
     text = (DOCS / "reference/options.md").read_text()
     begin, end = "<!-- options: begin -->", "<!-- options: end -->"
     shown = text[text.index(begin) + len(begin) : text.index(end)].strip()
-    assert shown == arguments.table(), "run: python -m benchmarks.site"
+    assert shown == arguments.table(), "run: python -m docs.tables"
 
 
 def test_tables_of_results_are_the_kept_numbers():
-    for path, page in site.pages():
-        assert path.read_text() == page, f"{path.name}: run python -m benchmarks.site"
+    for path, page in tables.pages():
+        assert path.read_text() == page, f"{path.name}: run python -m docs.tables"
 
 
 def test_the_menu_has_every_page():
@@ -120,15 +123,15 @@ def told():
 def test_the_reference_has_each_message():
     shown = (DOCS / "reference/errors.md").read_text().replace("\\", "").lower()
     lacking = {x.strip() for x in told() if len(x.split()) > 3 and x.strip().lower() not in shown}
-    assert not lacking, "run: python -m benchmarks.site"
+    assert not lacking, "run: python -m docs.tables"
 
 
 def test_each_message_is_found_in_the_source():
     source = messages.Source()
-    known = [m for m in source.messages if m.module not in site.HIDDEN]
+    known = [m for m in source.messages if m.module not in tables.HIDDEN]
     assert len(known) > 200
-    assert {place.split(":")[0] for place in source.unknown} <= set(site.HIDDEN)
-    shown = [x for modules in site.SECTIONS.values() for x in modules]
+    assert {place.split(":")[0] for place in source.unknown} <= set(tables.HIDDEN)
+    shown = [x for modules in tables.SECTIONS.values() for x in modules]
     assert not {m.module for m in known if not m.module.startswith(tuple(shown))}
 
 

@@ -48,6 +48,14 @@ KFAC.pop("grad_scaler")
 Defaults = Mapping[str, Mapping[str, Any]]
 
 
+def kaisa(damping: float, every: int, refreshed: int) -> dict[str, Any]:
+    """Return the settings of the papers' own code, of factors and of second order by interval."""
+    return {
+        **{"compute_method": "eigen", "normalization": "kaisa", "kl_clip": 0.001},
+        **{"damping": damping, "factor_update_steps": every, "inv_update_steps": refreshed},
+    }
+
+
 def value(text: str) -> Any:
     """Return a dtype of torch by its name, a Python literal, or the text."""
     if isinstance(getattr(torch, text, None), torch.dtype):

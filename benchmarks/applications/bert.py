@@ -14,7 +14,7 @@ all ranks; ``--preset paper-512``: phase 2 with 32,768. Set --batch and --accumu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertForPreTraining
 
-from .arguments import Defaults, parse, with_ends
-from .common import Job, Ranks, run, seeded, warm_cosine
+from .arguments import Defaults, kaisa, with_ends
+from .common import Job, Ranks, draws, entry, seeded, warm_cosine
 from .words import stream, vocabulary
 
 SMALL = {"width": 128, "layers": 4, "heads": 4, "length": 128, "words": 4000}
@@ -39,10 +39,7 @@ DEFAULTS: Defaults = {
     "KFACAdamW": {"lr": 0.01, "weight_decay": 0.003},
 }
 # Phase 1 and phase 2 as NVIDIA's recipe for LAMB has them, which KAISA's experiments started from.
-_KFAC = {
-    **{"compute_method": "eigen", "normalization": "kaisa", "kl_clip": 0.001, "damping": 0.003},
-    **{"factor_update_steps": 10, "inv_update_steps": 100},
-}
+_KFAC = kaisa(0.003, 10, 100)
 PRESETS: dict[str, Defaults] = {
     "paper": {
         "all": {**LARGE, "length": 128, "steps": 7038, "warm": 0.2843, "amp": "fp16"},
@@ -164,20 +161,16 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     fixed = held(HELD * options.batch, seeded(0))
 
     def batches(step: int) -> Iterator[Example]:
-        number = step * options.accumulate
-        while True:
-            own = seeded(options.seed, number, ranks.rank)
+        for own in draws(options, ranks, step):
             drawn = train(options.batch, own)
             yield tuple(part.to(ranks.device) for part in drawn)  # type: ignore[misc]
-            number += 1
 
     def evaluate(net: nn.Module) -> dict[str, float]:
         mine = [part[list(ranks.share(len(part)))].to(ranks.device) for part in fixed]
         sums = torch.zeros(3)
         for batch in zip(*(part.split(16) for part in mine), strict=True):
             sums += len(batch[0]) * net(*batch).cpu()
-        *found, count = ranks.sum(*sums.tolist(), len(mine[0]))
-        words, order, right = (number / count for number in found)
+        words, order, right = ranks.means(sums.tolist(), len(mine[0]))
         return {"loss": words + order, "masked": words, "next": order, "accuracy": right}
 
     return Job(
@@ -192,11 +185,7 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     )
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

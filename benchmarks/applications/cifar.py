@@ -13,18 +13,18 @@ defaults. Without a preset the rate falls along a cosine.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import data as sets
 from benchmarks.convergence.tasks import Pairs, augmented, normalized
 from benchmarks.networks import CifarResNet
 
-from .arguments import Defaults, has_kfac, parse
-from .common import Job, Order, Ranks, papers_rate, run, seeded, warm_cosine
+from .arguments import Defaults, kaisa
+from .common import Job, Order, Ranks, accuracy, by_preset, entry, seeded
 
 DEFAULTS: Defaults = {
     "all": {"lr": 0.1, "batch": 128, "epochs": 3, "every": 130},
@@ -33,20 +33,11 @@ DEFAULTS: Defaults = {
     "AdamW": {"lr": 0.003, "weight_decay": 0.05},
     "KFACAdam": {"lr": 0.03},
 }
-_KAISA = {
-    **{"compute_method": "eigen", "normalization": "kaisa", "damping": 0.003, "kl_clip": 0.001},
-    **{"factor_update_steps": 1, "inv_update_steps": 10},
-}
 PRESETS: dict[str, Defaults] = {
-    "paper": {
-        "SGD": {"epochs": 200},
-        "KFACSGD": {"epochs": 100, **_KAISA},
-    },
+    "paper": {"SGD": {"epochs": 200}, "KFACSGD": {"epochs": 100, **kaisa(0.003, 1, 10)}},
     "paper-polar": {"SGD": {"epochs": 200}, "KFACSGD": {"epochs": 100}},
 }
-SMOKE: Defaults = {
-    "all": {"depth": 8, "batch": 16, "steps": 6, "every": 3, "save_every": 3},
-}
+SMOKE: Defaults = {"all": {"depth": 8, "batch": 16, "steps": 6, "every": 3, "save_every": 3}}
 DECAYS = {False: (100, 150), True: (35, 75, 90)}  # epochs; True: with K-FAC
 
 
@@ -60,18 +51,6 @@ def generated(count: int) -> Pairs:
     noise = torch.randint(156, (count, 3, 32, 32), generator=seeded(2))
     colours = torch.randint(100, (10, 3, 1, 1), generator=seeded(3))
     return (noise + colours[labels]).byte(), labels
-
-
-def accuracy(model: nn.Module, test: Pairs, ranks: Ranks) -> dict[str, float]:
-    mine = torch.tensor(ranks.share(len(test[0])))
-    loss, right = 0.0, 0.0
-    for places in mine.split(500):
-        images, labels = (part[places].to(ranks.device) for part in test)
-        out = model(normalized(images))
-        loss += F.cross_entropy(out, labels, reduction="sum").item()
-        right += (out.argmax(1) == labels).sum().item()
-    loss, right, count = ranks.sum(loss, right, len(mine))
-    return {"loss": loss / count, "accuracy": right / count}
 
 
 def job(options: argparse.Namespace, ranks: Ranks) -> Job:
@@ -88,26 +67,18 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
             images = normalized(augmented(train[0][places], own)).to(ranks.device)
             yield images, train[1][places].to(ranks.device)
 
-    rate = warm_cosine(order.steps)
-    if options.preset is not None:
-        options.settings["lr"] *= ranks.world
-        per_epoch = len(train[0]) // order.batch // options.accumulate
-        rate = papers_rate(ranks.world, per_epoch, DECAYS[has_kfac(options.optimizer)])
+    mine = torch.tensor(ranks.share(len(test[0]))).split(500)
     return Job(
         model,
         order.steps,
-        rate,
+        by_preset(options, ranks, order, DECAYS),
         batches,
         lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
-        lambda net: accuracy(net, test, ranks),
+        lambda net: accuracy(net, ((normalized(test[0][p]), test[1][p]) for p in mine), ranks),
     )
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

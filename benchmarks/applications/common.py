@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,7 +27,7 @@ from benchmarks.convergence.search import now
 from benchmarks.machine import describe
 from kaisa_optim.optim.mixin import KFACMixin
 
-from .arguments import build, by_papers
+from .arguments import Defaults, build, by_papers, has_kfac, parse
 
 # Arguments that a continued run may change.
 _FREE = ("out", "stop", "quiet", "command", "device", "data", "save_every")
@@ -59,6 +60,11 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
+    def means(self, sums: Sequence[float], count: float) -> list[float]:
+        """Return the ranks' sums, each divided by their examples, by one all-reduce."""
+        *found, number = self.sum(*sums, count)
+        return [one / number for one in found]
+
     def share(self, count: int) -> range:
         """Return the places of this rank's part of ``count`` examples."""
         return range(self.rank, count, self.world)
@@ -90,6 +96,11 @@ class Order:
             raise SystemExit(f"--batch: {self.batch} on all ranks, of {self.count} examples")
 
     @property
+    def per_epoch(self) -> int:
+        """Whole steps of an epoch, at least one."""
+        return max(1, self.count // self.batch // self.options.accumulate)
+
+    @property
     def steps(self) -> int:
         """The steps of the run: --steps, or those of --epochs."""
         per_epoch = self.count // self.batch / self.options.accumulate
@@ -104,6 +115,12 @@ class Order:
             parts = order[: whole * self.batch].split(self.batch)
             for number in range(max(first, epoch * whole), (epoch + 1) * whole):
                 yield number, parts[number - epoch * whole][self.ranks.rank :: self.ranks.world]
+
+
+def draws(options: argparse.Namespace, ranks: Ranks, step: int) -> Iterator[torch.Generator]:
+    """Yield the generator of each of this rank's backward passes, from a step on."""
+    for number in itertools.count(step * options.accumulate):
+        yield seeded(options.seed, number, ranks.rank)
 
 
 def warm_cosine(steps: int, warm: float = 0.05, end: float = 0.0) -> Callable[[int], float]:
@@ -132,6 +149,35 @@ def papers_rate(world: int, steps: int, decays: Sequence[int]) -> Callable[[int]
         return up * 0.1 ** sum(epoch >= decay for decay in decays)
 
     return rate
+
+
+def by_preset(
+    options: argparse.Namespace,
+    ranks: Ranks,
+    order: Order,
+    decays: Mapping[bool, Sequence[int]],
+    steps: int | None = None,
+) -> Callable[[int], float]:
+    """Return a cosine; under a preset the papers' schedule, of the rate times the ranks.
+
+    ``decays`` are epochs, under True those with K-FAC; ``steps`` are those of an epoch.
+    """
+    if options.preset is None:
+        return warm_cosine(order.steps)
+    options.settings["lr"] *= ranks.world
+    chosen = decays[has_kfac(options.optimizer)]
+    return papers_rate(ranks.world, steps or order.per_epoch, chosen)
+
+
+def accuracy(net: nn.Module, batches: Iterable[Sequence[Tensor]], ranks: Ranks) -> dict[str, float]:
+    """Return loss and accuracy over all ranks' batches of images and labels."""
+    sums = [0.0, 0.0, 0]
+    for images, labels in batches:
+        out, labels = net(images.to(ranks.device)), labels.to(ranks.device)
+        sums[0] += F.cross_entropy(out, labels, reduction="sum").item()
+        sums[1] += (out.argmax(1) == labels).sum().item()
+        sums[2] += len(labels)
+    return dict(zip(("loss", "accuracy"), ranks.means(sums[:2], sums[2]), strict=True))
 
 
 @dataclass
@@ -327,3 +373,21 @@ def run(job: Job, options: argparse.Namespace, ranks: Ranks) -> list[dict[str, f
         gc.collect()
         dist.destroy_process_group()
     return points
+
+
+def entry(
+    about: str | None,
+    job: Callable[[argparse.Namespace, Ranks], Job],
+    defaults: Defaults,
+    presets: Mapping[str, Defaults],
+    smoke: Defaults,
+    arguments: Callable[[argparse.ArgumentParser], None],
+) -> Callable[..., list[dict[str, float]]]:
+    """Return an application's main function: parse, join the ranks, train."""
+
+    def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
+        options = parse(about, given, defaults, presets, smoke, arguments)
+        ranks = Ranks.join(options.device)
+        return run(job(options, ranks), options, ranks)
+
+    return main

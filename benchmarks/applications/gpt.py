@@ -12,7 +12,7 @@ trained a GPT, so that there is no preset.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from benchmarks import data as sets
 from benchmarks.networks import Transformer
 
-from .arguments import Defaults, parse, tell_terms, with_ends
-from .common import Job, Ranks, run, seeded, warm_cosine
+from .arguments import Defaults, tell_terms, with_ends
+from .common import Job, Ranks, draws, entry, seeded, warm_cosine
 
 DEFAULTS: Defaults = {
     "all": {"batch": 32, "steps": 300, "every": 15, "save_every": 100},
@@ -74,33 +74,23 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
         alphabet, options.length, options.width, options.layers, heads, 4 * options.width
     )
     tell_terms(options, "positions")  # the loss averages over all tokens
-    steps = options.steps
     fixed = passages(held, HELD * options.batch, options.length, seeded(0))
 
     def batches(step: int) -> Iterator[Tensor]:
-        number = step * options.accumulate
-        while True:
-            own = seeded(options.seed, number, ranks.rank)
+        for own in draws(options, ranks, step):
             yield passages(train, options.batch, options.length, own).to(ranks.device)
-            number += 1
 
     def evaluate(net: nn.Module) -> dict[str, float]:
         mine = fixed[list(ranks.share(len(fixed)))].to(ranks.device)
         loss = sum(next_character(net, rows).item() * len(rows) for rows in mine.split(64))
-        loss, count = ranks.sum(loss, len(mine))
-        return {"loss": loss / count}
+        return {"loss": ranks.means([loss], len(mine))[0]}
 
-    return Job(
-        model, steps, warm_cosine(steps), batches, next_character, evaluate,
-        groups=with_ends(model, model.blocks, options),
-    )  # fmt: skip
+    groups = with_ends(model, model.blocks, options)
+    rate = warm_cosine(options.steps)
+    return Job(model, options.steps, rate, batches, next_character, evaluate, groups=groups)
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, {}, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, {}, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

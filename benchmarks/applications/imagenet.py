@@ -13,7 +13,7 @@ and 50, factors every 10 steps and inverses every 100; SGD trains 90 with steps 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from .arguments import Defaults, has_kfac, parse
-from .common import Job, Order, Ranks, papers_rate, run, seeded, warm_cosine
+from .arguments import Defaults, kaisa
+from .common import Job, Order, Ranks, accuracy, by_preset, entry, seeded
 from .shards import Shards
 from .vision import torchvision
 
@@ -34,14 +34,7 @@ DEFAULTS: Defaults = {
     "KFACAdam": {"lr": 0.01},
 }
 PRESETS: dict[str, Defaults] = {
-    "paper": {
-        "SGD": {"epochs": 90},
-        "KFACSGD": {
-            **{"compute_method": "eigen", "normalization": "kaisa"},
-            **{"damping": 0.001, "kl_clip": 0.001},
-            **{"factor_update_steps": 10, "inv_update_steps": 100},
-        },
-    }
+    "paper": {"SGD": {"epochs": 90}, "KFACSGD": kaisa(0.001, 10, 100)},
 }
 SMOKE: Defaults = {
     "all": {"network": "resnet18", "size": 32, "batch": 4, "steps": 2, "every": 2, "save_every": 2},
@@ -125,11 +118,8 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
 
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys = ([(number, p) for p in places.tolist()] for number, places in order(step))
-        for images, labels in DataLoader(
-            Views(train, random, options.seed),
-            batch_sampler=keys,
-            **more,
-        ):
+        views = Views(train, random, options.seed)
+        for images, labels in DataLoader(views, batch_sampler=keys, **more):
             yield tuple(t.to(ranks.device, non_blocking=True) for t in (images, labels))
 
     def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -138,27 +128,15 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     def evaluate(net: nn.Module) -> dict[str, float]:
         mine = [(0, place) for place in ranks.share(len(held))]
         parts = [mine[i : i + 100] for i in range(0, len(mine), 100)]
-        total, right = 0.0, 0.0
-        for images, labels in DataLoader(Views(held, centre, 0), batch_sampler=parts, **more):
-            out, labels = net(images.to(ranks.device)), labels.to(ranks.device)
-            total += F.cross_entropy(out, labels, reduction="sum").item()
-            right += (out.argmax(1) == labels).sum().item()
-        total, right = ranks.sum(total, right)
-        return {"loss": total / len(held), "accuracy": right / len(held)}
+        batches = DataLoader(Views(held, centre, 0), batch_sampler=parts, **more)
+        return accuracy(net, batches, ranks)
 
-    rate = warm_cosine(order.steps)
-    if options.preset is not None:
-        options.settings["lr"] *= ranks.world
-        per_epoch = max(1, len(train) // order.batch // options.accumulate)
-        rate = papers_rate(ranks.world, per_epoch, DECAYS[has_kfac(options.optimizer)])
-    return Job(model, order.steps, rate, batches, loss, evaluate)
+    return Job(
+        model, order.steps, by_preset(options, ranks, order, DECAYS), batches, loss, evaluate
+    )
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

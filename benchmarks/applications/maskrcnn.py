@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from benchmarks import data as sets
 
-from .arguments import Defaults, has_kfac, parse, tell_terms
-from .common import Job, Order, Ranks, papers_rate, run, seeded, warm_cosine
+from .arguments import Defaults, kaisa, tell_terms
+from .common import Job, Order, Ranks, by_preset, entry, seeded
 from .instances import Coco, Example, Instances, generated, mirrored
 from .vision import torchvision
 
@@ -48,11 +48,7 @@ PRESETS: dict[str, Defaults] = {
             **{"set": "coco", "backbone": "resnet50", "channels": 256, "representation": 1024},
             **{"size": 800, "proposals": 512, "batch": 4, "steps": 25_000, "lr": 0.005},
         },
-        "KFACSGD": {
-            **{"compute_method": "eigen", "normalization": "kaisa"},
-            **{"damping": 0.003, "kl_clip": 0.001},
-            **{"factor_update_steps": 50, "inv_update_steps": 500},
-        },
+        "KFACSGD": kaisa(0.003, 50, 500),
     }
 }
 SMOKE: Defaults = {
@@ -61,6 +57,7 @@ SMOKE: Defaults = {
         **{"steps": 2, "every": 2, "save_every": 2},
     },
 }
+DECAYS = {False: (17, 23), True: (14, 19)}  # thousands of steps; True: with K-FAC
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,19 +205,11 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
         (total,) = ranks.sum(total)
         return {"loss": total / len(held), **precision(truth, found, len(held))}
 
-    rate = warm_cosine(order.steps)
-    if options.preset is not None:
-        options.settings["lr"] *= ranks.world
-        thousands = (14, 19) if has_kfac(options.optimizer) else (17, 23)
-        rate = papers_rate(ranks.world, 1000, thousands)
+    rate = by_preset(options, ranks, order, DECAYS, steps=1000)
     return Job(model, order.steps, rate, batches, loss, evaluate)
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

@@ -29,9 +29,9 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from benchmarks.data import find
 
-from .arguments import Defaults, parse
+from .arguments import Defaults
 from .bert import LARGE, SMALL, TINY, config, of_network, weights
-from .common import Job, Order, Ranks, run, warm_cosine
+from .common import Job, Order, Ranks, entry, warm_cosine
 from .words import lines, vocabulary
 
 DEFAULTS: Defaults = {
@@ -222,11 +222,7 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     return Job(model, order.steps, warm_cosine(order.steps, options.warm), batches, loss, evaluate)
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

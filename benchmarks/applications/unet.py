@@ -12,7 +12,7 @@ whose images are not given out with this package.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from benchmarks import data as sets
 from benchmarks.convergence.tasks import Pairs, cropped
 from benchmarks.networks import UNet
 
-from .arguments import Defaults, parse, tell_terms
-from .common import Job, Order, Ranks, run, seeded, warm_cosine
+from .arguments import Defaults, kaisa, tell_terms
+from .common import Job, Order, Ranks, entry, seeded, warm_cosine
 
 DEFAULTS: Defaults = {
     "all": {"batch": 8, "steps": 120, "every": 10, "save_every": 60},
@@ -41,20 +41,11 @@ PRESETS: dict[str, Defaults] = {
     "paper": {
         "all": {"widths": "32,64,128,256,512", "crop": 256, "batch": 16, "steps": None},
         "Adam": {"epochs": 50, "lr": 1e-4},
-        "KFACAdam": {
-            "epochs": 30,
-            "lr": 1e-4,
-            "damping": 0.003,
-            "factor_update_steps": 20,
-            "inv_update_steps": 200,
-            "compute_method": "eigen",
-            "normalization": "kaisa",
-            "kl_clip": 0.001,
-        },
+        "KFACAdam": {"epochs": 30, "lr": 1e-4, **kaisa(0.003, 20, 200)},
     }
 }
 SMOKE: Defaults = {
-    "all": {"widths": "4,8", "crop": 32, "batch": 2, "steps": 4, "every": 2, "save_every": 2},
+    "all": {"widths": "4,8", "crop": 32, "batch": 2, "steps": 4, "every": 2, "save_every": 2}
 }
 
 
@@ -95,17 +86,14 @@ def measure(model: nn.Module, held: Pairs, crop: int, ranks: Ranks) -> dict[str,
         loss = F.binary_cross_entropy_with_logits(out, target)
         for i, number in enumerate((loss * len(places), *overlap(out, target))):
             sums[i] += number.item()
-    *found, count = ranks.sum(*sums, len(mine))
-    return dict(zip(("loss", "dice", "iou"), (number / count for number in found), strict=True))
+    return dict(zip(("loss", "dice", "iou"), ranks.means(sums, len(mine)), strict=True))
 
 
 def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     if options.smoke:
         images, masks = generated(20)
     else:
-        images, masks = {"nuclei": sets.nuclei, "membranes": sets.membranes}[options.set](
-            options.data
-        )
+        images, masks = (sets.nuclei if options.set == "nuclei" else sets.membranes)(options.data)
     held = torch.arange(len(images)) % 10 == 9
     both = torch.cat([images, masks], 1)[~held]
     torch.manual_seed(options.seed)
@@ -129,11 +117,7 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     )
 
 
-def main(given: Sequence[str] | None = None) -> list[dict[str, float]]:
-    options = parse(__doc__, given, DEFAULTS, PRESETS, SMOKE, arguments)
-    ranks = Ranks.join(options.device)
-    return run(job(options, ranks), options, ranks)
-
+main = entry(__doc__, job, DEFAULTS, PRESETS, SMOKE, arguments)
 
 if __name__ == "__main__":
     main()

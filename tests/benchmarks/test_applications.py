@@ -102,7 +102,7 @@ def in_two_calls(folder, more):
         out = folder / name
         for stop in stops:
             ranks = common.Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
-            options = cifar.parse(
+            options = arguments.parse(
                 None,
                 [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)],
                 cifar.DEFAULTS,
@@ -241,6 +241,19 @@ def test_learning_rates():
     assert [papers(s) for s in (0, 25, 50, 349, 350, 750)] == pytest.approx(
         [0.25, 0.625, 1, 1, 0.1, 0.01]
     )
+
+
+def test_a_preset_has_the_papers_rates_and_other_runs_a_cosine():
+    def rate(*given):
+        options = parsed("--batch", "5", "--accumulate", "2", "--optimizer", "KFACSGD", *given)
+        ranks = common.Ranks(0, 4, "cpu")
+        order = common.Order(90, ranks, options)
+        found = common.by_preset(options, ranks, order, {False: (9,), True: (6,)})
+        return order.per_epoch, options.settings["lr"], [found(s) for s in (0, 11, 12, order.steps)]
+
+    assert rate("--preset", "paper") == (2, 4.0, pytest.approx([0.25, 1, 0.1, 0.1]))
+    steps, lr, (first, *_, last) = rate("--epochs", "20")
+    assert (steps, lr) == (2, 1.0) and first > 0.3 and last == pytest.approx(0)
 
 
 def test_exact_match_and_f1():

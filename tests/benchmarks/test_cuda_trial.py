@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.cuda_trial import __main__ as trial
+from benchmarks.cuda_trial import parts
 from benchmarks.cuda_trial.__main__ import PARTS, main
 from benchmarks.cuda_trial.parts import Part
 
@@ -36,7 +38,7 @@ def fails(settings):
 
 def hangs(settings):
     yield {"before": 2}
-    time.sleep(60)
+    time.sleep(600)
 
 
 def goes_well(settings):
@@ -44,25 +46,35 @@ def goes_well(settings):
 
 
 def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    received = parts._receive
+
+    def receive(pipe, record):
+        received(pipe, record)
+        if record.results == [{"before": 2}]:
+            clock.now += 3600  # the part has begun: its time is over
+
+    monkeypatch.setattr(parts, "time", clock)
+    monkeypatch.setattr(parts, "_receive", receive)
     monkeypatch.setattr(
         trial,
         "PARTS",
         {
-            "proofs": Part(fails, 1, 0),
-            "waits": Part(hangs, 0.05, 0),
-            "gpt2": Part(goes_well, 1, 0),
+            "proofs": Part(fails, 10, 0),
+            "waits": Part(hangs, 10, 0),
+            "gpt2": Part(goes_well, 10, 0),
         },
     )
     chosen = ["--parts", "proofs", "waits", "gpt2"]
     assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
-    parts = recorded(tmp_path)["parts"]
-    assert {name: part["state"] for name, part in parts.items()} == {
+    kept = recorded(tmp_path)["parts"]
+    assert {name: part["state"] for name, part in kept.items()} == {
         "proofs": "failed",
         "waits": "cut off",
         "gpt2": "done",
     }
-    assert "planted" in parts["proofs"]["error"]
-    assert [part["results"] for part in parts.values()] == [
+    assert "planted" in kept["proofs"]["error"]
+    assert [part["results"] for part in kept.values()] == [
         [{"before": 1}],
         [{"before": 2}],
         [{"after": 3}],

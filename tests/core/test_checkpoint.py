@@ -869,3 +869,27 @@ def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
         opt.step()
     counts = [entry["kfac_step"].item() for entry in opt.state.values()]
     assert counts == [3] * len(list(model.parameters()))
+
+
+# ---- broken states ----
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "change", "fault"),
+    [
+        ("polar", "kfac_a_root", lambda t: t.fill_(torch.nan), "not finite"),
+        ("inverse", "kfac_g_inverse", lambda t: t.fill_(torch.nan), "not finite"),
+        ("eigen", "kfac_a_vectors", lambda t: t.fill_(torch.nan), "not finite"),
+        ("eigen", "kfac_a_vectors", lambda t: t.mul_(2), "not orthonormal"),
+        ("eigen", "kfac_g_values", lambda t: t.fill_(torch.inf), "not finite"),
+        ("polar", "kfac_step", lambda t: t.fill_(-3), "it must be 0 or more"),
+    ],
+)
+def test_broken_numbers_in_a_state_are_refused_by_name(method, key, change, fault):
+    model = network()
+    opt = KFACAdam(model, lr=0.01, compute_method=method)
+    train(model, opt, range(2))
+    state = copy.deepcopy(opt.state_dict())
+    change(state["state"][0][key])
+    with pytest.raises(ValueError, match=f"{key} is .*{fault}"):
+        opt.load_state_dict(state)

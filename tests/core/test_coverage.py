@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
 from kaisa_optim.layers import SCALES, base
+from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import backward, network, train
 from tests.support.watch import (
     assert_close,
     assert_factors,
@@ -292,9 +295,10 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
 
 
 def test_no_eigenvectors_of_a_metric_are_warned_of():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        KFACMuon(nn.Linear(2, 4100), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = KFACMuon(nn.Linear(2, 4100), lr=0.1)
+    assert list(opt.preconditioner.layers) == [""] and not caught
 
 
 def test_uncovered_parameters_get_their_raw_gradient():
@@ -673,3 +677,98 @@ def test_a_bias_of_projections_of_which_one_is_not_covered():
     gradient, before = attention.in_proj_bias.grad.clone(), attention.in_proj_bias.detach().clone()
     opt.step()
     torch.testing.assert_close(attention.in_proj_bias, before - 0.1 * gradient)
+
+
+# ---------------------------------------------------------------- parameters that were replaced
+
+
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_copies_in_the_groups_are_refused(optimizer, dtype):
+    """DeepSpeed's ZeRO puts them there, and its bf16 at any stage: K-FAC was off without a word."""
+    model = network(dtype=dtype)
+    opt = optimizer(model, lr=0.1)
+    flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    opt.param_groups[0]["params"] = [flat]
+    backward(model, 0)
+    flat.grad = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .*\(51,\).*DeepSpeed.* bf16"):
+        opt.step()
+
+
+def shards_late() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    fully_shard(model)
+    backward(model, 0)
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+def test_a_model_that_is_sharded_after_its_optimizer_is_refused():
+    for text in run(2, shards_late):
+        assert "0.weight is a DTensor" in text and "after fully_shard" in text
+
+
+@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+def test_weights_that_moved_within_the_model_are_still_its_own():
+    """Pruning and parametrizations keep the parameter under another name; a tied one has two."""
+    model = network()
+    model.append(nn.Linear(3, 6, dtype=torch.float64)).append(nn.Linear(6, 3, dtype=torch.float64))
+    model[4].weight = model[2].weight
+    opt = KFACSGD(model, lr=0.1, skip_layers="3")
+    prune.identity(model[0], "weight")
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # is still that of model[4]
+    train(model, opt, range(1))
+    last = opt.param_groups[0]["params"].pop()  # on purpose: the base no longer steps this one
+    own = model[0].weight_orig, model[4].weight, last
+    before = [p.detach().clone() for p in own]
+    train(model, opt, range(1, 2))
+    assert [torch.equal(p, q) for p, q in zip(own, before, strict=True)] == [False, False, True]
+    assert opt.preconditioner.steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.utils.weight_norm, parametrizations.weight_norm, parametrizations.orthogonal],
+    ids=["weight_norm by hook", "weight_norm", "orthogonal"],
+)
+def test_weight_norm_and_parametrized_modules(wrap):
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    wrap(net[0])
+    x = normal(6, 4)
+    with pytest.warns(UserWarning, match="raw gradients"):
+        opt = exact(net)
+    assert list(opt.preconditioner.layers) == ["2"]
+    loss_of(net(x)).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    steps = taken(opt, net)
+    for name, gradient in gradients.items():
+        if name.startswith("0."):
+            assert_close(steps[name], gradient, 1e-12, name)
+            assert name in opt.preconditioner.uncovered
+        else:
+            assert (steps[name] - gradient).abs().max() > 1e-3
+
+
+def test_module_parametrized_after_construction():
+    # The product of A and G no longer describes its gradient: it must not be used.
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    opt = exact(net, factor_update_steps=1, inv_update_steps=1)
+    parametrizations.orthogonal(net[0])
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(4):  # until calls around the module have been searched
+            opt.zero_grad()
+            loss_of(net(normal(6, 4))).backward()
+            gradient = net.get_parameter("0.parametrizations.weight.original").grad.clone()
+            steps = taken(opt, net)
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 2 and "no statistics" in texts[0] and "original: 20" in texts[1]
+    assert_close(steps["0.parametrizations.weight.original"], gradient, 1e-12)

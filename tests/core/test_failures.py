@@ -1,10 +1,11 @@
-"""What goes wrong on one rank: all end alike or learn of it in seconds; none hangs or drifts."""
+"""What goes wrong on one rank: all end alike or learn of it at once; none hangs or drifts."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import os
+import re
 import signal
 import time
 import warnings
@@ -28,7 +29,8 @@ from kaisa_optim.linalg import eigen, kronecker, roots
 from tests.support.ranks import fresh, run
 from tests.support.training import ANEW
 
-SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
+# In the error of a rank that waited for others until its group's time-out, or that they left.
+LOST = re.compile("lost other ranks|Timed out|Connection closed")
 
 
 class Ended(NamedTuple):
@@ -38,7 +40,6 @@ class Ended(NamedTuple):
     moved: bool  # the attempt has changed them
     error: str | None  # type and text
     warned: str
-    seconds: float
 
 
 def net(dtype: torch.dtype = torch.float64, hidden: int = 6) -> nn.Sequential:
@@ -84,19 +85,18 @@ def learn(
 def attempt(model: nn.Module, work: Callable[[], object], healthy: bool = True) -> Ended:
     """Do ``work``; afterwards, where the group is ``healthy``, the ranks must still be in step."""
     before = weights(model)
-    error, start = None, time.monotonic()
+    error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             work()
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-    seconds = time.monotonic() - start
     if healthy:
         together()
     after = weights(model)
     moved = any(not same(a, b) for a, b in zip(before, after, strict=True))
-    return Ended(after, moved, error, "\n".join(str(w.message) for w in caught), seconds)
+    return Ended(after, moved, error, "\n".join(str(w.message) for w in caught))
 
 
 def together() -> None:
@@ -120,7 +120,7 @@ def assert_alike(results: list[Ended]) -> None:
     for result in results[1:]:
         assert all(same(a, b) for a, b in zip(result.weights, results[0].weights, strict=True))
     assert len({result.error is None for result in results}) == 1, results
-    assert all(result.seconds < SOON for result in results)
+    assert not any(LOST.search(result.error or "") for result in results), results
 
 
 def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
@@ -476,10 +476,10 @@ def test_a_rank_that_is_killed_in_a_step(place: str) -> None:
         assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
 
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
-def waits(place: str) -> tuple[Ended, list[float]]:
+def waits(place: str) -> tuple[Ended, str, list[float]]:
     """Rank 1 sleeps in its second step until the others have given up.
 
     All ranks have the same batch, and so no gradients to average.
@@ -497,6 +497,15 @@ def waits(place: str) -> tuple[Ended, list[float]]:
         opt.step()
 
     store = dist.distributed_c10d._get_default_store()
+    cause = ""
+
+    def caused(work: Callable[[], object]) -> None:
+        nonlocal cause
+        try:
+            work()
+        except RuntimeError as error:
+            cause = str(error.__cause__)
+            raise
 
     def sleep(*args: Any, **options: Any) -> None:
         while store.add(place, 0) < dist.get_world_size() - 1:
@@ -507,14 +516,14 @@ def waits(place: str) -> tuple[Ended, list[float]]:
     together()
     with on_rank(1, mock.patch.object(*PLACES[place], sleep)):
         # Only the second of these steps may need the sleeper.
-        ended = attempt(model, lambda: (step(), step()), healthy=False)
+        ended = attempt(model, lambda: caused(lambda: (step(), step())), healthy=False)
     store.add(place, 1)
     together()
     made = set(dist.distributed_c10d._world.pg_map) - known
-    return ended, [timeout_of(group) for group in made]
+    return ended, cause, [timeout_of(group) for group in made]
 
 
-def wait_both(places: list[str]) -> list[tuple[Ended, list[float]]]:
+def wait_both(places: list[str]) -> list[tuple[Ended, str, list[float]]]:
     return [waits(place) for place in places]
 
 
@@ -525,13 +534,15 @@ def timeout_of(group: Any) -> float:
 def test_a_rank_that_no_longer_answers() -> None:
     """Groups that the package may make for itself have the time-out of the one it was given."""
     results = fresh(4, wait_both, ["decomposition", "gradients"])
+    late = f"Timed out waiting {1000 * TIMEOUT:.0f}ms"
+    for of_place in zip(*results, strict=True):  # one rank's time-out frees the others
+        assert any(late in cause for _, cause, _ in of_place)
     for rank, answers in enumerate(results):
-        for ended, timeouts in answers:
+        for ended, _, timeouts in answers:
             assert all(timeout == TIMEOUT for timeout in timeouts)
             if rank != 1:
                 assert ended.error is not None
                 assert ended.error.startswith("RuntimeError: K-FAC lost other ranks while ")
-                assert ended.seconds < 2 * TIMEOUT
 
 
 # ---- what differs at construction ----
@@ -583,10 +594,9 @@ DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
 }
 
 
-def built(name: str, odd: int) -> tuple[str | None, float]:
+def built(name: str, odd: int) -> str | None:
     make, _ = DIFFERENT[name]
-    ended = attempt(nn.Identity(), lambda: make(dist.get_rank() == odd))
-    return ended.error, ended.seconds
+    return attempt(nn.Identity(), lambda: make(dist.get_rank() == odd)).error
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 1), (4, 1)])
@@ -594,12 +604,11 @@ def built(name: str, odd: int) -> tuple[str | None, float]:
 def test_ranks_that_differ_at_construction(name: str, world: int, odd: int) -> None:
     _, named = DIFFERENT[name]
     results = run(world, built, name, odd)
-    for rank, (error, seconds) in enumerate(results):
+    for rank, error in enumerate(results):
         assert error is not None, rank
         assert named in error or (name == "foreign" and "parameter" in error), error
         # What is wrong with a rank alone it says as if it were alone.
         assert f"rank {odd}" in error or (name == "foreign" and rank == odd), error
-        assert seconds < SOON
 
 
 # ---- what differs later ----
@@ -653,7 +662,7 @@ def test_a_hyperparameter_that_one_rank_changes(
     options |= {"compute_method": "eigen", "kl_clip": 1e-3} if named == "kl_clip" else {}
     for ended, steps in run(3, changed, change, {**options, "staggered": False}):
         assert ended.error is not None and f"Invalid {named}: " in ended.error
-        assert "on rank 1" in ended.error and ended.seconds < SOON
+        assert "on rank 1" in ended.error
         assert steps == interval  # the next step that exchanges anything
 
 
@@ -784,14 +793,12 @@ def test_a_caught_exception_does_not_come_again() -> None:
 
 def test_a_fraction_that_is_wrong_on_one_rank_alone() -> None:
     results = run(3, wrong_fraction, 1)
-    for error, seconds in results:
-        assert error is not None and "grad_worker_fraction" in error and seconds < SOON
+    assert all(error is not None and "grad_worker_fraction" in error for error in results)
 
 
-def wrong_fraction(odd: int) -> tuple[str | None, float]:
+def wrong_fraction(odd: int) -> str | None:
     fraction = 0.5 if dist.get_rank() == odd else 1.0  # two of three: no grid
-    ended = attempt(nn.Identity(), lambda: optimizer(net(), grad_worker_fraction=fraction))
-    return ended.error, ended.seconds
+    return attempt(nn.Identity(), lambda: optimizer(net(), grad_worker_fraction=fraction)).error
 
 
 def frozen_bias() -> Ended:

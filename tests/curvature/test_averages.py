@@ -148,3 +148,16 @@ def test_a_mean_that_overflows_divides_nothing():
         opt.step()
     for name in NAMES:
         assert_same(factors(opt)[name][1], before[name][1])
+
+
+def test_no_averaging_takes_the_newest_statistics():
+    model = nn.Sequential(nn.Linear(3, 2))
+    opt = KFACSGD(
+        model, lr=0.0, factor_decay=0, factor_update_steps=1, compute_method="eigen", kl_clip=None
+    )
+    for x in torch.randn(3, 8, 3):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    rows = torch.cat([x, torch.ones(8, 1)], 1)
+    torch.testing.assert_close(opt.preconditioner.factors("0")[0][0], rows.T @ rows / 8)

@@ -187,9 +187,11 @@ def test_what_is_not_dense_is_copied(monkeypatch):
 def test_it_is_found_whatever_the_default_dtype_is():
     torch.set_default_dtype(torch.float64)
     try:
-        products.onednn_linear()
+        linear = products.onednn_linear()
     finally:
         torch.set_default_dtype(torch.float32)
+    x, w = random(5, 4), random(6, 4)
+    torch.testing.assert_close(linear(x, w), x @ w.mT)
 
 
 @needs_onednn

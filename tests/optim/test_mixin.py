@@ -1197,3 +1197,18 @@ def test_unscaled_and_clipped_gradients(method):
         nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
         other.step()
     assert_same(model, expected)
+
+
+# ---- dampings that change ----
+
+
+@pytest.mark.parametrize("by_schedule", [False, True])
+def test_a_damping_that_rounding_drowns_is_refused_in_later_steps_too(by_schedule):
+    model = network(dtype=torch.float32)
+    schedule = lambda step: 1e-3 if step < 2 else 1e-13  # noqa: E731
+    opt = KFACSGD(model, lr=0.1, damping=schedule if by_schedule else 1e-3)
+    train(model, opt, range(2))
+    if not by_schedule:
+        opt.param_groups[0]["damping"] = 1e-13
+    with pytest.raises(ValueError, match=r"Invalid damping: 1e-13; with torch.float32 arithmetic"):
+        train(model, opt, range(2, 3))

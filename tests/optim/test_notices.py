@@ -146,10 +146,15 @@ def test_keys_of_others_in_a_group_are_nobodys_business():
     opt = KFACSGD(model, lr=0.1, momentum=0.9)
     torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9)  # max_momentum and others
     group = {**opt.param_groups[0], "name": "all", "lr_scale": 0.5, "param_names": [], 3: 4}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        KFACSGD([group], lr=0.1, model=model)
-        KFACAdam([{"params": model.parameters(), "initial_lr": 0.1, "swa_lr": 1}], model=model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        sgd = KFACSGD([group], lr=0.1, model=model)
+        adam = KFACAdam(
+            [{"params": model.parameters(), "initial_lr": 0.1, "swa_lr": 1}], model=model
+        )
+    assert not found
+    assert sgd.param_groups[0].items() >= {"lr_scale": 0.5, "name": "all", 3: 4}.items()
+    assert adam.param_groups[0]["swa_lr"] == 1
 
 
 # ---- what calls step() ----

@@ -1,14 +1,12 @@
-"""Several ranks in situations that must not hang, each against the same training on one."""
+"""A step, on one rank and on several: none hangs, and ranks take the step of one process."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -20,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from kaisa_optim import KFACSGD, Hybrid, KFACParamScheduler
-from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import kronecker
-from kaisa_optim.plan.assignment import make_grid
+from tests.support import training
 from tests.support.cluster import taken_by
 from tests.support.ranks import run
 from tests.support.training import (
@@ -34,8 +31,16 @@ from tests.support.training import (
     early,
     refreshed,
 )
+from tests.support.watch import (
+    Watch,
+    assert_factors,
+    exact,
+    factors_of,
+    normal,
+    rows_of,
+    seeded,
+)
 
-SOON = 10.0  # seconds: below the time-out of the group; a busy machine takes its time
 STEPS = 5
 ROWS = 24  # of a batch, over all ranks
 
@@ -104,6 +109,7 @@ def learn(
 
 Situation = Callable[[dict[str, Any]], list[Tensor]]
 
+
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (2, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
@@ -122,16 +128,10 @@ def compare(
         return
     ranks, spread = STRATEGIES[strategy]
     alone = situation({"staggered": ranks, **options})
-    results = run(ranks, timed, situation, {**options, **spread})
-    for result, seconds in results:
-        assert_same(result, results[0][0])
-        assert seconds < SOON
-    assert_near(results[0][0], alone, *near)
-
-
-def timed(situation: Situation, options: dict[str, Any]) -> tuple[list[Tensor], float]:
-    start = time.monotonic()
-    return situation(options), time.monotonic() - start
+    results = run(ranks, situation, {**options, **spread})
+    for result in results:
+        assert_same(result, results[0])
+    assert_near(results[0], alone, *near)
 
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,25 +161,6 @@ def used_twice(options: dict[str, Any]) -> list[Tensor]:
 @every_strategy
 def test_a_module_used_twice_in_one_forward(strategy: str) -> None:
     compare(used_twice, strategy)
-
-
-def micro_batches(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        opt.zero_grad()
-        xs, ys = (t.chunk(1 if world() == 1 else 2) for t in part(i))
-        for x, y in zip(xs, ys, strict=True):
-            last = x is xs[-1]
-            with nullcontext() if last else model.no_sync():
-                (F.mse_loss(model(x), y) / len(xs)).backward()
-        opt.step()
-    return weights(model)
-
-
-@every_strategy
-def test_micro_batches_under_no_sync(strategy: str) -> None:
-    compare(micro_batches, strategy)
 
 
 class Checkpointed(nn.Module):
@@ -271,6 +252,20 @@ def test_steps_whose_statistics_are_paused(strategy: str) -> None:
 
 
 # ---- steps that are left out ----
+
+
+def test_a_step_before_any_gradient_is_not_counted():
+    """Its count had no entry in the state, so that a resumed run had another schedule."""
+    model = training.network()
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", warmup_steps=4)
+    opt.step()
+    assert opt.preconditioner.steps == 0
+    training.train(model, opt, range(3))
+    other = training.network()
+    resumed = KFACSGD(other, lr=0.1, compute_method="eigen", warmup_steps=4)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert resumed.preconditioner.steps == opt.preconditioner.steps == 3
 
 
 def skips(options: dict[str, Any]) -> list[Tensor]:
@@ -415,6 +410,103 @@ def test_each_rank_goes_on_from_its_own_state(strategy: str, options: dict[str, 
         assert_same(straight, results[0][0])
 
 
+# ---- layers that a step does not use ----
+
+
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.left = nn.Linear(4, 3)
+        self.right = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, side: str) -> Tensor:
+        return getattr(self, side)(torch.tanh(self.body(x)))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Neither linear nor symmetric in its entries; averages the examples."""
+    scale = torch.linspace(0.5, 2.0, out[0].numel(), dtype=out.dtype).view_as(out[0])
+    return (scale * (out - 0.3).square()).sum() / len(out)
+
+
+def snapshot(opt, name: str) -> tuple[Tensor, Tensor]:
+    a, g = opt.preconditioner.factors(name)
+    return a.clone(), g.clone()
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_layer_unused_in_this_batch(method):
+    net = seeded(Sides)
+    opt = exact(net, factor_update_steps=1, inv_update_steps=1, compute_method=method)
+    x = normal(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The right branch appears in the second step for the first time, unused in the first.
+        for side in ("left", "right"):
+            opt.zero_grad()
+            loss_of(net(x, side)).backward()
+            opt.step()
+        left = snapshot(opt, "left")
+        right_before = net.right.weight.detach().clone()
+        left_before = net.left.weight.detach().clone()
+        opt.zero_grad()
+        loss_of(net(x, "right")).backward()
+        opt.step()
+    assert torch.equal(net.left.weight, left_before)
+    assert not torch.equal(net.right.weight, right_before)
+    for kept, now in zip(left, opt.preconditioner.factors("left"), strict=True):
+        assert torch.equal(kept, now)
+    # Back in use, its average weighs its own two batches only.
+    twin = copy.deepcopy(net)
+    watch = Watch(twin, "left")
+    loss_of(twin(2 * x, "left")).backward()
+    opt.zero_grad()
+    loss_of(net(2 * x, "left")).backward()
+    opt.step()
+    new = factors_of(*rows_of(twin.left, watch.trained("left")), 6.0)
+    share = 0.05 / (1 - 0.95**2)
+    expected = tuple(old + share * (n - old) for old, n in zip(left, new, strict=True))
+    assert_factors(opt, "left", expected)
+
+
+def test_layer_unused_from_now_on():
+    net = seeded(Sides)
+    opt = exact(net, lr=0.05, factor_update_steps=1, inv_update_steps=2)
+    x = normal(6, 4)
+    for _ in range(2):
+        opt.zero_grad()
+        (loss_of(net(x, "left")) + loss_of(net(x, "right"))).backward()
+        opt.step()
+    before = net.right.weight.detach().clone()
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            opt.zero_grad()
+            loss = loss_of(net(x, "left"))
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert torch.equal(net.right.weight, before)
+
+
+def test_layer_unused_in_this_batch_with_a_zero_gradient():
+    net = seeded(Sides)
+    opt = exact(net, factor_update_steps=1, inv_update_steps=1)
+    x = normal(6, 4)
+    (loss_of(net(x, "left")) + loss_of(net(x, "right"))).backward()
+    opt.step()
+    before, factors = net.right.weight.detach().clone(), snapshot(opt, "right")
+    opt.zero_grad(set_to_none=False)
+    loss_of(net(x, "left")).backward()
+    opt.step()
+    assert torch.equal(net.right.weight, before)
+    for kept, now in zip(factors, opt.preconditioner.factors("right"), strict=True):
+        assert torch.equal(kept, now)
+
+
 # ---- ranks that do not run the same ----
 
 
@@ -468,14 +560,14 @@ def test_ranks_that_use_different_layers(situation: Situation, strategy: str) ->
 
 
 def own_order(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(Branches())
+    model = ddp(Crossed())
     opt = optimizer(model, **options)
     for i in range(STEPS):
         learn(model, opt, i)
     return weights(model)
 
 
-class Branches(nn.Module):
+class Crossed(nn.Module):
     """Every other rank runs them the other way round."""
 
     def __init__(self) -> None:
@@ -711,67 +803,12 @@ def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
     assert_same([*restarted[0][:-1], *restarted[0][-1]], [*plain[0][:-1], *plain[0][-1]])
 
 
-# ---- groups ----
-
-
-def in_pairs(names: list[str]) -> list[Tensor]:
-    """Two pairs of ranks, each with a model of its own; all ranks make both groups."""
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank() // 2]
-    model = net()
-    opt = optimizer(model, process_group=group, **dict([names]) if names else {})
-    for i in range(STEPS):
-        own = 10 * (rank() // 2) + i
-        x, y = (t.chunk(2)[rank() % 2] for t in whole(own))
-        opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            dist.all_reduce(p.grad, group=group)
-            p.grad /= 2
-        if rank() == 3:
-            time.sleep(0.02)  # the pairs do not go in step
-        opt.step()
-    return weights(model)
-
-
-@pytest.mark.parametrize("names", [[], ["assignment", "layer-wise"]])
-def test_two_groups_of_the_same_size(names: list[str]) -> None:
-    results = run(4, in_pairs, names)
-    for pair in (0, 1):
-        model = net()
-        opt = optimizer(model)
-        for i in range(STEPS):
-            x, y = whole(10 * pair + i)
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-        assert_same(results[2 * pair], results[2 * pair + 1])
-        assert_near(results[2 * pair], weights(model), 1e-9, 1e-11)
-
-
-def without_the_cpu() -> tuple[list[str | None], list[str]]:
-    groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
-    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
-    with (
-        mock.patch.object(Ranks, "status_device", "cuda"),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        optimizer(net())
-    return devices, [str(w.message) for w in caught if "no backend for the CPU" in str(w.message)]
-
-
-def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
-    """There, as with NCCL alone, the host waits for the device in most steps."""
-    results = run(2, without_the_cpu)
-    assert [devices for devices, _ in results] == [[None, "cuda"]] * 2
-    assert [len(texts) for _, texts in results] == [1, 0]
-    assert "only for cuda" in results[0][1][0] and "cpu:gloo,cuda:nccl" in results[0][1][0]
+# ---- two optimizers, and half precision ----
 
 
 def two_optimizers(options: dict[str, Any]) -> list[Tensor]:
     """Two models side by side, in one group each, of the same ranks."""
-    models = [ddp(net()), ddp(Branches())]
+    models = [ddp(net()), ddp(Crossed())]
     groups = [dist.new_group(), dist.new_group()] if world() > 1 else [None, None]
     opts = [optimizer(m, process_group=g, **options) for m, g in zip(models, groups, strict=True)]
     for i in range(STEPS):
@@ -787,51 +824,6 @@ def two_optimizers(options: dict[str, Any]) -> list[Tensor]:
 @every_strategy
 def test_two_optimizers_side_by_side(strategy: str) -> None:
     compare(two_optimizers, strategy)
-
-
-def of_three(fraction: float) -> tuple[list[Tensor], str | None]:
-    model = ddp(net())
-    try:
-        opt = optimizer(model, grad_worker_fraction=fraction)
-    except ValueError as error:
-        return [], str(error)
-    for i in range(STEPS):
-        learn(model, opt, i)
-    return weights(model), None
-
-
-def test_a_third_of_three_ranks() -> None:
-    alone, _ = of_three(1.0)
-    for fraction in (1 / 3, 0.3333, 1.0):
-        results = run(3, of_three, fraction)
-        for result, error in results:
-            assert error is None
-            assert_same(result, results[0][0])
-            assert_near(result, alone, 1e-9, 1e-11)
-
-
-def test_two_thirds_of_three_ranks_are_refused_on_all() -> None:
-    for _, error in run(3, of_three, 2 / 3):
-        assert error is not None
-        assert error.startswith("Invalid grad_worker_fraction: 0.666")
-        assert "2 does not divide 3; use 1/3 = 0.3333 or 3/3 = 1" in error
-
-
-def shares(world: int) -> Iterator[tuple[int, float]]:
-    for workers in range(1, world + 1):
-        if world % workers == 0:
-            yield workers, workers / world
-
-
-@pytest.mark.parametrize("world", [6, 7, 12, 28, 49, 98, 110, 1000, 4096])
-def test_a_fraction_whose_product_is_not_whole(world: int) -> None:
-    for workers, fraction in shares(world):
-        for value in (fraction, round(fraction, 7), float(Fraction(workers, world))):
-            grid = make_grid(Hybrid(value), world)
-            assert (grid.workers, grid.columns) == (workers, world // workers)
-
-
-# ---- half precision ----
 
 
 def autocast(options: dict[str, Any]) -> list[Tensor]:
@@ -870,25 +862,3 @@ def test_factors_and_second_order_state_in_half(
 ) -> None:
     options = {"factor_dtype": dtype, "inv_dtype": dtype, "compute_method": method}
     compare(in_float32, strategy, near=(5e-2, 5e-2), **options)
-
-
-def warned() -> list[str]:
-    """Of a parameter that no layer covers, a pattern that matches nothing, and an lr too high."""
-    model = net()
-    model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        opt = optimizer(model, skip_layers="nothing", compute_method="eigen")
-        opt.param_groups[0]["lr"] = 1.0
-        x, y = whole(0)
-        F.mse_loss(model.cell(model(x)), y).backward()
-        opt.step()
-    return [str(one.message) for one in found]
-
-
-def test_what_all_ranks_would_say_one_says():
-    first, second = run(2, warned)
-    assert second == []
-    said = "raw gradients:\n  cell", "'nothing'", "lr 1 is above kl_clip_lr 0.1"
-    assert all(any(text in message for message in first) for text in said)
-    assert len(first) == len(said)

@@ -1,6 +1,6 @@
 """The tables and plots of docs, made from the raw numbers in benchmarks/results.
 
-    python -m benchmarks.site
+    python -m docs.tables
 
 Nothing is measured: bytes follow from the models' shapes, options from the package, all else was
 kept by the benchmarks.
@@ -20,9 +20,9 @@ from benchmarks import traffic
 from benchmarks.convergence.rates import Kept as Rated
 from benchmarks.convergence.rates import best, means
 from benchmarks.convergence.tasks import TASKS
-from benchmarks.messages import Source
 from benchmarks.papers_account import Papers
-from benchmarks.remedies import REMEDIES
+from docs.messages import Source
+from docs.remedies import REMEDIES
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.optim import arguments
 
@@ -349,7 +349,7 @@ def remedy(text: str) -> tuple[str, str]:
             return text, what
     wrong, _, what = text.rpartition("; ")
     if not wrong:
-        raise LookupError(f"benchmarks/remedies.py has nothing on: {text}")
+        raise LookupError(f"docs/remedies.py has nothing on: {text}")
     end = "" if what[-1] in ".?…" else "."
     return wrong, what[0].upper() + what[1:] + end
 
@@ -502,7 +502,7 @@ def _save(plt: Any, figure: Any, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(
-        prog="python -m benchmarks.site", description="Write the tables and plots of docs/results."
+        prog="python -m docs.tables", description="Write the tables and plots of docs/results."
     ).parse_args(arguments)
     import matplotlib
 

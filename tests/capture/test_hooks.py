@@ -1,8 +1,9 @@
-"""K where passes take different ways through a model, whosever turn it is to gather statistics."""
+"""Each backward pass that trains a layer counts, whichever way it takes through the model."""
+
+from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from typing import Any
 
 import pytest
@@ -11,34 +12,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.capture.hooks import Capture
+from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
-from tests.support.watch import assert_close, normal
+from tests.support.watch import (
+    Watch,
+    assert_close,
+    assert_factors,
+    check_step,
+    exact,
+    factors_of,
+    normal,
+    rows_of,
+    seeded,
+)
 
 # Torch says so of inputs that need no gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 EIGEN = {"compute_method": "eigen"}
 NEWEST = {**EIGEN, "factor_decay": 1e-12}  # an average is the last value
-
-
-class Branches(nn.Module):
-    """One of two layers, then a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: Tensor, way: str) -> Tensor:
-        return self.head(torch.tanh((self.a if way == "a" else self.b)(x)))
-
-
-def backward(model: nn.Module, i: int, way: str, parts: int = 1) -> None:
-    out = model(normal(8, 6, seed=i), way)
-    ((out - normal(8, 3, seed=100 + i)).square().mean() / parts).backward()
 
 
 def micro_batches(model: nn.Module, i: int, ways: str) -> None:
@@ -53,12 +47,7 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def gathering(opt: Any) -> set[str]:
-    return {layer.name for layer in opt.preconditioner._capture.wanted}
-
-
-def output_factor(opt: Any, name: str) -> Tensor:
-    return opt.preconditioner.factors(name)[1].squeeze(0)
+# ---- micro-batches and ranks by different branches ----
 
 
 @pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
@@ -350,142 +339,6 @@ def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     assert gathered == {"first", "mine"}
 
 
-# ---- layers that are in use in some steps alone ----
-
-
-def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]]:
-    """By one way, and in every ``period``-th step by the other; of which layers G has changed."""
-    found = []
-    for i in steps:
-        opt.zero_grad()
-        before = {
-            x.name: output_factor(opt, x.name).clone()
-            for x in opt.preconditioner.registry.with_average
-        }
-        backward(model, i, "b" if i % period == period - 1 else "a")
-        opt.step()
-        after = {
-            x.name: output_factor(opt, x.name) for x in opt.preconditioner.registry.with_average
-        }
-        found.append({n for n in after if n not in before or not torch.equal(before[n], after[n])})
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
-@pytest.mark.parametrize("period", [2, 5])
-def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
-    """Else a layer whose use shares a period with the turns would gather once, or never again."""
-    model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options, **EIGEN)
-    found = train(model, opt, range(100), period)
-    for name in ("a", "b", "head"):
-        assert 10 <= sum(name in new for new in found) <= 12, name
-
-
-def missed(opt: Any) -> dict[str, int]:
-    """Return for how many steps layers have missed their slot."""
-    return {n: state.missed for n, state in opt.preconditioner.states.items() if state.missed}
-
-
-def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
-    """By way of b in every fifth step of the last rank; what is overdue on each after each step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = Branches()
-    wrapped = DDP(model, find_unused_parameters=True)
-    opt = KFACSGD(wrapped, lr=0.1, factor_update_steps=10, grad_worker_fraction=fraction)
-    found = []
-    for i in range(40):
-        opt.zero_grad()
-        way = "b" if i % 5 == 4 and rank == world - 1 else "a"
-        backward(wrapped, 10 * i + rank, way)
-        opt.step()
-        everywhere: list[Any] = [None] * world
-        mine = missed(opt)
-        dist.all_gather_object(everywhere, mine)
-        found.append(everywhere)
-    return found
-
-
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_ranks_wait_alike_for_what_is_overdue(fraction):
-    found = run(2, now_and_then_on_one_rank, fraction)[0]
-    assert all(one == other for one, other in found)
-    late = ["b" in one for one, _ in found]
-    assert any(late) and not all(late[5:])  # and no longer once it has been seen
-
-
-def test_an_overdue_turn_is_saved():
-    model, other = Branches(), Branches()
-    options = {"factor_update_steps": 4, "staggered": False, "inv_update_steps": 10}
-    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
-    train(model, opt, range(4), 2)
-    train(model, opt, range(4, 5), 2)  # it was the turn of b, too
-    other.load_state_dict(model.state_dict())
-    resumed = KFACSGD(other, lr=0.1, **options, **EIGEN)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert gathering(resumed) == gathering(opt) == {"b"}
-    assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_what_is_not_seen_for_long_is_waited_for_in_its_own_turns_alone():
-    model = Branches()
-    opt = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
-    train(model, opt, range(2), 2)
-    asked = []
-    for i in range(2, 50):
-        asked.append("b" in gathering(opt))
-        train(model, opt, range(i, i + 1), 1000)
-    assert all(asked[:20])
-    assert asked[30:] == [True, False] * 9
-    resumed = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert gathering(resumed) == gathering(opt)
-    train(model, opt, range(1), 1)  # by way of b, in its turn
-    assert "b" not in missed(opt)
-
-
-class Beside(nn.Module):
-    """Three layers, or a parameter of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-        self.own = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, covered: bool) -> Tensor:
-        return sum(layer(x) for layer in self.layers) if covered else self.own * x[:, :3]
-
-
-@pytest.mark.parametrize("length", [3, 5, 7])
-def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
-    """A layer that is overdue is asked in each step: those without a pass are no fault."""
-    model = Beside()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
-    for i in range(60):
-        opt.zero_grad(set_to_none=False)
-        out = model(normal(8, 6, seed=i).float(), i // length % 2 == 0)
-        out.square().mean().backward()
-        opt.step()
-
-
-def test_a_layer_that_is_no_longer_seen_is_named():
-    model = Branches()
-    opt = KFACSGD(model, lr=0.01, factor_update_steps=1)
-    train(model, opt, range(3), 1000)
-    plain = model.a.weight, model.a.bias
-    del model._modules["a"]
-    object.__setattr__(model, "a", lambda x: nn.functional.linear(x, *plain))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(model, opt, range(3, 22), 1000)
-    with pytest.warns(UserWarning, match="layer 'a' has had a gradient in 20 steps .* older facto"):
-        train(model, opt, range(22, 24), 1000)
-
-
 class Timed(nn.Module):
     """Told a number before the batch, as models of flows are."""
 
@@ -509,7 +362,330 @@ def test_a_number_before_the_batch_is_no_batch(by_name):
     assert_close(output_factor(opt, "layer"), 8 * gradients[0].mT @ gradients[0])
 
 
-# ---- hooks ----
+# ---- how layers are called ----
+
+
+def mlp() -> nn.Sequential:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Neither linear nor symmetric in its entries; averages the examples."""
+    scale = torch.linspace(0.5, 2.0, out[0].numel(), dtype=out.dtype).view_as(out[0])
+    return (scale * (out - 0.3).square()).sum() / len(out)
+
+
+def fit(x: Tensor):
+    return lambda model: loss_of(model(x)).backward()
+
+
+class Net(nn.Module):
+    """``forward`` is given by the test; it gets the modules as attributes."""
+
+    def __init__(self, forward, **modules: nn.Module) -> None:
+        super().__init__()
+        self.call = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+def same(one: tuple[nn.Module, KFACSGD], other: tuple[nn.Module, KFACSGD]) -> bool:
+    parameters = zip(one[0].parameters(), other[0].parameters(), strict=True)
+    factors = [
+        zip(one[1].preconditioner.factors(n), other[1].preconditioner.factors(n), strict=True)
+        for n in ("0", "2")
+    ]
+    return all(torch.equal(a, b) for pairs in (parameters, *factors) for a, b in pairs)
+
+
+def test_layer_called_by_keyword():
+    net = seeded(
+        lambda: Net(
+            lambda self, x: self.last(input=torch.tanh(self.first(input=x))),
+            first=nn.Linear(4, 5),
+            last=nn.Linear(5, 3),
+        )
+    )
+    check_step(net, fit(normal(6, 4)), ["first", "last"], 6.0)
+
+
+def test_training_with_the_whole_model_in_eval():
+    net = mlp().eval()
+    check_step(net, fit(normal(6, 4)), ["0", "2"], 6.0)
+
+
+def test_training_with_one_module_in_eval():
+    net = seeded(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3))
+    )
+    with torch.no_grad():
+        net[1].running_mean.copy_(normal(5, seed=3))
+        net[1].running_var.copy_(normal(5, seed=4).square() + 0.5)
+    net.train()
+    net[1].eval()
+    net[2].eval()
+    check_step(net, fit(normal(6, 4)), ["0", "3"], 6.0)
+
+
+def test_shared_module_is_counted_once():
+    def forward(self: Net, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.again(torch.tanh(self.first(x)))))
+
+    layer = nn.Linear(4, 4)
+    net = seeded(lambda: Net(forward, first=layer, again=layer, out=nn.Linear(4, 3)))
+    opt = check_step(net, fit(normal(6, 4)), ["first", "out"], 6.0)
+    assert list(opt.preconditioner.layers) == ["first", "out"]
+    assert not opt.preconditioner.uncovered
+
+
+# ---- work beside training ----
+
+
+def test_a_pass_on_the_meta_device_gathers_nothing():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        opt = KFACSGD(model, lr=0.1)
+        model(torch.empty(5, 3)).sum().backward()
+    assert not opt.preconditioner.sums.of_layer
+
+
+def test_forwards_under_no_grad_in_training_mode():
+    x = normal(6, 4)
+
+    def train(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(normal(9, 4, seed=1))
+        out = model(x)
+        with torch.inference_mode():
+            model(normal(11, 4, seed=2))
+        loss_of(out).backward()
+        with torch.no_grad():
+            model(normal(9, 4, seed=3))
+
+    check_step(mlp(), train, ["0", "2"], 6.0)
+
+
+def test_autograd_grad_with_create_graph_beside_training():
+    x = normal(6, 4)
+    net = mlp()
+    opt, clean = exact(net), exact(other := mlp())
+    fit(x)(other)
+    clean.step()
+    probe = normal(3, 4, seed=5).requires_grad_()
+    out = net(probe)
+    (slope,) = torch.autograd.grad(out.square().sum(), probe, create_graph=True)
+    torch.autograd.grad(slope.square().sum(), list(net.parameters()), retain_graph=True)
+    torch.autograd.grad(out.sum(), [net[0].weight], create_graph=True)
+    fit(x)(net)
+    out = net(probe)
+    (slope,) = torch.autograd.grad(out.square().sum(), probe, create_graph=True)
+    torch.autograd.grad(slope.square().sum(), list(net.parameters()), allow_unused=True)
+    opt.step()
+    assert same((net, opt), (other, clean))
+
+
+def test_gradient_penalty_in_the_loss():
+    x = normal(6, 4).requires_grad_()
+
+    def train(model: nn.Module) -> None:
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (loss_of(out) + slope.square().sum() / len(x)).backward(inputs=list(model.parameters()))
+
+    net = mlp()
+    twin = copy.deepcopy(net)
+    watch = Watch(twin, "0", "2")
+    out = twin(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (loss_of(out) + slope.square().sum() / len(x)).backward()
+    x.grad = None
+    opt = exact(net)
+    train(net)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert_close(p.grad, q.grad)
+    opt.step()
+    for name in ("0", "2"):
+        rows = rows_of(twin.get_submodule(name), watch.trained(name))
+        assert_factors(opt, name, factors_of(*rows, 6.0))
+
+
+def test_per_example_gradients_by_torch_func_beside_training():
+    x = normal(6, 4)
+    net, other = mlp(), mlp()
+    opt, clean = exact(net), exact(other)
+    fit(x)(other)
+    clean.step()
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def one(parameters, example):
+        return loss_of(torch.func.functional_call(net, parameters, (example[None],)))
+
+    def each():
+        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(parameters, x)
+
+    before = each()
+    fit(x)(net)
+    each()
+    # Without a transform too: the weights that receive the gradient are not the model's.
+    moved = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+    loss_of(torch.func.functional_call(net, moved, (x,))).backward()
+    # And with the model's own weights.
+    assert_close(torch.func.vmap(net)(x), net(x))
+    slopes = torch.func.vmap(torch.func.jacrev(net))(x)
+    wanted = torch.autograd.functional.jacobian(net, x).diagonal(dim1=0, dim2=2)
+    assert_close(slopes, wanted.movedim(-1, 0))
+    for name, p in net.named_parameters():
+        assert_close(before[name].mean(0), p.grad, what=name)
+        assert_close(moved[name].grad, p.grad, what=name)
+    opt.step()
+    assert same((net, opt), (other, clean))
+
+
+# ---- torch.compile ----
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["model.compile()", "wrapper", "wrapper given"])
+def test_torch_compile_before_construction(fresh_dynamo, how):
+    x = normal(6, 4)
+    net, other = mlp(), mlp()
+    if how == "model.compile()":
+        net.compile(backend="aot_eager")
+        run, opt = net, exact(net)
+    else:
+        run = torch.compile(net, backend="aot_eager")
+        opt = exact(run if how == "wrapper given" else net)
+    clean = exact(other)
+    for _ in range(2):
+        opt.zero_grad()
+        clean.zero_grad()
+        fit(x)(run)
+        fit(x)(other)
+        opt.step()
+        clean.step()
+        for name in ("0", "2"):
+            assert_factors(opt, name, clean.preconditioner.factors(name))
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert_close(p, q)
+
+
+def test_torch_compile_after_construction(fresh_dynamo):
+    x = normal(6, 4)
+    net, other = mlp(), mlp()
+    opt, clean = exact(net, factor_update_steps=2), exact(other, factor_update_steps=2)
+    fit(x)(net)
+    fit(x)(other)
+    opt.step()
+    clean.step()
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(4):  # due for statistics and not, in turn
+        opt.zero_grad()
+        clean.zero_grad()
+        fit(x)(compiled)
+        fit(x)(other)
+        opt.step()
+        clean.step()
+    for name in ("0", "2"):
+        assert_factors(opt, name, clean.preconditioner.factors(name))
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert_close(p, q)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("what", ["training", "step", "both"])
+def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
+    if what == "step" and torch.__version__ < (2, 7):
+        pytest.skip("torch 2.6 calls such a method without its object")
+    x = normal(6, 4)
+    runs = []
+    for compiled in (True, False):
+        net = mlp()
+        opt = cls(net, lr=0.05, factor_update_steps=2, inv_update_steps=2)
+
+        def train(net: nn.Module = net, opt: Any = opt) -> None:
+            opt.zero_grad()
+            fit(x)(net)
+
+        step = opt.step
+
+        def both(train: Any = train, step: Any = step) -> None:
+            train()
+            step()
+
+        if compiled and what == "step":
+            step = torch.compile(step, backend="aot_eager")
+        if compiled and what == "training":
+            train = torch.compile(train, backend="aot_eager")
+        if what == "both":
+            train, step = torch.compile(both, backend="aot_eager") if compiled else both, int
+        for _ in range(12):  # more than Dynamo compiles one function anew
+            train()
+            step()
+        runs.append(net)
+    for p, q in zip(*(net.parameters() for net in runs), strict=True):
+        assert_close(p, q)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_torch_compile_over_attention(fresh_dynamo, when):
+    x = normal(3, 5, 4)
+    runs = []
+    for compiled in (False, True):
+        net = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True))
+        run = net
+        if compiled and when == "before":
+            run = torch.compile(net, backend="eager")
+        opt = exact(net)
+        if compiled and when == "after":
+            run = torch.compile(net, backend="eager")
+        for _ in range(2):
+            opt.zero_grad()
+            fit(x)(run)
+            opt.step()
+        runs.append((net, opt))
+    (net, opt), (other, clean) = runs
+    for name in clean.preconditioner.layers:
+        assert_factors(opt, name, clean.preconditioner.factors(name))
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert_close(p, q)
+
+
+def test_torch_compile_called_before_construction(fresh_dynamo):
+    # Compiled code does not look for hooks that come later: an error says what to do.
+    x = normal(6, 4)
+    net = mlp()
+    compiled = torch.compile(net, backend="aot_eager")
+    fit(x)(compiled)
+    net.zero_grad()
+    opt = exact(compiled)
+    fit(x)(compiled)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"of the same class, was compiled and called.*_dynamo\."
+    ):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    torch._dynamo.reset()
+    opt.zero_grad()
+    fit(x)(compiled)
+    opt.step()
+    clean = exact(other := mlp())
+    fit(x)(other)
+    clean.step()
+    for name in ("0", "2"):
+        assert_factors(opt, name, clean.preconditioner.factors(name))
+
+
+# ---- the end of an optimizer ----
 
 
 def test_the_hooks_of_an_optimizer_that_is_gone_are_gone():

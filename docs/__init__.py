@@ -1,0 +1,1 @@
+"""The documentation, and the programs that write and check its pages."""

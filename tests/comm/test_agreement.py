@@ -1,0 +1,105 @@
+"""What differs between ranks is named on all of them; what all would say, one says."""
+
+from __future__ import annotations
+
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.comm.ranks import Ranks
+from tests.support.ranks import run
+
+
+def differs_in_order() -> str:
+    model = nn.Sequential()
+    rank = torch.distributed.get_rank()
+    for name in ("first", "second") if rank == 0 else ("second", "first"):
+        model.add_module(name, nn.Linear(3, 3))
+    try:
+        KFACSGD(model, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_modules_in_another_order_are_named():
+    for text in run(2, differs_in_order):
+        assert "'second' stands on rank 1 where rank 0 has" in text.replace("layer ", "").replace(
+            '"', ""
+        )
+        assert "in one order on all ranks" in text
+
+
+def with_a_scaler_on_one_rank() -> str:
+    scaler = 8.0 if torch.distributed.get_rank() == 1 else None
+    try:
+        KFACSGD(nn.Linear(3, 2), lr=0.1, compute_method="eigen", grad_scaler=scaler)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_scaler_on_one_rank_alone_is_named():
+    for text in run(2, with_a_scaler_on_one_rank):
+        assert text.startswith("Invalid grad_scaler: 'given' on rank 1, None on rank 0")
+
+
+def builds_a_stage() -> str:
+    stage = nn.Sequential(nn.Linear(3, 4 + torch.distributed.get_rank()))
+    try:
+        KFACSGD(stage, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_pipeline_stages_without_a_group_are_told_to_give_one():
+    for text in run(2, builds_a_stage):
+        assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
+
+
+def without_the_cpu() -> tuple[list[str | None], list[str]]:
+    groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
+    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
+    with (
+        mock.patch.object(Ranks, "status_device", "cuda"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        KFACSGD(nn.Linear(3, 2), lr=0.1)
+    return devices, [str(w.message) for w in caught if "no backend for the CPU" in str(w.message)]
+
+
+def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
+    """There, as with NCCL alone, the host waits for the device in most steps."""
+    results = run(2, without_the_cpu)
+    assert [devices for devices, _ in results] == [[None, "cuda"]] * 2
+    assert [len(texts) for _, texts in results] == [1, 0]
+    assert "only for cuda" in results[0][1][0] and "cpu:gloo,cuda:nccl" in results[0][1][0]
+
+
+def warned() -> list[str]:
+    """Of a parameter that no layer covers, a pattern that matches nothing, and an lr too high."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt = KFACSGD(model, lr=0.1, skip_layers="nothing", compute_method="eigen")
+        opt.param_groups[0]["lr"] = 1.0
+        x = torch.ones(8, 4, dtype=torch.float64)
+        model.cell(model(x)).square().mean().backward()
+        opt.step()
+    return [str(one.message) for one in found]
+
+
+def test_what_all_ranks_would_say_one_says():
+    first, second = run(2, warned)
+    assert second == []
+    said = "raw gradients:\n  cell", "'nothing'", "lr 1 is above kl_clip_lr 0.1"
+    assert all(any(text in message for message in first) for text in said)
+    assert len(first) == len(said)

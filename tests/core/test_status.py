@@ -1,0 +1,270 @@
+"""What ranks tell each other in a step: slots that were missed, errors, intervals, weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from kaisa_optim import KFACSGD
+from tests.support import branches, training
+from tests.support.branches import Branches, gathering, output_factor
+from tests.support.ranks import run
+from tests.support.training import ANEW, network
+from tests.support.watch import normal
+
+EIGEN = {"compute_method": "eigen"}
+
+
+# ---- layers that are in use in some steps alone ----
+
+
+def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]]:
+    """By one way, and in every ``period``-th step by the other; of which layers G has changed."""
+    found = []
+    for i in steps:
+        opt.zero_grad()
+        before = {
+            x.name: output_factor(opt, x.name).clone()
+            for x in opt.preconditioner.registry.with_average
+        }
+        branches.backward(model, i, "b" if i % period == period - 1 else "a")
+        opt.step()
+        after = {
+            x.name: output_factor(opt, x.name) for x in opt.preconditioner.registry.with_average
+        }
+        found.append({n for n in after if n not in before or not torch.equal(before[n], after[n])})
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
+@pytest.mark.parametrize("period", [2, 5])
+def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
+    """Else a layer whose use shares a period with the turns would gather once, or never again."""
+    model = Branches()
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options, **EIGEN)
+    found = train(model, opt, range(100), period)
+    for name in ("a", "b", "head"):
+        assert 10 <= sum(name in new for new in found) <= 12, name
+
+
+def missed(opt: Any) -> dict[str, int]:
+    """Return for how many steps layers have missed their slot."""
+    return {n: state.missed for n, state in opt.preconditioner.states.items() if state.missed}
+
+
+def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
+    """By way of b in every fifth step of the last rank; what is overdue on each after each step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Branches()
+    wrapped = DDP(model, find_unused_parameters=True)
+    opt = KFACSGD(wrapped, lr=0.1, factor_update_steps=10, grad_worker_fraction=fraction)
+    found = []
+    for i in range(40):
+        opt.zero_grad()
+        way = "b" if i % 5 == 4 and rank == world - 1 else "a"
+        branches.backward(wrapped, 10 * i + rank, way)
+        opt.step()
+        everywhere: list[Any] = [None] * world
+        mine = missed(opt)
+        dist.all_gather_object(everywhere, mine)
+        found.append(everywhere)
+    return found
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_ranks_wait_alike_for_what_is_overdue(fraction):
+    found = run(2, now_and_then_on_one_rank, fraction)[0]
+    assert all(one == other for one, other in found)
+    late = ["b" in one for one, _ in found]
+    assert any(late) and not all(late[5:])  # and no longer once it has been seen
+
+
+def test_an_overdue_turn_is_saved():
+    model, other = Branches(), Branches()
+    options = {"factor_update_steps": 4, "staggered": False, "inv_update_steps": 10}
+    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
+    train(model, opt, range(4), 2)
+    train(model, opt, range(4, 5), 2)  # it was the turn of b, too
+    other.load_state_dict(model.state_dict())
+    resumed = KFACSGD(other, lr=0.1, **options, **EIGEN)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert gathering(resumed) == gathering(opt) == {"b"}
+    assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_is_not_seen_for_long_is_waited_for_in_its_own_turns_alone():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
+    train(model, opt, range(2), 2)
+    asked = []
+    for i in range(2, 50):
+        asked.append("b" in gathering(opt))
+        train(model, opt, range(i, i + 1), 1000)
+    assert all(asked[:20])
+    assert asked[30:] == [True, False] * 9
+    resumed = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert gathering(resumed) == gathering(opt)
+    train(model, opt, range(1), 1)  # by way of b, in its turn
+    assert "b" not in missed(opt)
+
+
+class Beside(nn.Module):
+    """Three layers, or a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, covered: bool) -> Tensor:
+        return sum(layer(x) for layer in self.layers) if covered else self.own * x[:, :3]
+
+
+@pytest.mark.parametrize("length", [3, 5, 7])
+def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
+    """A layer that is overdue is asked in each step: those without a pass are no fault."""
+    model = Beside()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
+    gathered = dict.fromkeys(opt.preconditioner.layers, 0)
+    for i in range(60):
+        opt.zero_grad(set_to_none=False)
+        out = model(normal(8, 6, seed=i).float(), i // length % 2 == 0)
+        out.square().mean().backward()
+        opt.step()
+        for layer in opt.preconditioner.plan.average:
+            gathered[layer] += 1
+    assert opt.preconditioner.steps == 60 and model.own.abs().max() < 1
+    assert all(6 <= count <= 12 for count in gathered.values()), gathered
+
+
+def test_a_layer_that_is_no_longer_seen_is_named():
+    model = Branches()
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=1)
+    train(model, opt, range(3), 1000)
+    plain = model.a.weight, model.a.bias
+    del model._modules["a"]
+    object.__setattr__(model, "a", lambda x: nn.functional.linear(x, *plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(3, 22), 1000)
+    with pytest.warns(UserWarning, match="layer 'a' has had a gradient in 20 steps .* older facto"):
+        train(model, opt, range(22, 24), 1000)
+
+
+# ---- what one rank alone does ----
+
+
+def changes_an_interval(name: str, ranks: list[int]) -> tuple[str, int, float]:
+    """The user's own sum of ones takes in none of K-FAC's numbers."""
+    model = network()
+    opt = KFACSGD(model, lr=0.0, factor_update_steps=4, inv_update_steps=4, staggered=False)
+    for i in range(10):
+        opt.zero_grad()
+        training.backward(model, i)
+        if i == 2 and torch.distributed.get_rank() in ranks:
+            setattr(opt.preconditioner, name, 1)
+        total = torch.ones(60)
+        torch.distributed.all_reduce(total)
+        try:
+            opt.step()
+        except ValueError as error:
+            return str(error), i, total.mean().item()
+        if name == "inv_update_steps" and opt.preconditioner.plan.refresh and i > 0:
+            return "", i, total.mean().item()
+    return "", opt.preconditioner.steps, total.mean().item()
+
+
+@pytest.mark.parametrize("name", ["factor_update_steps", "inv_update_steps"])
+def test_an_interval_that_one_rank_changes_is_named_where_all_exchange(name):
+    """That rank entered an exchange alone, which met the others' next collective."""
+    for text, step, ones in run(2, changes_an_interval, name, [1]):
+        assert f"Invalid {name}: 1 on rank 1" in text
+        assert step == 4 and ones == 2
+
+
+def test_an_interval_that_all_ranks_change_acts_where_all_exchange():
+    assert run(2, changes_an_interval, "inv_update_steps", [0, 1]) == [("", 4, 2.0)] * 2
+
+
+def raises(*args: Any) -> None:
+    raise MemoryError("planted")
+
+
+def fails_alone(what: str) -> tuple[str, int]:
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **ANEW)
+    state: dict[str, Any] = {}
+    for i in range(4):
+        opt.zero_grad()
+        training.backward(model, i)
+        odd = i == 2 and torch.distributed.get_rank() == 1
+        if what == "load" and odd:
+            opt.load_state_dict(state)
+        broken = mock.patch.object(torch.optim.SGD, "step", raises)
+        try:
+            with broken if what == "base" and odd else nullcontext():
+                opt.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", i
+        state = copy.deepcopy(opt.state_dict())
+    return "", 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_error_of_the_bases_step_is_told_to_all_ranks():
+    """The others lost a connection, and did not know why."""
+    first, second = run(2, fails_alone, "base")
+    text = (
+        "RuntimeError: K-FAC stops on all ranks, since the base optimizer's step failed on rank 1"
+    )
+    assert first == (f"{text}: MemoryError: planted", 3)
+    assert second == ("MemoryError: planted", 3)
+
+
+def test_a_load_on_one_rank_alone_is_named():
+    """It ended in gloo's abort of a process."""
+    first, second = run(2, fails_alone, "load")
+    assert first[0].startswith("RuntimeError: K-FAC stops on all ranks, since loading failed on")
+    assert "call load_state_dict() on all of them" in first[0] and first[1] == second[1] == 2
+
+
+def drifts(apart: bool) -> tuple[str, int]:
+    """From step 4 on rank 1 goes by a gradient of its own in one parameter."""
+    model = network()
+    options = {"factor_update_steps": 2, "staggered": False}
+    opt = KFACSGD(model, lr=0.1, verify_every=3, **options)
+    for i in range(20):
+        opt.zero_grad()
+        training.backward(model, i)
+        if apart and i >= 4 and torch.distributed.get_rank() == 1:
+            assert model[2].bias.grad is not None
+            model[2].bias.grad += 1e-6
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return str(error), i
+    return "", 20
+
+
+def test_weights_that_drift_apart_are_named():
+    """After the first step nobody compared them. Those of step 6 meet the next exchange."""
+    assert run(2, drifts, False) == [("", 20)] * 2
+    for text, step in run(2, drifts, True):
+        assert text.startswith(
+            "parameter '2.weight' in step 6 on ranks [1] is not the one of rank 0"
+        )
+        assert "average gradients" in text and step == 6
