@@ -170,7 +170,7 @@ class Bare:
         gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
         if self.adam:
             torch._foreach_lerp_(momenta, gradients, 0.1)
-            ahead = torch._foreach_lerp(gradients, momenta, 0.9)
+            ahead = list(torch._foreach_lerp(gradients, momenta, 0.9))
         else:
             torch._foreach_mul_(momenta, 0.9)
             torch._foreach_add_(momenta, gradients)
@@ -244,7 +244,8 @@ def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
 
 
 def _direction(group: Any, momentum: Tensor) -> Tensor:
-    g, a = (group.state(side, "root", slice(None)) for side in "ga")
+    g: Tensor = group.state("g", "root", slice(None))
+    a: Tensor = group.state("a", "root", slice(None))
     white = torch.bmm(g, momentum)
     white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
     white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
@@ -280,8 +281,7 @@ def _part(direction: Tensor, parameters: list[Tensor]) -> list[Tensor]:
 def bare(network: str, optimizer: str, steps: int) -> float:
     """Return the mean operations of a step of the bare loop."""
     trainer = Trainer(NETWORKS[network], MAKERS[optimizer])
-    for _ in range(2):
-        trainer.step()
+    trainer.step()
     loop, found = Bare(trainer), Operations()
     loop.step(FIRST)  # the base makes its state
     for number in range(FIRST, FIRST + steps):
@@ -292,7 +292,11 @@ def bare(network: str, optimizer: str, steps: int) -> float:
 
 def counted(network: str, optimizer: str, steps: int) -> dict[str, float]:
     """Return means over steps: operations of the passes and of ``step()``, Python of both."""
-    trainer = Trainer(NETWORKS[network], MAKERS[optimizer])
+    with torch.backends.mkldnn.flags(enabled=False):  # alike on all CPUs
+        return _counted(Trainer(NETWORKS[network], MAKERS[optimizer]), steps)
+
+
+def _counted(trainer: Trainer, steps: int) -> dict[str, float]:
     for _ in range(FIRST):
         trainer.step()
     found = dict.fromkeys(("passes", "step", "functions", "calls", "files"), 0.0)

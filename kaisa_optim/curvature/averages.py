@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -15,13 +17,11 @@ from ..plan.step_plan import AgreedStep
 from .stacks import (
     Factor,
     Factors,
-    FactorStack,
     Key,
     Specs,
     StackKey,
     common_or_each,
     sent,
-    slots_of,
 )
 
 Number = Tensor | float  # a tensor has one entry a block
@@ -66,70 +66,88 @@ class RunningAverages:
         number: int,
     ) -> None:
         """Take new values of owned factors into their averages in step ``number``."""
+        places: dict[tuple[torch.device, torch.dtype], list[Factor]] = {}
+        for stack in owned.stacks.values():
+            own = [f for f in stack.factors if (f.layer, f.side) in sums]
+            places.setdefault((stack.key.device, stack.key.dtype), []).extend(own)
         with full_precision():
-            for stack in owned.stacks.values():
-                factors = [f for f in stack.factors if (f.layer, f.side) in sums]
-                if factors:
-                    values = [sums[f.layer, f.side] for f in factors]
-                    if self.scale_free:
-                        _divide_by_means(stack, factors, values)
-                    _update_stack(stack, factors, values, agreed, decay_of, number)
+            for factors in filter(None, places.values()):
+                values = [sums[f.layer, f.side] for f in factors]
+                self._update(factors, values, agreed, decay_of, number)
+
+    def _update(
+        self,
+        factors: list[Factor],
+        values: list[Tensor],
+        agreed: AgreedStep,
+        decay_of: DecayOf,
+        number: int,
+    ) -> None:
+        """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
+        like, layers = factors[0].key, [factor.layer for factor in factors]
+        blocks = [layer.blocks for layer in layers]
+        traces = _traces(factors, values)
+        finite = traces < math.inf  # NaN is not
+        if self.scale_free:
+            _divide_by_means(factors, values, torch.where(finite & (traces > 0), traces, 1.0))
+        # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
+        # On a CPU, the answer costs no wait and saves a pass over finite sums.
+        if like.device.type != "cpu" or not finite.all():
+            for value, broken in zip(values, (~finite).split(blocks), strict=True):
+                value.masked_fill_(_each(broken, value), 0)
+        weights = [factor["weight"] for factor in factors]
+        rows = has_rows(layers, agreed, like)
+        taken = finite if rows is None else finite & rows
+        decays = keep_and_take(layers, decay_of, like)
+        grown, step = weighed(torch.cat(weights), decays, taken)
+        torch._foreach_copy_(weights, list(grown.split(blocks)))
+        steps = [_each(x, y) for x, y in zip(step.split(blocks), values, strict=True)]
+        _approach(factors, values, steps, number)
+        rejected = [factor["rejected"] for factor in factors]
+        torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
+        for factor in factors if rows is not None else ():
+            if not all(agreed.rows[factor.layer.name]):
+                _stand_in(factor)
 
 
-def _divide_by_means(stack: FactorStack, factors: list[Factor], values: list[Tensor]) -> None:
-    """Divide values of G, in place, by their mean eigenvalues; an overflow is rejected later."""
-    own = [(f, v) for f, v in zip(factors, values, strict=True) if f.side == "g"]
-    if not own:
-        return
-    diagonals = [v if stack.key.diagonal else v.diagonal(dim1=-2, dim2=-1) for _, v in own]
-    means = torch.cat(diagonals).mean(-1)
-    means = torch.where((means > 0) & means.isfinite(), means, 1.0)
-    matrix = (slice(None), *(None,) * (own[0][1].dim() - 1))
-    torch._foreach_div_(
-        [v for _, v in own], list(means[matrix].split([f.layer.blocks for f, _ in own]))
-    )
+def _each(numbers: Tensor, matrices: Tensor) -> Tensor:
+    """Return numbers of blocks in a shape that goes with the blocks' matrices, or diagonals."""
+    return numbers[(slice(None), *(None,) * (matrices.dim() - 1))]
 
 
-def _update_stack(
-    stack: FactorStack,
-    factors: list[Factor],
-    values: list[Tensor],
-    agreed: AgreedStep,
-    decay_of: DecayOf,
-    number: int,
+def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
+    """Return each block's trace; no entry of a diagonal is below zero."""
+    diagonals = [
+        value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
+        for factor, value in zip(factors, values, strict=True)
+    ]
+    each = [block for diagonal in diagonals for block in diagonal.unbind()]
+    return torch.stack(torch._foreach_norm(each, 1))
+
+
+def _divide_by_means(factors: list[Factor], values: list[Tensor], traces: Tensor) -> None:
+    """Divide values of G, in place, by their mean eigenvalues."""
+    parts = traces.split([factor.layer.blocks for factor in factors])
+    own = [x for x in zip(factors, values, parts, strict=True) if x[0].side == "g"]
+    if own:
+        matrices = [value for _, value, _ in own]
+        torch._foreach_div_(matrices, [_each(part, value) for _, value, part in own])
+        torch._foreach_mul_(matrices, [float(factor.key.size) for factor, _, _ in own])
+
+
+def _approach(
+    factors: list[Factor], values: list[Tensor], steps: list[Tensor], number: int
 ) -> None:
-    layers = [factor.layer for factor in factors]
-    blocks = [layer.blocks for layer in layers]
-    matrix = (slice(None), *(None,) * (values[0].dim() - 1))
-    # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
-    diagonals = [v if stack.key.diagonal else v.diagonal(dim1=-2, dim2=-1) for v in values]
-    finite = torch.cat(diagonals).sum(-1).isfinite()
-    # On a CPU, the answer costs no wait and saves a pass over finite sums.
-    if stack.key.device.type != "cpu" or not finite.all():
-        for value, broken in zip(values, (~finite)[matrix].split(blocks), strict=True):
-            value.masked_fill_(broken, 0)
-    slots = slots_of(factors)
-    weight, rejected = stack.tensors["weight"], stack.tensors["rejected"]
-    taken = finite & has_rows(layers, agreed, stack.key)
-    grown, step = weighed(weight[slots], keep_and_take(layers, decay_of, stack.key), taken)
-    steps = list(step[matrix].split(blocks))
-    if isinstance(slots, slice):
-        averages = list(stack.tensors["average"][slots].split(blocks))
-    else:
-        averages = [factor["average"] for factor in factors]
-    if averages[0].dtype == stack.key.dtype:
+    """Move averages towards new values."""
+    averages = [factor["average"] for factor in factors]
+    if averages[0].dtype == values[0].dtype:
         torch._foreach_lerp_(averages, values, steps)
-    else:
-        # At a decay of 0.99, new values change an average by less than bfloat16's last digit.
-        for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
-            new = average.to(stack.key.dtype).lerp_(value, part)
-            seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
-            average.copy_(rounded(new, average.dtype, seed))
-    weight[slots] = grown
-    rejected[slots] += (~finite).int()
-    for factor in factors:
-        if not all(agreed.rows[factor.layer.name]):
-            _stand_in(factor)
+        return
+    # At a decay of 0.99, new values change an average by less than bfloat16's last digit.
+    for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
+        new = average.to(value.dtype).lerp_(value, part)
+        seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
+        average.copy_(rounded(new, average.dtype, seed))
 
 
 def _stand_in(factor: Factor) -> None:
@@ -144,15 +162,15 @@ def _stand_in(factor: Factor) -> None:
     average.copy_(torch.where(seen[matrix], average, mean))
 
 
-def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor:
-    """Return for each block of these layers whether some rank has rows of it."""
+def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:
+    """Return for each block of these layers whether some rank has rows of it; None: all have."""
+    counts = [agreed.rows[layer.name] for layer in layers]
+    if all(itertools.chain.from_iterable(counts)):
+        return None
     flags: list[bool] = []
-    for layer in layers:
-        per_section = layer.blocks // layer.sections
-        for count in agreed.rows[layer.name]:
-            flags += [count > 0] * per_section
-    if len(set(flags)) == 1:  # nothing has to be copied to the device
-        return torch.full((len(flags),), flags[0], dtype=torch.bool, device=like.device)
+    for layer, own in zip(layers, counts, strict=True):
+        for count in own:
+            flags += [count > 0] * (layer.blocks // len(own))
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 

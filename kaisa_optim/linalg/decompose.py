@@ -45,8 +45,8 @@ def decompose(
     """Decompose a batch and retry failed factors one by one; the flags are on the host."""
     results, good = attempt(factors, damping, method, diagonal=diagonal)
     good = good.cpu()
-    if diagonal:
-        return results, good  # only numbers that are not finite fail: no retry would help
+    if diagonal or good.all():
+        return results, good  # diagonals fail by numbers that are not finite: no retry would help
     for i in good.logical_not().nonzero().flatten().tolist():
         shift = None if damping is None else damping[i : i + 1]
         for again in _attempts(factors[i : i + 1], shift, method):
