@@ -526,6 +526,39 @@ def test_ranks_go_on_from_their_shares(mesh, optimizer):
         assert_same(resumed, straight)
 
 
+def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """Momenta and sums of squares after one step from plain Adam's state, beside Adam's own."""
+    model, other = sharded(plan), sharded(plan)
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    learn(plan, model, plain, range(3))
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    opt = optimizer(plan, other, lr=0.01)
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    # From equal weights, both meet equal gradients in this step.
+    learn(plan, model, plain, range(3, 4))
+    learn(plan, other, opt, range(3, 4))
+    twins = dict(zip(other.parameters(), model.parameters(), strict=True))
+    found = []
+    for layer in opt.preconditioner.layers.values():
+        entries = {p: plain.state[twins[p]] for p in layer.parameters}
+        found += [(full(opt.state[p]["exp_avg"]), full(x["exp_avg"])) for p, x in entries.items()]
+        total = sum(full(x["exp_avg_sq"]).sum() for x in entries.values())
+        if layer in opt.preconditioner.applied.group_of:
+            found.append((opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1)))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+def test_a_plain_state_goes_on(mesh):
+    ranks = run(torch.Size(mesh).numel(), from_plain_adam, Plan(mesh, each, "adam"))
+    # Two momenta a layer, but for one each without a bias; sums on owners alone.
+    assert sum(map(len, ranks)) == 8 * len(ranks) + 5
+    for one in ranks:
+        for moved, expected in one:
+            assert error({"": moved}, {"": expected}) < 1e-9
+
+
 def saves(plan: Plan, how: dict[str, Any], path: str) -> None:
     model = sharded(plan)
     opt = optimizer(plan, model)
