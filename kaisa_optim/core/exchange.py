@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
-from ..curvature.lengths import OfBase, Stepped, Sums
+from ..curvature.lengths import Length, OfBase, Stepped, Sums
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
@@ -252,8 +252,9 @@ class GradientExchange:
             terms = gradients.products(raw, new) if self._terms else raw.new_empty(len(raw), 0)
             return NewGradients(stack, new, terms)
         momentum = stack.collect(base.momenta.get if gathered is None else gathered.whole.get)
+        assert rule.length is not None
         if gathered is None:
-            sums = _sums(stack, base)
+            sums = _sums(stack, base, rule.length)
         else:
             sums = Sums(*torch.cat([gathered.sums[x] for x in stack.layers]).unbind(1))
         new = rule.apply(group, momentum, stack.layers, values)
@@ -266,7 +267,6 @@ class GradientExchange:
             sums,
             present_blocks(stack.layers, group),
         )
-        assert rule.length is not None
         return NewGradients(stack, new, rule.length.give(one, base))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
@@ -386,10 +386,15 @@ class GradientExchange:
         key = stack_key(layer, "g")
         sums = torch.zeros(3, layer.blocks, dtype=key.dtype, device=key.device)
         blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
-        kinds = (base.measured, base.squares), (base.former, False), (None, True)
+        length = self._rule.length
+        assert length is not None
         for p, of_block in self._spread(layer, parts, blocks):
-            for row, (tensors, squares) in zip(sums, kinds, strict=True):
-                here = sharding.local(p) if tensors is None else tensors.get(p)
+            kinds = (
+                (base.measured.get(p), length.squares),
+                (base.former.get(p), False),
+                (sharding.local(p) if length.limits else None, True),
+            )
+            for row, (here, squares) in zip(sums, kinds, strict=True):
                 if here is None or not here.numel():
                     continue
                 here = here.to(key.dtype)
@@ -463,17 +468,20 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
     return torch.zeros_like(sharding.local(p)) if here is None else here
 
 
-def _sums(stack: GradientStack, base: OfBase) -> Sums:
-    """Return the sums over each block that lengths need."""
+def _sums(stack: GradientStack, base: OfBase, length: Length) -> Sums:
+    """Return the sums over each block that a length needs."""
 
-    def of(tensors: dict[Tensor, Tensor], squares: bool) -> Tensor:
-        each = [tensors.get(p) for p in stack.parameters]
+    def of(each: list[Tensor | None], squares: bool) -> Tensor:
         if all(x is None for x in each):
             return torch.zeros(stack.shape[0], dtype=stack.dtype, device=stack.device)
         return gradients.block_sums(stack, each, squares=squares)
 
-    weights = gradients.block_sums(stack, list(stack.parameters), squares=True)
-    return Sums(of(base.measured, base.squares), of(base.former, False), weights)
+    parameters = stack.parameters
+    return Sums(
+        of([base.measured.get(p) for p in parameters], length.squares),
+        of([base.former.get(p) for p in parameters], False),
+        of([p if length.limits else None for p in parameters], True),
+    )
 
 
 def _has_gradient(layer: Layer) -> bool:

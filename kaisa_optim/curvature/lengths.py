@@ -49,7 +49,6 @@ class OfBase:
     measured: dict[Tensor, Tensor] = field(default_factory=dict)
     # Second moments that the base kept as long as it stepped the parameter itself.
     former: dict[Tensor, Tensor] = field(default_factory=dict)
-    squares: bool = False  # squares of what is measured are summed
     settings_of: Callable[[Tensor], Any] = lambda parameter: ()  # of a parameter, for its length
     rate_of: Callable[[Tensor], float | Tensor] = lambda parameter: 0.0  # its learning rate
 
@@ -59,7 +58,7 @@ class Sums(NamedTuple):
 
     measured: Tensor
     former: Tensor
-    weights: Tensor  # squares of the weights
+    weights: Tensor  # squares of the weights; zeros without a limit
 
 
 class Stepped(NamedTuple):
@@ -82,6 +81,7 @@ class Length(ABC):
     """One way to give directions a length."""
 
     squares = False  # what the base measures is a gradient, whose squares are summed
+    limits = True  # the weights' size limits steps
     terms = 0  # numbers of each block that travel with its direction
 
     def specs(self, count: int, dtype: torch.dtype) -> Specs:
@@ -150,6 +150,8 @@ class FallLength(Length):
 
 class MuonLength(Length):
     """Muon's own length: that of a matrix with equal singular values."""
+
+    limits = False
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
         g, a = one.momentum.shape[1:]

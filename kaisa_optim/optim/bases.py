@@ -83,7 +83,7 @@ class BaseStep:
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         # The base does not step a parameter that a user took out of its group.
-        return OfBase(squares=self.length.squares, rate_of=lambda p: rates.get(p, 0.0))
+        return OfBase(rate_of=lambda p: rates.get(p, 0.0))
 
     def kept(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
