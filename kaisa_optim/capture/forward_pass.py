@@ -20,29 +20,30 @@ from ..layers import Layer
 # The number that autograd gives the next node that this thread makes.
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+_NEAR = 16  # nodes before a layer's input that are searched for another layer
+
 
 class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
     __slots__ = (
-        "closed",
         "end",
         "examples",
         "first",
+        "nodes",
         "paused",
         "positions",
         "reached",
         "shape",
         "start",
-        "started",
         "thread",
     )
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
-        self.started = False  # whether a layer of the pass is tapped or watched
-        self.closed = False  # whether only layers need gradients: no input, no other parameter
+        # Autograd's numbers of the layers' outputs, as long as the pass runs.
+        self.nodes: set[int] = set()
         self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.thread = threading.get_ident()
@@ -67,6 +68,27 @@ class ForwardPass:
             self.shape = tensor.shape
             self.examples = tensor.shape[0] if tensor.dim() else 1
             self.positions = _positions(tensor)
+
+    def _runs_here(self) -> bool:
+        """Return whether numbers of this thread's nodes tell layers of the pass apart."""
+        return self.end is None and threading.get_ident() == self.thread
+
+    def note(self, output: Tensor) -> None:
+        """Note the output of a layer that is tapped or watched, or follows such a layer."""
+        if output.grad_fn is not None and self._runs_here():
+            self.nodes.add(output.grad_fn._sequence_nr())
+
+    def leads_to(self, x: Tensor) -> bool:
+        """Return whether ``x`` follows a layer's output; False if no node near ``x`` tells."""
+        near = [x.grad_fn]
+        for node in near if self._runs_here() else ():
+            if node is None:
+                continue
+            if node._sequence_nr() in self.nodes:
+                return True
+            if len(near) < _NEAR:
+                near += [before for before, _ in node.next_functions]
+        return False
 
 
 def _has_examples(value: Any) -> bool:
@@ -96,13 +118,6 @@ def first_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
-
-
-def needs_gradient(value: Any) -> bool:
-    """Return whether some tensor of an input needs a gradient."""
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    return any(map(needs_gradient, _parts(value)))
 
 
 def _positions(tensor: Tensor) -> int:
@@ -164,7 +179,7 @@ class ForwardPasses:
         modes = self._local.modes
         return modes.pop().what if modes else None
 
-    def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
+    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
         """Note a call of the model; it begins a pass if no pass runs and the call ``counts``."""
         self.break_off()
         calls = self._local.calls
@@ -174,7 +189,6 @@ class ForwardPasses:
             value = next(filter(_has_examples, given), given)
             self.close_loose()
             forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
-            forward_pass.closed = closed
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:
@@ -183,6 +197,7 @@ class ForwardPasses:
         forward_pass = calls.pop().what if calls else None
         if forward_pass is not None and all(call.what is not forward_pass for call in calls):
             forward_pass.end = _sequence_nr()
+            forward_pass.nodes.clear()
 
     def break_off(self) -> None:
         """Leave calls that were interrupted, as by Ctrl-C, after which torch runs no hook."""
@@ -246,6 +261,7 @@ class ForwardPasses:
         """End the pass of layers that were called without the model."""
         # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
         if self._loose is not None:
+            self._loose.nodes.clear()
             self._left_open.append(self._loose)
             self._loose = None
         here = threading.get_ident()

@@ -23,7 +23,7 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, needs_gradient
+from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
     Call,
     Covers,
@@ -84,12 +84,6 @@ def _remove(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _outside(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Parameter]:
-    """Return the model's parameters that no layer has."""
-    own = {p for layer in layers for p in (layer.weight, layer.bias)}
-    return [p for p in model.parameters() if p not in own]
-
-
 class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
@@ -128,7 +122,6 @@ class Capture:
         self._looked: int | None = None  # the backward pass that last ran _drop_gone
         # Layers with sums since the last reset, each with the tensors that hold its gradient.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
-        self._others = _outside(model, layers)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
@@ -195,14 +188,7 @@ class Capture:
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
-        closed = counts and self._is_closed(args, kwargs)
-        self._passes.starts(args, kwargs, counts=counts, closed=closed)
-
-    def _is_closed(self, *given: Any) -> bool:
-        """Return whether only layers that are seen need gradients in a pass of these inputs."""
-        if any(p.requires_grad for p in self._others):
-            return False
-        return not any(any(x.covers_now()) for x in self.unseen) and not needs_gradient(given)
+        self._passes.starts(args, kwargs, counts=counts)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._passes.ends()
@@ -344,13 +330,12 @@ class Capture:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
-            # If only layers need gradients, a layer whose input needs one follows another layer.
-            # A backward pass reaches both: only the first layer is watched.
-            follows = forward_pass.closed and forward_pass.started and x.requires_grad
-            forward_pass.started = True
             if not gathers and not checkpointed:
-                if not follows:
+                # A backward pass that reaches a layer goes on to the layers before it: only the
+                # first layer is watched.
+                if not forward_pass.leads_to(x):
                     self._watch(passage, output)
+                forward_pass.note(output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
@@ -367,7 +352,10 @@ class Capture:
         # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
-            return Tap.apply(output, held, record, probe, layer.unseen_output)
+            tapped = Tap.apply(output, held, record, probe, layer.unseen_output)
+        if counts:
+            forward_pass.note(tapped)
+        return tapped
 
     def _note_order(self, layer: Layer, forward_pass: ForwardPass, x: Tensor) -> None:
         """Note a layer whose positions K counts as examples.

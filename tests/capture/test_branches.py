@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.capture.hooks import Capture
+from kaisa_optim.core.options import EARLY
 from tests.support.ranks import run
 from tests.support.watch import assert_close, normal
 
@@ -525,3 +527,32 @@ def test_the_hooks_of_an_optimizer_that_is_gone_are_gone():
     del opt
     gc.collect()
     assert count() == 0
+
+
+@pytest.mark.parametrize("called", ["model", "layers"])
+def test_only_the_first_layer_is_watched_although_norms_train(called):
+    """Where no layer gathers but one, the others follow the first in the graph."""
+    layers = [part for _ in range(6) for part in (nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU())]
+    model = nn.Sequential(*layers).double()
+    opt = KFACSGD(model, lr=0.01, factor_update_steps=6, inv_update_steps=100)
+    watched: list[str] = []
+    own = Capture._watch
+
+    def noted(capture: Capture, passage: Any, output: Tensor) -> None:
+        watched.append(passage.layer.name)
+        own(capture, passage, output)
+
+    for i in range(8):
+        watched.clear()
+        opt.zero_grad()
+        with mock.patch.object(Capture, "_watch", noted):
+            x = normal(4, 6, seed=i)
+            if called == "model":
+                x = model(x)
+            for part in layers if called == "layers" else ():
+                x = part(x)
+        x.square().mean().backward()
+        opt.step()
+        assert not any(one.nodes for one in opt.preconditioner.capture._passes._recent)
+        if i and i not in EARLY:
+            assert watched == ([] if i % 6 == 0 else ["0"])
