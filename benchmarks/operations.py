@@ -252,7 +252,7 @@ def _direction(group: Any, momentum: Tensor) -> Tensor:
     tall = white.shape[1] > white.shape[2]
     x = white.mT if tall else white
     gram = torch.bmm(x, x.mT)
-    q = None
+    q: Any = None
     for b, c in ((-20.8, 14.7), (-2.4, 0.5)):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(3.0)

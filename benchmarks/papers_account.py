@@ -15,8 +15,8 @@ class Papers:
 
     All-reduce gives every factor to every rank, where its running average is kept; inverse workers
     broadcast decompositions to the gradient workers, and these the gradients to their receivers.
-    Numbers are kept and sent in the arithmetic's precision. With ``packed``, factors and inverses
-    travel as triangles.
+    The papers decompose into eigenvectors. Numbers are kept and sent in the arithmetic's precision.
+    With ``packed``, factors travel as triangles.
     """
 
     account: Account
@@ -29,7 +29,7 @@ class Papers:
         for layer in self.account.active:
             factors += sum(factor.elements for factor in layer.factors) * layer.itemsize
             for rank in grid.workers_of(layer.placement.g):
-                for _, kind, size in self._state(layer, packed=False):
+                for _, kind, size in self._state(layer):
                     usage[rank][kind] += size
         for own in usage:
             own["factors"] += factors
@@ -48,22 +48,15 @@ class Papers:
                 got[rank]["factors"] += reduced / factor_update_steps
                 if rank not in workers:
                     got[rank]["gradients"] += layer.gradient * layer.itemsize
-            for root, _, size in self._state(layer, self.packed):
+            for root, _, size in self._state(layer):
                 for rank in workers:
                     if rank != root:
                         got[rank]["second_order"] += size / inv_update_steps
         return [own | {"total": sum(own.values())} for own in got]
 
-    def _state(self, layer: LayerFacts, packed: bool) -> Iterator[tuple[int, str, int]]:
+    def _state(self, layer: LayerFacts) -> Iterator[tuple[int, str, int]]:
         """Yield a decomposition's parts: the rank that makes it, its kind, its bytes."""
         for factor in layer.factors:
-            if self.account.method != "eigen":
-                numbers = factor.size if packed else factor.elements
-                yield factor.owner, f"{self.account.method}s", numbers * layer.itemsize
-                continue
             if not factor.diagonal:
                 yield factor.owner, "eigenvectors", factor.elements * layer.itemsize
-            if not self.account.stored_product:
-                yield factor.owner, "eigenvalues", factor.eigenvalues * layer.itemsize
-        if self.account.stored_product:  # it takes the eigenvalues' place
-            yield layer.placement.g, "eigenvalue_products", layer.gradient * layer.itemsize
+            yield factor.owner, "eigenvalues", factor.eigenvalues * layer.itemsize

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.papers_account import Papers
 from kaisa_optim.plan.account import Account, Means, Usage
@@ -42,9 +42,18 @@ STRATEGIES: dict[str, WorkAssignment] = {
     "hybrid 1/2": Hybrid(0.5),
     "opt": Opt(),
 }
-INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
 GATHERED = 10  # factor_update_steps by default
-REFRESHED = 50  # inv_update_steps by default
+REFRESHED = 20  # inv_update_steps by default
+INTERVALS = ((GATHERED, REFRESHED), (10, 100))  # and the papers' usual ones
+# KFACAdam's defaults. KFACSGD keeps no sum of squares, and sends five numbers with each block.
+DEFAULTS: dict[str, Any] = {
+    "method": "root",
+    "split": None,
+    "square_sums": True,
+    "terms": 0,
+    "shard_sums": 3,
+    "checks": True,
+}
 MAX_FACTOR_SIZE = 16384
 MB = 1e6
 
@@ -116,10 +125,11 @@ def parameters(tasks: Sequence[Task]) -> int:
 
 
 def account(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Account:
-    """With the package's defaults; float32."""
+    """With KFACAdam's defaults, in float32."""
     grid = make_grid(strategy, world)
     placements = assign(strategy, tasks, grid)
-    return Account([LayerFacts(task, placements[task.name]) for task in tasks], grid)
+    facts = [LayerFacts(task, placements[task.name]) for task in tasks]
+    return Account(facts, grid, **DEFAULTS)
 
 
 @functools.cache
@@ -283,7 +293,7 @@ def report(world: int = 64, fewer: int = 16) -> Iterator[str]:
 
 
 def fractions(model: str, world: int) -> list[tuple[float, float, float]]:
-    """Return fraction, fullest rank's bytes and mean bytes per rank and step, by defaults."""
+    """Return fraction, fullest rank's bytes and mean bytes per rank and step."""
     found = []
     workers = 1
     while workers <= world:

@@ -283,7 +283,7 @@ def of_64_ranks() -> str:
     rows = []
     for model in traffic.MODELS:
         for name in traffic.STRATEGIES:
-            found = traffic.schemes(model, name, 64, 10, 100)
+            found = traffic.schemes(model, name, 64, *traffic.INTERVALS[0])
             sent = [traffic.mean(found[x]) for x in ("ours", "packed", "papers")]
             keeps = fullest(model, name)
             rows.append([f"{model}, {name}", *map(traffic.mb, [*sent, *keeps])])
@@ -449,7 +449,7 @@ def plot_bytes(plt: Any) -> None:
     for kind, scheme, colour in ((0, "ours", OURS), (1, "papers", OTHERS)):
         points = []
         for name in traffic.STRATEGIES:
-            found = traffic.schemes("BERT-Large", name, 64, 10, 100)[scheme]
+            found = traffic.schemes("BERT-Large", name, 64, *traffic.INTERVALS[0])[scheme]
             keeps = fullest("BERT-Large", name)[kind]
             points.append((traffic.mean(found) / 1e9, keeps / 1e9))
         label = "kaisa_optim" if kind == 0 else "the papers' scheme"

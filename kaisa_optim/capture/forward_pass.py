@@ -25,7 +25,6 @@ class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
     __slots__ = (
-        "closed",
         "end",
         "examples",
         "first",
@@ -34,15 +33,12 @@ class ForwardPass:
         "reached",
         "shape",
         "start",
-        "started",
         "thread",
     )
 
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
-        self.started = False  # whether a layer of the pass is tapped or watched
-        self.closed = False  # whether only layers need gradients: no input, no other parameter
         self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.thread = threading.get_ident()
@@ -96,13 +92,6 @@ def first_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
-
-
-def needs_gradient(value: Any) -> bool:
-    """Return whether some tensor of an input needs a gradient."""
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    return any(map(needs_gradient, _parts(value)))
 
 
 def _positions(tensor: Tensor) -> int:
@@ -164,7 +153,7 @@ class ForwardPasses:
         modes = self._local.modes
         return modes.pop().what if modes else None
 
-    def starts(self, args: Any, kwargs: Any, *, counts: bool, closed: bool) -> None:
+    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
         """Note a call of the model; it begins a pass if no pass runs and the call ``counts``."""
         self.break_off()
         calls = self._local.calls
@@ -174,7 +163,6 @@ class ForwardPasses:
             value = next(filter(_has_examples, given), given)
             self.close_loose()
             forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
-            forward_pass.closed = closed
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:

@@ -23,7 +23,7 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, needs_gradient
+from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
     Call,
     Covers,
@@ -84,12 +84,6 @@ def _remove(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def _outside(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Parameter]:
-    """Return the model's parameters that no layer has."""
-    own = {p for layer in layers for p in (layer.weight, layer.bias)}
-    return [p for p in model.parameters() if p not in own]
-
-
 class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
@@ -115,8 +109,7 @@ class Capture:
         self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
         self.error: Exception | None = None
         self.wanted = frozenset(layers)  # layers that gather in this step by their slot
-        self.unseen = set(layers)  # layers without an average
-        self.missing = set(layers)  # unseen layers that gather in any pass
+        self.missing = set(layers)  # layers without an average that gather in any pass
         self.sample: Sample | None = None  # the rows of a pass that are read; None: all rows
         self.was_paused = False  # since the last reset
         self.backwards = 0  # passes since the last reset that reached a layer and trained it
@@ -131,7 +124,6 @@ class Capture:
         self._looked: int | None = None  # the backward pass that last ran _drop_gone
         # Layers with sums since the last reset, each with the tensors that hold its gradient.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
-        self._others = _outside(model, layers)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
@@ -198,14 +190,7 @@ class Capture:
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
-        closed = counts and self._counts and self._is_closed(args, kwargs)
-        self._passes.starts(args, kwargs, counts=counts, closed=closed)
-
-    def _is_closed(self, *given: Any) -> bool:
-        """Return whether only layers that are seen need gradients in a pass of these inputs."""
-        if any(p.requires_grad for p in self._others):
-            return False
-        return not any(any(x.covers_now()) for x in self.unseen) and not needs_gradient(given)
+        self._passes.starts(args, kwargs, counts=counts)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._passes.ends()
@@ -351,13 +336,8 @@ class Capture:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
-            # If only layers need gradients, a layer whose input needs one follows another layer.
-            # A backward pass reaches both: only the first layer is watched.
-            follows = forward_pass.closed and forward_pass.started and x.requires_grad
-            forward_pass.started = True
             if not gathers and not checkpointed:
-                if not follows:
-                    self._watch(passage, output)
+                self._watch(passage, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)

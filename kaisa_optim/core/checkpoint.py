@@ -22,9 +22,10 @@ from .preconditioner import Preconditioner
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
-# Earlier versions could decompose beside the steps that followed, and kept copies of factors here.
-_FORMER = f"{PREFIX}under_way"
-_STATUS_SHAPES = (6,), (8,)  # earlier versions had two more numbers, for such decompositions
+_STATUS_SHAPE = (6,)
+# Names of a layer's tensors, of any method.
+_OF_FACTORS = ("average", "weight", "rejected", "stale", "values", "vectors", "inverse", "root")
+_NAMES = {"status", "scale", "square_sum", *(f"{side}_{x}" for side in "ag" for x in _OF_FACTORS)}
 _CONVENTIONS = 8  # codes of the factors' meaning
 _DIRECTIONS = 5  # the code of "polar": G has no scale, and the base's momenta are of raw gradients
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
@@ -126,7 +127,7 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 
 
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
-    """Return a layer's state as numbers, as many as earlier versions had.
+    """Return a layer's state as six numbers.
 
     The first one holds has_average + 2 · missed, the last one convention + 8 · levels.
     """
@@ -244,10 +245,9 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
                 base[index] = kept
         else:
             base[index] = entry
-    _check_shapes(kfac, entries)
+    _check_contents(kfac, entries, [str(key) for key in state_dict])
     foreign = {p for x in foreign_moments(kfac, entries) for p in (x.weight, x.bias)}
     state_dict["state"] = {i: e for i, e in base.items() if by_index.get(i) not in foreign}
-    state_dict.pop(_FORMER, None)  # the saved factors are decomposed instead
     return entries
 
 
@@ -264,7 +264,6 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
         for layer in kfac.layers.values()
         for entry in _entries_of(layer, entries)
         if (status := entry.get(f"{PREFIX}{layer.tag}status")) is not None
-        and status.shape in _STATUS_SHAPES
         and kind(int(status[5])) != kind(_convention(kfac))
     ]
 
@@ -275,10 +274,12 @@ def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
     return between.join(names[:limit] + ([f"and {rest} more"] if rest > 0 else []))
 
 
-def _check_shapes(kfac: Preconditioner, entries: Entries) -> None:
+def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str]) -> None:
+    """Refuse a state whose K-FAC part does not fit; ``keys`` are those of the whole state."""
     named = unwrapped(kfac.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
-    problems = list(_malformed(entries, names))
+    problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
+    problems += [*_malformed(entries, names), *_unknown(kfac, entries, names)]
     for layer in () if problems else kfac.layers.values():
         problems += _misfits(kfac, layer, entries)
     homes = {p for layer in kfac.layers.values() for p in (layer.weight, layer.bias)}
@@ -310,13 +311,25 @@ def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
             yield f"{name}: {STEP} is {int(count)}, it must be 0 or more"
 
 
+def _unknown(kfac: Preconditioner, entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """Yield K-FAC's keys that no layer of these parameters has."""
+    tags: dict[Tensor | None, list[str]] = {}
+    for layer in kfac.layers.values():
+        for own in (layer.weight, layer.bias):
+            tags.setdefault(own, []).append(layer.tag)
+    for p, entry in entries.items():
+        known = {STEP, *(f"{PREFIX}{tag}{name}" for tag in tags.get(p, ()) for name in _NAMES)}
+        for key in sorted(entry.keys() - known) if p in tags else ():
+            yield f"{names.get(p, 'a parameter')}: {key} is unknown"
+
+
 def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
     """Return a layer's entries whose shapes are not the model's."""
     status = f"{PREFIX}{layer.tag}status"
     wrong = [
-        f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be {_STATUS_SHAPES[0]}"
+        f"{layer.name}: {status} is {tuple(entry[status].shape)}, it must be {_STATUS_SHAPE}"
         for entry in _entries_of(layer, entries)
-        if status in entry and entry[status].shape not in _STATUS_SHAPES
+        if status in entry and entry[status].shape != _STATUS_SHAPE
     ]
     if wrong:
         return wrong
@@ -410,7 +423,7 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
-    averages, has_state, _, _, failures, code, *begun = status.tolist()
+    averages, has_state, _, _, failures, code = status.tolist()
     is_complete = True
     for name, view in views.items():
         if name in entry:
@@ -423,6 +436,4 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete
     state.failures, state.levels = failures, code // _CONVENTIONS
-    if state.has_state:  # a decomposition that was under way is done anew at once
-        state.stale.update(side for side, step in zip("ag", begun, strict=False) if step >= 0)
     return True

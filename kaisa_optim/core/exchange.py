@@ -447,11 +447,14 @@ class GradientExchange:
         sums = torch.zeros(3, layer.blocks, dtype=key.dtype, device=key.device)
         blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
         length = self._rule.length
-        squares = length is not None and length.measures == "squares"
-        kinds = (base.measured, squares), (base.former, False), (None, True)
+        assert length is not None
         for p, of_block in self._spread(layer, parts, blocks):
-            for row, (tensors, squared) in zip(sums, kinds, strict=True):
-                here = sharding.local(p) if tensors is None else tensors.get(p)
+            kinds = (
+                (base.measured.get(p), length.measures == "squares"),
+                (base.former.get(p), False),
+                (sharding.local(p) if length.limits else None, True),
+            )
+            for row, (here, squared) in zip(sums, kinds, strict=True):
                 if here is None or not here.numel():
                     continue
                 here = here.to(key.dtype)

@@ -349,7 +349,6 @@ class Preconditioner(Questions):
         """Forget a layer's factors: they are estimated anew when the layer is next used."""
         self.registry.states[layer.name].reset()
         self.capture.missing.add(layer)
-        self.capture.unseen.add(layer)
 
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
@@ -435,8 +434,7 @@ class Preconditioner(Questions):
 def name_unseen(capture: Capture, registry: Registry) -> None:
     """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
-    capture.unseen = {layer for layer in layers if not states[layer.name].has_average}
-    capture.missing = {x for x in capture.unseen if states[x.name].waits}
+    capture.missing = {x for x in layers if states[x.name].waits}
     levels = {layer: states[layer.name].levels for layer in layers}
     capture.search(coverage.unwrapped(registry.model), levels)
 

@@ -104,7 +104,8 @@ class Questions(Hyperparameters):
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
 
-        Sums of the running step are apart, as "pending".
+        Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
+        not count.
         """
         return reports.memory_usage(self.owned, self.applied, self.sums)
 

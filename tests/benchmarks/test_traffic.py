@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from benchmarks import traffic
+from kaisa_optim import KFACAdam, LayerWise
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "traffic.md"
 
@@ -16,6 +19,18 @@ def test_the_page_is_current():
     assert traffic.rewritten(page, "\n\n".join(traffic.report())) == page, (
         "run: python -m benchmarks.traffic --write docs/reference/traffic.md"
     )
+
+
+def test_settings_are_kfacadams_defaults():
+    kfac = KFACAdam(nn.Linear(3, 2)).preconditioner
+    ours = traffic.account([traffic.linear("", 3, 2)], LayerWise(), 1)
+    facts = {"layers": ours.layers, "grid": ours.grid}
+    assert dataclasses.replace(kfac.account, **facts) == ours
+    intervals = kfac.factor_update_steps, kfac.inv_update_steps
+    assert intervals == (traffic.GATHERED, traffic.REFRESHED) == traffic.INTERVALS[0]
+    assert kfac.options.max_factor_size == traffic.MAX_FACTOR_SIZE
+    scales = KFACAdam(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).preconditioner
+    assert list(scales.layers) == ["0"]  # norms are left to the base
 
 
 def test_layer_wise_memory_is_spread_evenly():
@@ -53,12 +68,13 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
     costs = [sum(traffic.operations(found, [name])) for name in found.names]
     assert by_ranks.whole <= at_once.whole + max(costs) / (sum(costs) / world)
     assert at_once.longest == at_once.whole <= by_ranks.whole <= one_by_one.whole
-    assert by_ranks.longest <= 1.02 * one_by_one.longest  # a small layer may be on the same rank
+    # Small layers may be on the same rank, or take their turn in the same step.
+    assert by_ranks.longest <= 1.1 * one_by_one.longest
 
 
 def test_bert_on_64_ranks_waits_little():
     """Layer by layer each rank would wait for all others, one after the other."""
-    assert traffic.waiting("BERT-Large", "opt", 64, 1).whole > 30
+    assert traffic.waiting("BERT-Large", "opt", 64, 1).whole > 20
     assert traffic.waiting("BERT-Large", "opt", 64, True).whole < 1.5
 
 

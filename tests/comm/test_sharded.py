@@ -375,16 +375,26 @@ def moved_halves(plan: Plan) -> dict[str, Tensor]:
     spread = dist.is_initialized()
     model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
     before = full_values(model)
-    learn(plan, model, optimizer(plan, model, staggered=plan.world), range(1))
+    opt = optimizer(plan, model, staggered=plan.world)
+    backward(plan, model, 0)
+    # A polar factor has all of the noise in small singular values: gradients are set, and equal.
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        made = torch.randn(before[name].shape, generator=generator).bfloat16() * 1e-2
+        p.grad = distribute_tensor(made, p.device_mesh, p.placements) if spread else made
+    opt.step()
     return {name: p - before[name] for name, p in full_values(model).items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-def test_parameters_that_are_kept_in_half_precision(optimizer):
-    plan = Plan((2,), each, optimizer, {**EIGEN, "lr": 0.2, "damping": 0.1})
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [*(("polar", optimizer) for optimizer in OPTIMIZERS), ("eigen", "adam"), ("eigen", "lamb")],
+)
+def test_parameters_that_are_kept_in_half_precision(method, optimizer):
+    plan = Plan((2,), each, optimizer, {"compute_method": method, "lr": 0.2, "damping": 0.1})
     ranks = run(2, moved_halves, plan)
     assert_alike(ranks)
-    assert error(ranks[0], moved_halves(plan)) < 0.2
+    assert error(ranks[0], moved_halves(plan)) < 0.1
 
 
 # ---- what fits no sharding ----
@@ -435,18 +445,18 @@ def test_what_cannot_work_is_refused_on_all_ranks(change, text):
         assert re.search(text, problem)
 
 
-def attends(shards: bool) -> tuple[dict[str, Tensor], str]:
+def attends(chosen: dict[str, Any], shards: bool) -> tuple[dict[str, Tensor], str]:
     """With ``shards`` on a rank, else alone and with the attention skipped."""
     torch.manual_seed(0)
     model = Attentive().double()
-    options: dict[str, Any] = {**INTERVALS, **EIGEN, "staggered": False}
+    options: dict[str, Any] = {**INTERVALS, **chosen, "staggered": False}
     if shards:
         fully_shard(model, mesh=mesh_of((2,)))
     else:
         options["skip_layers"] = "attention"
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        opt = KFACSGD(model, lr=0.1, **options)
+        opt = KFACSGD(model, lr=0.1, **taken_by(KFACSGD, options))
         for i in range(STEPS):
             generator = torch.Generator().manual_seed(i)
             both = (torch.randn(4, 3, k, generator=generator, dtype=torch.float64) for k in (4, 3))
@@ -457,9 +467,12 @@ def attends(shards: bool) -> tuple[dict[str, Tensor], str]:
     return full_values(model), "\n".join(str(w.message) for w in record)
 
 
-def test_sharded_attention_is_left_to_the_base():
-    expected, _ = attends(False)
-    results = run(2, attends, True)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_sharded_attention_is_left_to_the_base(method, sharing):
+    chosen = {"compute_method": method, "weight_sharing": sharing}
+    expected, _ = attends(chosen, False)
+    results = run(2, attends, chosen, True)
     for parameters, _ in results:
         assert error(parameters, expected) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
@@ -467,6 +480,49 @@ def test_sharded_attention_is_left_to_the_base():
         assert [said in text for _, text in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
     assert any("attention.out_proj" in text for _, text in results)
+
+
+class Around(nn.Module):
+    """Uses a layer's weight beside its calls, or without any, as a fused block does."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).tanh() if self.calls else x
+        return self.head(F.linear(x, self.inner.weight, self.inner.bias).tanh())
+
+
+def used_around(plan: Plan, calls: bool, skip: bool) -> tuple[dict[str, Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Around(calls)).double()
+    if dist.is_initialized():
+        fully_shard(model, mesh=mesh_of(plan.mesh))
+    skipped = {"skip_layers": "inner"} if skip else {}
+    opt = optimizer(plan, model, staggered=False, **skipped)
+    for i in range(STEPS):
+        generator = torch.Generator().manual_seed(i)
+        both = (torch.randn(8, k, generator=generator, dtype=torch.float64) for k in (4, 3))
+        x, y = (t.chunk(2)[dist.get_rank()] if dist.is_initialized() else t for t in both)
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    return full_values(model), list(opt.preconditioner.coverage().left)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.filterwarnings("ignore:layer '0.inner' has a gradient but no statistics")
+def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
+    plan = Plan((2,), optimizer=optimizer, options={"compute_method": method})
+    ranks = run(2, used_around, plan, calls, False)
+    expected, _ = used_around(plan, calls, not calls)
+    for parameters, left in ranks:
+        assert left == ([] if calls else ["0.inner.weight", "0.inner.bias"])
+        assert error(parameters, expected) < 1e-9
 
 
 # ---- a gradient scaler ----
@@ -524,6 +580,39 @@ def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_ranks_go_on_from_their_shares(mesh, optimizer):
     for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
         assert_same(resumed, straight)
+
+
+def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """Momenta and sums of squares after one step from plain Adam's state, beside Adam's own."""
+    model, other = sharded(plan), sharded(plan)
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    learn(plan, model, plain, range(3))
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    opt = optimizer(plan, other, lr=0.01)
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    # From equal weights, both meet equal gradients in this step.
+    learn(plan, model, plain, range(3, 4))
+    learn(plan, other, opt, range(3, 4))
+    twins = dict(zip(other.parameters(), model.parameters(), strict=True))
+    found = []
+    for layer in opt.preconditioner.layers.values():
+        entries = {p: plain.state[twins[p]] for p in layer.parameters}
+        found += [(full(opt.state[p]["exp_avg"]), full(x["exp_avg"])) for p, x in entries.items()]
+        total = sum(full(x["exp_avg_sq"]).sum() for x in entries.values())
+        if layer in opt.preconditioner.applied.group_of:
+            found.append((opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1)))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+def test_a_plain_state_goes_on(mesh):
+    ranks = run(torch.Size(mesh).numel(), from_plain_adam, Plan(mesh, each, "adam"))
+    # Two momenta a layer, but for one each without a bias; sums on owners alone.
+    assert sum(map(len, ranks)) == 8 * len(ranks) + 5
+    for one in ranks:
+        for moved, expected in one:
+            assert error({"": moved}, {"": expected}) < 1e-9
 
 
 def saves(plan: Plan, how: dict[str, Any], path: str) -> None:

@@ -417,6 +417,30 @@ def test_what_is_no_tensor_is_named(key):
         KFACSGD(network(), lr=0.1).load_state_dict(state)
 
 
+@pytest.mark.parametrize("key", ["kfac_under_way", "kfac_a_basis", "kfac_q_a_average"])
+@pytest.mark.parametrize("place", ["weight", "bias", "whole"])
+def test_unknown_contents_are_named(key, place):
+    model, opt = pair(KFACAdam, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    target = state if place == "whole" else state["state"][{"weight": 2, "bias": 3}[place]]
+    target[key] = torch.zeros(1)
+    where = "" if place == "whole" else rf"2\.{place}: "
+    remedy = "load it into a model with the same layers and options, or remove its kfac_ entries"
+    with pytest.raises(ValueError, match=rf"state_dict: .*{remedy}:\n  {where}{key} is unknown$"):
+        KFACAdam(network(), lr=0.1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("numbers", [5, 8])
+def test_a_status_of_other_length_is_refused(numbers):
+    model, opt = pair(KFACSGD, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][2]["kfac_status"] = torch.zeros(numbers, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"2: kfac_status is \({numbers},\), it must be \(6,\)"):
+        KFACSGD(network(), lr=0.1).load_state_dict(state)
+
+
 HeavySGD = functools.partial(torch.optim.SGD, momentum=0.9)
 
 

@@ -564,8 +564,19 @@ def goes_on_from_the_base(plan: Plan) -> list[Tensor]:
     other, opt = pair(plan)
     other.load_state_dict(model.state_dict())
     with pytest.warns(UserWarning, match="no K-FAC factors of this kind for"):
-        opt.load_state_dict(plain.state_dict())
-    learn(other, opt, range(3, 7))
+        opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+    # From equal weights, both meet equal gradients in this step.
+    learn(model, plain, range(3, 4))
+    learn(other, opt, range(3, 4))
+    twins = dict(zip(other.parameters(), model.parameters(), strict=True))
+    for layer in opt.preconditioner.applied.group_of:
+        entries = {p: plain.state[twins[p]] for p in layer.parameters}
+        for p, entry in entries.items():
+            assert_near(opt.state[p][MOMENTA[plan.optimizer]], entry[MOMENTA[plan.optimizer]])
+        if plan.optimizer == "adam":
+            total = sum(entry["exp_avg_sq"].sum() for entry in entries.values())
+            assert_near(opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1))
+    learn(other, opt, range(4, 7))
     return weights(other)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim.core import gradients
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules.polar import PolarRule
 from tests.support.reference import muon_ratio
@@ -458,6 +459,22 @@ class Halves(Optimizer):
     @staticmethod
     def share(i: int) -> float:
         return (0.5, 2.0, -1.0)[i % 3]
+
+
+@pytest.mark.parametrize(("cls", "sums"), [(KFACSGD, True), (KFACAdam, True), (KFACMuon, False)])
+def test_weights_are_squared_for_limits_alone(cls, sums):
+    model, taken_from = Blocks(), []
+    opt = cls(model, lr=0.01, **ALWAYS)
+    own = gradients.block_sums
+
+    def noted(stack: Any, tensors: Any, **how: Any) -> Tensor:
+        taken_from.extend(tensors)
+        return own(stack, tensors, **how)
+
+    backward(model, 0)
+    with mock.patch.object(gradients, "block_sums", noted):
+        opt.step()
+    assert (model.body.weight in set(taken_from)) == sums
 
 
 @pytest.mark.parametrize("free", [True, False])

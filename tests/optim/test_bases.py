@@ -158,12 +158,9 @@ def moved_momentum(group: dict[str, Any], key: str, b: Tensor, g: Tensor) -> tup
     return b, mu * b + (1 - mu) * g if group["nesterov"] else b
 
 
-without_factors = pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
-
-
-@without_factors
+@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
 @pytest.mark.parametrize("case", AHEAD)
-def test_the_momentum_of_a_plain_checkpoint_goes_on(case):
+def test_the_moments_of_a_plain_checkpoint_go_on(case):
     cls, settings, key = AHEAD[case]
     model = network()
     plain = cls(model.parameters(), **settings)
@@ -172,147 +169,105 @@ def test_the_momentum_of_a_plain_checkpoint_goes_on(case):
             p.grad = g
         plain.step()
     covered = NAMES if cls is not Muon else ["0.weight", "2.weight"]  # AdamW steps vectors
-    before = {n: plain.state[p][key].clone() for n, p in model.named_parameters() if n in covered}
-    saved = copy.deepcopy(plain.state_dict())
+    before = copy.deepcopy({n: plain.state[p] for n, p in model.named_parameters()})
     opt = with_kfac(cls)(model, **settings, **ANEW)
-    opt.load_state_dict(saved)
+    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
     with watched() as seen:
         made = give(model, opt, 7)
-    expected = {}
-    for name in covered:
-        entry = by_name(opt, model)[name]
-        buffer, expected[name] = moved_momentum(opt.param_groups[0], key, before[name], made[name])
-        assert_near(entry[key], buffer, 1e-12, 1e-14)
-        assert "exp_avg_sq" not in entry
+    group, after, expected = opt.param_groups[0], by_name(opt, model), {}
+    for n in covered:
+        buffer, expected[n] = moved_momentum(group, key, before[n][key], made[n])
+        assert_near(after[n][key], buffer, 1e-12, 1e-14)
+        assert "exp_avg_sq" not in after[n]
     for layer in ("0", "2"):
         whole = matrix(expected, layer) if cls is not Muon else expected[f"{layer}.weight"]
         assert_near(seen[layer].momentum, whole, 1e-12, 1e-14)
-
-
-@without_factors
-@pytest.mark.parametrize("case", ["Adam", "AdamW", "LAMB"])
-def test_second_moments_of_a_plain_checkpoint_are_summed(case):
-    cls, settings, _ = AHEAD[case]
-    model = network()
-    plain = cls(model.parameters(), **settings)
-    for i in range(3):
-        for p, g in zip(model.parameters(), gradients(i).values(), strict=True):
-            p.grad = g
-        plain.step()
-    squares = {n: plain.state[p]["exp_avg_sq"].clone() for n, p in model.named_parameters()}
-    opt = with_kfac(cls)(model, **settings, **ANEW)
-    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
-    made = give(model, opt, 7)
-    beta = opt.param_groups[0]["betas"][1]
-    for layer in ("0", "2"):
-        former, new = matrix(squares, layer).sum(), matrix(made, layer).square().sum()
-        found = by_name(opt, model)[f"{layer}.weight"]["kfac_square_sum"]
-        assert_near(found, (beta * former + (1 - beta) * new).view(1), 1e-12, 1e-14)
+        if key == "exp_avg":
+            squares = {n: before[n]["exp_avg_sq"] for n in NAMES}
+            former, new = matrix(squares, layer).sum(), matrix(made, layer).square().sum()
+            moved = torch.lerp(new, former, group["betas"][1])
+            assert_near(after[f"{layer}.weight"]["kfac_square_sum"], moved.view(1), 1e-12, 1e-14)
 
 
 # ---- momenta are the base's own ----
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.8, "dampening": 0.3},
-        {"momentum": 0.8, "dampening": 1.0, "maximize": True},
-    ],
-    ids=str,
-)
-def test_sgds_momentum_is_torchs(settings):
+BETAS: dict[str, Any] = {"betas": (0.8, 0.99)}
+MOMENTA: list[tuple[type[Any], dict[str, Any]]] = [
+    (optim.SGD, {"momentum": 0.9}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.SGD, {"momentum": 0.8, "dampening": 0.3}),
+    (optim.SGD, {"momentum": 0.8, "dampening": 1.0, "maximize": True}),
+    *(
+        (cls, {**BETAS, "maximize": up})
+        for cls in (optim.Adam, optim.AdamW)
+        for up in (False, True)
+    ),
+    *((LAMB, {**BETAS, "max_grad_norm": None, "maximize": up}) for up in (False, True)),
+    (LAMB, {**BETAS, "max_grad_norm": 0.5}),  # gradients are limited first
+]
+
+
+@pytest.mark.parametrize(("cls", "settings"), MOMENTA, ids=str)
+def test_the_momentum_and_the_count_are_the_bases(cls, settings):
+    """Weight decay is no part of them."""
     model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
-    opt = with_kfac(optim.SGD)(model, lr=0.01, weight_decay=0.1, **settings, **ANEW)
-    plain = optim.SGD(params, lr=0.01, **settings)
+    opt = with_kfac(cls)(model, lr=0.01, weight_decay=0.1, **settings, **ANEW)
+    plain = cls(params, lr=0.01, weight_decay=0.0, **settings)
+    key = "momentum_buffer" if cls is optim.SGD else "exp_avg"
     for i in range(5):
         for p, g in zip(params, give(model, opt, i).values(), strict=True):
             p.grad = g
         plain.step()
         for p, entry in zip(params, by_name(opt, model).values(), strict=True):
-            assert_near(entry["momentum_buffer"], plain.state[p]["momentum_buffer"], 1e-12, 1e-14)
-
-
-@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, LAMB])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_adams_momentum_and_count_are_torchs(cls, maximize):
-    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "maximize": maximize}
-    if cls is LAMB:
-        settings["max_grad_norm"] = None
-    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
-    opt = with_kfac(cls)(model, weight_decay=0.1, **settings, **ANEW)
-    plain = cls(params, weight_decay=0.0, **settings)
-    for i in range(5):
-        for p, g in zip(params, give(model, opt, i).values(), strict=True):
-            p.grad = g
-        plain.step()
-        for p, entry in zip(params, by_name(opt, model).values(), strict=True):
-            assert_near(entry["exp_avg"], plain.state[p]["exp_avg"], 1e-12, 1e-14)
+            assert_near(entry[key], plain.state[p][key], 1e-12, 1e-14)
             assert entry.get("step") == plain.state[p].get("step")
         assert opt.param_groups[0].get("step") == plain.param_groups[0].get("step")
-
-
-def test_lamb_limits_gradients_before_they_enter_the_momentum():
-    model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
-    opt = with_kfac(LAMB)(model, lr=0.01, max_grad_norm=0.5, **ANEW)
-    plain = LAMB(params, lr=0.01, max_grad_norm=0.5)
-    for i in range(3):
-        for p, g in zip(params, give(model, opt, i).values(), strict=True):
-            p.grad = g
-        plain.step()
-    for p, entry in zip(params, by_name(opt, model).values(), strict=True):
-        assert_near(entry["exp_avg"], plain.state[p]["exp_avg"], 1e-10, 1e-12)
 
 
 # ---- weight decay ----
 
 
-def twins(base: str, steps: int = 3, **changed: Any) -> tuple[Any, Any]:
-    """Two equal optimizers in mid-run, with their models."""
+RATE, DECAY = 1e-3, 0.1
+
+
+def twins(base: str, **changed: Any) -> tuple[dict[str, Tensor], list[tuple[Any, Any]]]:
+    """Weights in mid-run, and two equal runs after one step more: the second one decays them."""
     model = network()
     opt = built(base, model, **changed)
-    for i in range(steps):
+    for i in range(3):
         give(model, opt, i)
-    return (model, opt), copy.deepcopy((model, opt))
+    before = values(model)
+    pairs = [(model, opt), copy.deepcopy((model, opt))]
+    for (own, its), decay in zip(pairs, (0.0, DECAY), strict=True):
+        its.param_groups[0].update(lr=RATE, weight_decay=decay)
+        give(own, its, 3)
+    return before, pairs
 
 
 @pytest.mark.parametrize("base", [name for name in BASES if name != "LAMB"])
 def test_weights_decay_apart_from_their_directions(base):
     """Decay of either kind, coupled or not, is lr · decay · p: no part of momenta or lengths."""
-    (model, opt), (decayed, other) = twins(base)
-    before, rate, decay = values(model), 1e-3, 0.1
-    for own in (opt, other):
-        own.param_groups[0]["lr"] = rate
-    other.param_groups[0]["weight_decay"] = decay
-    give(model, opt, 3)
-    give(decayed, other, 3)
+    before, ((model, opt), (decayed, other)) = twins(base)
     after = values(model)
     assert any((after[n] - before[n]).abs().max() > 0 for n in NAMES)
     for name, p in decayed.named_parameters():
-        assert_near(p.detach(), after[name] - rate * decay * before[name], 1e-13, 1e-15)
+        assert_near(p.detach(), after[name] - RATE * DECAY * before[name], 1e-13, 1e-15)
     for name, entry in by_name(other, decayed).items():
         assert_same(entry, by_name(opt, model)[name])
 
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_lamb_decays_before_the_trust_ratio(coupled):
-    (model, opt), (decayed, other) = twins("LAMB", adam_w_mode=not coupled)
-    before, rate, decay = values(model), 1e-3, 0.1
-    for own in (opt, other):
-        own.param_groups[0]["lr"] = rate
-    other.param_groups[0]["weight_decay"] = decay
-    give(model, opt, 3)
-    give(decayed, other, 3)
+    before, ((model, _), (decayed, _)) = twins("LAMB", adam_w_mode=not coupled)
     for name, p in decayed.named_parameters():
-        direction, old = (before[name] - values(model)[name]) / rate, before[name]
+        direction, old = (before[name] - values(model)[name]) / RATE, before[name]
         if coupled:
-            old = old * (1 - rate * decay)
+            old = old * (1 - RATE * DECAY)
         else:
-            direction = direction + decay * old
+            direction = direction + DECAY * old
         trust = old.norm() / direction.norm()
-        assert_near(p.detach(), old - rate * trust * direction, 1e-9, 1e-12)
+        assert_near(p.detach(), old - RATE * trust * direction, 1e-9, 1e-12)
 
 
 # ---- rates ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections import Counter
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim.comm.sharding import parts_here
 from kaisa_optim.plan.account import KEPT, MOVED, Account
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.cluster import Scattered, average, batch, network
@@ -54,6 +56,7 @@ class Measured(NamedTuple):
     account: Account
     schedule: Schedule
     memory: dict[str, int]
+    momenta: int  # bytes of the momenta of covered parameters
     first: Counter[str]  # received in the first step
     compared: int  # of it, to compare weights and gradients
     counted: Counter[str]  # received in one interval
@@ -154,11 +157,33 @@ def measure(case: Case) -> Measured:
     counted, spied = train(case, model, opt, range(period + 1, 1 + 2 * period))
     kfac = opt.preconditioner
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
-    sent = spied.pop("sent", 0)
-    volume = kfac.communication_volume()
+    kept = [opt.state[p].get(opt.base_part.momentum) for p in covered]
+    momenta = sum(part.nbytes for part in parts_here([x for x in kept if x is not None]))
     return Measured(
-        kfac.account, kfac.schedule, memory, first, compared, counted, pending, spied, sent, volume
+        kfac.account,
+        kfac.schedule,
+        memory,
+        momenta,
+        first,
+        compared,
+        counted,
+        pending,
+        spied,
+        spied.pop("sent", 0),
+        kfac.communication_volume(),
     )
+
+
+def momenta_of(case: Case, account: Account, rank: int) -> int:
+    """Bytes of the momenta on a rank: gradient workers keep them, or each its shards."""
+    if case.optimizer is KFACSGD and not case.options.get("momentum"):
+        return 0
+    if case.sharded:
+        shards = [one for layer in account.active for one in layer.shards]
+        return sum(math.prod(x.part_shape(rank)) * itemsize for x, itemsize in shards)
+    columns = account.grid.columns
+    mine = (x for x in account.active if x.placement.g % columns == rank % columns)
+    return sum(layer.gradient * layer.itemsize for layer in mine)
 
 
 def check(case: Case, ranks: list[Measured]) -> None:
@@ -187,6 +212,7 @@ def check(case: Case, ranks: list[Measured]) -> None:
         shown = {kind: size for kind, size in kept.items() if size or kind == "total"}
         assert shown == one.memory
         assert list(kept) == [*KEPT, "total"]
+        assert one.momenta == momenta_of(case, account, rank)
         assert one.first == pick(everything[rank]) + Counter(status=one.compared)
         expected = sum((pick(step[rank]) for step in steps), Counter[str]())
         assert one.counted == expected
@@ -280,11 +306,50 @@ SHARDED = {
     "sharded bfloat16": Case("images", {"inv_dtype": brain}, sharded=True),
     "sharded eigen": Case("images", eigen, sharded=True),
     "sharded Adam": Case("images", sharded=True, optimizer=KFACAdam),
+    "sharded SGD with momentum": Case("chain", {"momentum": 0.9}, sharded=True),
+}
+
+
+# The bases of the default method: each has its own momentum, and other numbers travel.
+HeavySGD = functools.partial(KFACSGD, momentum=0.9)
+
+
+def over_rmsprop(*args: Any, **kwargs: Any) -> Any:
+    return with_kfac(torch.optim.RMSprop)(*args, **kwargs)
+
+
+POLAR = {
+    "SGD": Case(intervals=(2, 3)),
+    "SGD with momentum": Case("tokens", optimizer=HeavySGD),
+    "Adam": Case(intervals=(2, 3), optimizer=KFACAdam),
+    "LAMB": Case("mixed", optimizer=KFACLAMB),
+    "Muon": Case("tokens", optimizer=KFACMuon),
+    "RMSprop": Case(optimizer=over_rmsprop),
+    "default intervals": Case("chain", intervals=(10, 20), optimizer=KFACAdam),
+    "float16": Case(
+        options={"comm_dtype": half, "inv_dtype": brain, "max_factor_size": 6},
+        optimizer=HeavySGD,
+    ),
 }
 
 
 def measure_all(cases: list[Case]) -> list[Measured]:
     return [measure(case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("world", "fraction"),
+    [(1, 1.0), (2, 0.0), (2, 1.0), (4, 0.0), (4, 0.5), (4, 1.0)],
+)
+def test_the_default_method(world, fraction):
+    cases = [
+        case._replace(options={**case.options, "grad_worker_fraction": fraction})
+        for case in POLAR.values()
+    ]
+    ranks = run(world, measure_all, cases) if world > 1 else [measure_all(cases)]
+    for case, measured in zip(cases, zip(*ranks, strict=True), strict=True):
+        assert measured[0].account.method == "root"
+        check(case, list(measured))
 
 
 @pytest.mark.parametrize("name", CASES)
