@@ -208,12 +208,16 @@ class Preconditioner(Questions):
         )
 
     def _plan(self, agreed: AgreedStep) -> StepPlan:
+        defers: set[str] = set()
+        if any([self.refresher.defers_on(device) for device in {d for d, _ in self._placed}]):
+            layers = self.registry.layers.items()
+            defers = {name for name, x in layers if self.refresher.defers(x)}
         return plan_step(
             self.steps,
             agreed,
             self.registry.states,
             slot=self._slot(),
-            defers=self._defers,
+            defers=defers,
         )
 
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
@@ -356,8 +360,6 @@ class Preconditioner(Questions):
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
         self._placed = registry.devices
-        layers = registry.layers.items()
-        self._defers = {name for name, x in layers if self.refresher.defers(x)}
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
         self.schedule = Schedule(registry.facts, at_once, self.options.early)
