@@ -182,7 +182,7 @@ def curve(task: str, optimizer: str) -> dict[float, float]:
 
 
 def rates() -> str:
-    return rates_of("KFACAdam", "AdamW", RATED)
+    return rates_of("KFACAdam", "AdamW", tuple(RATED))
 
 
 def rates_of_sgd() -> str:
