@@ -15,6 +15,7 @@ from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
 from ..layers import Layer
 from ..plan.account import Account
+from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import LayerState
 from . import reports
@@ -31,6 +32,7 @@ class Questions(Hyperparameters):
     model: nn.Module
     registry: Registry
     rule: Rule
+    sizes: Sizes
     refresher: Refresher
     store: FactorStore
     schedule: Schedule
@@ -86,7 +88,14 @@ class Questions(Hyperparameters):
     @property
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
-        return reports.account(self.registry, self.ranks, self.rule, self.refresher, self.options)
+        layers = self.registry.layers.items()
+        return Account(
+            [*self.registry.facts.values()],
+            self.ranks.grid,
+            self.sizes,
+            tuple(name for name, layer in layers if self.refresher.defers(layer)),
+            self.ranks.bucket_bytes,
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,7 +116,14 @@ class Questions(Hyperparameters):
         Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
         not count.
         """
-        return reports.memory_usage(self.owned, self.applied, self.sums)
+        found = (*self.owned.tensors(), *self.applied.tensors())
+        usage: dict[str, int] = {}
+        for name, tensor in found:
+            kind = self.sizes.kinds[name]
+            usage[kind] = usage.get(kind, 0) + tensor.nbytes
+        usage["total"] = sum(usage.values())
+        usage["pending"] = self.sums.bytes()
+        return usage
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.lengths import MuonLength
 from ..curvature.rules import Rule
-from ..curvature.stacks import stack_key
+from ..curvature.stacks import Key, stack_key
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
-from ..plan.facts import LayerFacts
+from ..plan.facts import FactorFacts, LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
@@ -40,7 +39,7 @@ class Registry:
     ) -> None:
         self.model = model
         # Muon takes matrices and kernels alone; AdamW takes the other parameters.
-        self._is_muon = isinstance(rule.length, MuonLength)
+        self._is_muon = rule.length is not None and rule.length.matrices_only
         self._choices: list[bool | None] = []  # groups' use_muon, for Muon
         self._options = options
         self._ranks = ranks
@@ -50,6 +49,7 @@ class Registry:
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
         self.placements: dict[str, Placement] = {}
+        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
@@ -120,10 +120,14 @@ class Registry:
         both = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in both if covered and shards is not None]
 
-    @property
-    def facts(self) -> list[LayerFacts]:
-        """The plain facts of all layers, frozen ones included."""
-        return [self._facts(layer) for layer in self.layers.values()]
+    def factor(self, key: Key) -> FactorFacts:
+        """Return the plain facts of a factor."""
+        layer, side = key
+        return self.facts[layer].factors["ag".index(side)]
+
+    def note_facts(self) -> None:
+        """Note the plain facts of all layers, as their tensors are laid out now."""
+        self.facts = {layer: self._facts(layer) for layer in self.layers.values()}
 
     def _facts(self, layer: Layer) -> LayerFacts:
         placement = self.placements[layer.name]

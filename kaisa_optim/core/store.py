@@ -9,7 +9,7 @@ from torch import Tensor
 from ..curvature.averages import RunningAverages
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors, Specs, StackKey, alike
+from ..curvature.stacks import AppliedFactors, Factors, Specs, alike, specs_of, stack_key
 from ..layers import Layer
 from ..plan.assignment import Grid
 from .registry import Registry
@@ -35,18 +35,26 @@ class FactorStore:
                     if registry.owner(layer, side) == rank:
                         self.owned.put(layer, side)
         self.applied = AppliedFactors(x for x in registry.active if registry.column(x) == column)
-        self.averages.allocate(self.owned)
-        self.refresher.allocate(self.owned)
+        self.averages.allocate(self.owned, self.rule.of_owner)
+        self.refresher.forget_answers()  # they are of former stacks
         self.rule.allocate(self.applied)
         for layer in set(registry.with_average).intersection(registry.active):
             for name, view in self.views(layer):
                 if name in kept[layer]:
                     view.copy_(kept[layer][name])
 
-    def specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors of ``count`` factors of one shape, owned and applied."""
-        kept = self.averages.specs(key, count) | self.refresher.specs(count)
-        return kept | self.rule.state_specs(key, count)
+    def specs(self, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
+        """Yield a layer's tensors: their prefix, and the factor whose owner has them."""
+        blocks, g, a = layer.blocks, stack_key(layer, "g"), stack_key(layer, "a")
+        for side, key in (("a", a), ("g", g)):
+            kinds = (
+                (self.rule.of_owner, self.averages.dtype),
+                (self.rule.of_factor, self.rule.dtype),
+            )
+            for kept, stored in kinds:
+                yield f"{side}_", side, specs_of(kept, blocks, key[:2], stored, key.dtype)
+        sides = g.size, a.size
+        yield "", "g", specs_of(self.rule.of_gradient, blocks, sides, self.rule.dtype, g.dtype)
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a layer, as views with stable names."""

@@ -28,7 +28,6 @@ from .stacks import (
     FactorStack,
     Key,
     Slots,
-    Specs,
     device_of,
     slots_of,
 )
@@ -45,21 +44,11 @@ class Refresher:
     def __init__(self, rule: Rule, *, keep_errors: bool) -> None:
         self._rule = rule
         self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
-        self.inverts = rule.method != "eigen"  # by Cholesky: the host need not wait for a device
         self._notes = Notes()
 
     def defers(self, layer: Layer) -> bool:
         """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
-        return self.inverts and device_of(layer).type in WITH_STREAMS
-
-    def specs(self, count: int) -> Specs:
-        """Return the flags that an owner keeps of ``count`` factors, on any device."""
-        return {"stale": ((count,), torch.int32)} if self.inverts else {}
-
-    def allocate(self, owned: Factors) -> None:
-        self._notes.clear()  # the notes are of former stacks
-        for stack in owned.stacks.values():
-            stack.allocate(self.specs(stack.count))
+        return self._rule.checks_later and device_of(layer).type in WITH_STREAMS
 
     # ---- on owners ----
 
@@ -124,8 +113,8 @@ class Refresher:
         all_good = bool(good.all())
         fine = None if all_good else good.to(stack.key.device)
         # Diagonal factors have the first result alone.
-        for name, result in zip(self._rule.results, results, strict=False):
-            _put(state[name], slots, result.to(stack.key.device), fine)
+        for spec, result in zip(self._rule.of_factor, results, strict=False):
+            _put(state[spec.name], slots, result.to(stack.key.device), fine)
         if all_good:
             return set()
         parts = (~good).split([f.layer.blocks for f in factors])

@@ -43,6 +43,11 @@ class LayerFacts(NamedTuple):
         return task.a, task.g, task.diagonal_a, task.diagonal_g, self.itemsize, self.device
 
     @property
+    def place(self) -> Hashable:
+        """What layers have alike whose sums travel together."""
+        return self.device, self.itemsize
+
+    @property
     def factors(self) -> tuple[FactorFacts, FactorFacts]:
         task, placement = self.task, self.placement
         return (
@@ -77,10 +82,6 @@ class FactorFacts(NamedTuple):
     @property
     def elements(self) -> int:
         return self.layer.task.blocks * self.n ** (1 if self.diagonal else 2)
-
-    @property
-    def eigenvalues(self) -> int:
-        return self.layer.task.blocks * self.n
 
     @property
     def operations(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from .facts import LayerFacts
+from .routes import grouped
 
 Slots = dict[int, frozenset[str]]  # the layers of each slot of an interval that has any
 Turns = list[list[int]]
@@ -29,9 +30,7 @@ def turns(layers: Sequence[LayerFacts], costs: Sequence[int], at_once: int, slot
     about one to decompose: shapes of fewer than ``at_once`` layers share a turn. Owners play no
     part: all assignments must give the same updates.
     """
-    shapes: dict[Hashable, list[int]] = {}
-    for place, layer in enumerate(layers):
-        shapes.setdefault(layer.shape, []).append(place)
+    shapes = grouped(range(len(layers)), lambda place: layers[place].shape)
     fair = sum(costs) / slots
     found: Turns = []
     for places in shapes.values():

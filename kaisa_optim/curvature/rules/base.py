@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import moments, orthogonal, products
-from ...plan.routes import cargo_bytes
-from ..lengths import Length, OfBase
+from ...plan.moves import Sizes, TensorSpec
+from ..averages import OF_AVERAGES, STALE
+from ..lengths import Length, OfBase, Sums
 from ..stacks import (
     AppliedFactors,
     Factor,
@@ -22,8 +23,6 @@ from ..stacks import (
     Key,
     LayerGroup,
     Slots,
-    Specs,
-    StackKey,
     by_place,
     per_block,
 )
@@ -49,8 +48,13 @@ class Rule(ABC):
     """
 
     method: str  # the kind of decomposition: "eigen", "inverse" or "root"
-    results: tuple[str, ...]  # names of the results; a diagonal factor has the first
-    multiplied: tuple[str, ...]  # state that gradients are multiplied with
+    of_factor: tuple[TensorSpec, ...]  # the decomposition's results; gradient workers keep them
+    of_gradient: tuple[TensorSpec, ...] = ()  # kept by gradient workers for each layer
+    packed = False  # a factor's state travels as a triangle
+    tells_means = False  # the owners of A and of G tell each other the mean eigenvalues
+    checks_later = False  # the host need not wait for a device to decompose
+    scale_free = False  # a scale of the loss changes nothing
+    slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
@@ -65,31 +69,43 @@ class Rule(ABC):
 
     # ---- state ----
 
-    @abstractmethod
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors that gradient workers keep for ``count`` factors of one shape."""
+    @property
+    def of_owner(self) -> tuple[TensorSpec, ...]:
+        """The tensors that an owner keeps for each factor."""
+        return (*OF_AVERAGES, STALE) if self.checks_later else OF_AVERAGES
 
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        """Return the tensors that gradient workers keep for ``count`` gradients of one shape."""
-        return {}
+    def sizes(
+        self, clip_terms: int, average: torch.dtype | None, wire: torch.dtype | None
+    ) -> Sizes:
+        """Return what bytes depend on; dtypes are of averages, and of numbers on their way."""
+        dtypes = average, self.dtype, wire
+        return Sizes(
+            self.of_owner,
+            self.of_factor,
+            self.of_gradient,
+            self.packed,
+            self.tells_means,
+            clip_terms if self.length is None else self.length.terms,
+            0 if self.length is None else len(Sums._fields),
+            *(None if dtype is None else dtype.itemsize for dtype in dtypes),
+            scaled=wire == torch.float16,
+        )
 
     def allocate(self, applied: AppliedFactors) -> None:
         """Allocate the tensors of a new layout."""
         for stack in applied.stacks.values():
-            stack.allocate(self.state_specs(stack.key, stack.count))
+            stack.allocate(self.of_factor, self.dtype)
         for group in applied.groups:
-            dtype, device = group.g.key.dtype, group.g.key.device
-            for name, (shape, kept) in self.group_specs(*group.shape, dtype).items():
-                group.tensors[name] = torch.zeros(shape, dtype=kept, device=device)
+            group.allocate(self.of_gradient, self.dtype)
 
-    def state_bytes(self, key: Key) -> int:
-        """Return the bytes of a factor's state on the wire."""
-        specs = self.state_specs(key_of(*key), key[0].blocks)
-        return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
+    def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
+        """Yield why loaded state can't be used: weights would turn NaN."""
+        if spec in self.of_factor and not tensor.isfinite().all():
+            yield "not finite"
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
         """Return the tensors that the owner sends and the other gradient workers fill."""
-        return [factor[name] for name in self.state_specs(factor.key, factor.layer.blocks)]
+        return [factor[name] for name in factor.tensors]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         """Store the tensors of :meth:`outgoing`; the owner does so, too."""
@@ -139,8 +155,7 @@ class Rule(ABC):
         tensor = group.state(side, name, slots)
         if tensor is None:
             return None
-        half = name in self.multiplied and self._in_half(tensor.dtype, like)
-        return tensor if half else tensor.to(like.dtype)
+        return tensor if self._in_half(tensor.dtype, like) else tensor.to(like.dtype)
 
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
         if self.half_products is None:
@@ -153,10 +168,10 @@ class Rule(ABC):
 
 
 class TriangleRule(Rule):
-    """A rule whose state is one matrix a factor; it travels as a triangle."""
+    """A rule whose state is one matrix a factor, named as the method; it travels as a triangle."""
 
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        return {self.method: (key.shape(count), self.dtype or key.dtype)}
+    packed = True
+    checks_later = True
 
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
@@ -167,13 +182,6 @@ class TriangleRule(Rule):
             damping = per_block(same, damping_of, key_of(same[0], "g"))
             shifts |= of_factors(same, (damping, damping))
         return shifts
-
-    def state_bytes(self, key: Key) -> int:
-        shape = key_of(*key)
-        if shape.diagonal:
-            return super().state_bytes(key)
-        dtype = self.dtype or shape.dtype
-        return cargo_bytes([key[0].blocks * moments.packed_size(shape.size) * dtype.itemsize])
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
         if factor.key.diagonal:

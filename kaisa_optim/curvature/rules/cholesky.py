@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
+from ...plan.moves import TensorSpec, matrix
 from ..stacks import Factors, Key, LayerGroup, by_place, per_block, stack_key
 from .base import DampingOf, StepValues, TriangleRule, of_factors
 
@@ -17,18 +18,15 @@ class CholeskyRule(TriangleRule):
     """Multiply by damped inverses; ``split`` says how A and G share the damping."""
 
     method = "inverse"
-    results = ("inverse",)
-    multiplied = ("inverse",)
+    of_factor = (TensorSpec("inverse", "inverses", matrix),)
 
     def __init__(self, dtype: torch.dtype | None, split: str) -> None:
         super().__init__(dtype)
-        self.split = split  # "pi": γ_A γ_G = γ; "full": γ on both
+        self.tells_means = split == "pi"  # γ_A γ_G = γ; "full": γ on both
 
     def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
         """Return mean eigenvalues of A and of G, ``[2, blocks]`` for the layers of each place."""
-        if self.split == "full":
-            return []
-        return [_means(owned, same) for same in by_place(layers)]
+        return [_means(owned, same) for same in by_place(layers)] if self.tells_means else []
 
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]

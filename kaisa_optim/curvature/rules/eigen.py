@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, StackKey, at
+from ...plan.moves import TensorSpec, basis, gradient, spectrum
+from ..stacks import AppliedFactors, LayerGroup, Slots, at
 from .base import DampingOf, Rule, StepValues, stored
+
+_ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 
 
 class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
 
     method = "eigen"
-    results = ("values", "vectors")
-    multiplied = ("vectors",)
+    of_factor = (
+        TensorSpec("values", "eigenvalues", spectrum, "own"),
+        TensorSpec("vectors", "eigenvectors", basis),
+    )
+    slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        specs: Specs = {"values": ((count, key.size), key.dtype)}
-        if not key.diagonal:
-            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
-        return specs
+    def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
+        found = [*super().faults(spec, tensor)]
+        yield from found
+        if spec.name == "vectors" and not found:
+            wide = tensor.float()
+            off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
+            if off.abs().max() > _ORTHONORMAL:
+                yield "not orthonormal"
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
@@ -66,8 +75,7 @@ class EigenRule(Rule):
 class StoredProductRule(EigenRule):
     """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of that step."""
 
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        return {"scale": ((count, g, a), self.dtype or dtype)}
+    of_gradient = (TensorSpec("scale", "eigenvalue_products", gradient),)
 
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf

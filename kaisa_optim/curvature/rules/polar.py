@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
-from ..lengths import Length
-from ..stacks import LayerGroup, Specs
+from ...plan.moves import TensorSpec, matrix
+from ..lengths import SQUARE_SUM, Length
+from ..stacks import LayerGroup
 from .base import StepValues, TriangleRule
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
@@ -28,16 +29,15 @@ class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
     method = "root"
-    results = ("root",)
-    multiplied = ("root",)
+    of_factor = (TensorSpec("root", "roots", matrix),)
+    of_gradient = (SQUARE_SUM,)  # of some lengths
+    scale_free = True
     wants_half_products = True
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
         super().__init__(dtype)
-        self.length: Length = length
-
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        return self.length.specs(count, dtype)
+        self.length = length
+        self.of_gradient = length.kept
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
