@@ -48,7 +48,7 @@ GATHERED = 10  # factor_update_steps by default
 REFRESHED = 20  # inv_update_steps by default
 INTERVALS = ((GATHERED, REFRESHED), (10, 100))  # and the papers' usual ones
 # KFACAdam's defaults. KFACSGD keeps no sum of squares, and sends five numbers with each block.
-SIZES = PolarRule(None, AdamLength()).sizes(0, None, None)
+SIZES = PolarRule(None, AdamLength()).sizes
 MAX_FACTOR_SIZE = 16384
 MB = 1e6
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..checks import is_real
 from ..comm.ranks import GatherItem
-from ..curvature.averages import OF_AVERAGES, STALE
 from ..curvature.rules import RULES
 from ..curvature.stacks import stack_key
 from ..errors import invalid_because
@@ -27,9 +26,13 @@ PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
 _STATUS_SHAPE = (6,)
 # Names of a layer's tensors, of any rule.
-_OF_FACTORS = {x.name for rule in RULES for x in (*OF_AVERAGES, STALE, *rule.of_factor)}
-_NAMES = {"status", *(x.name for rule in RULES for x in rule.of_gradient)}
-_NAMES |= {f"{side}_{name}" for side in "ag" for name in _OF_FACTORS}
+_NAMES = {"status", *(x.name for rule in RULES for x in rule.sizes.of_gradient)}
+_NAMES |= {
+    f"{side}_{x.name}"
+    for rule in RULES
+    for x in (*rule.sizes.of_owner, *rule.sizes.of_factor)
+    for side in "ag"
+}
 _CONVENTIONS = 8  # codes of the factors' meaning
 _SCALE_FREE = 5  # in a code: G has no scale, and the base's momenta are of raw gradients
 

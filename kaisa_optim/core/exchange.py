@@ -33,7 +33,7 @@ from ..curvature.stacks import (
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..linalg.moments import unpack
-from ..plan.facts import FactorFacts, LayerFacts
+from ..plan.facts import FactorFacts
 from ..plan.moves import Sizes, gradient_buckets
 from ..plan.routes import chunks, grouped, in_turn, side_by_side
 from ..plan.step_plan import AgreedStep
@@ -51,6 +51,7 @@ from .registry import Registry
 
 # Takes stacks, and a reader of their gradients.
 Precondition = Callable[..., list[NewGradients]]
+_Bucket = tuple[int, list[list[Layer]]]  # bytes, and the layers of each shape
 _AT_ONCE = 1 << 25  # numbers of the stacks that are stepped together
 
 # ---- sums ----
@@ -332,8 +333,8 @@ class GradientExchange:
                 [(members[column], bucket) for bucket in buckets]
                 for column, buckets in self._buckets_of(same)
             )
-            items = [BroadcastItem(root, bucket.size) for root, bucket in order]
-            cargo = (self._wires(root, bucket.shapes, precondition) for root, bucket in order)
+            items = [BroadcastItem(root, size) for root, (size, _) in order]
+            cargo = (self._wires(root, shapes, precondition) for root, (_, shapes) in order)
             arrived = self._ranks.broadcast(
                 [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
             )
@@ -343,19 +344,10 @@ class GradientExchange:
         """Return each column's buckets of layers on one device; worked out once."""
         known = self._buckets.get(layers[0])
         if known is None or known[0] != layers:
-            facts = [self._registry.facts[layer] for layer in layers]
             parts = self._sizes, self._ranks.grid.columns, self._ranks.bucket_bytes
-            divided = [
-                (column, [self._bound(shapes) for shapes in buckets])
-                for column, buckets in gradient_buckets(facts, *parts)
-            ]
+            divided = gradient_buckets(self._registry.facts, layers, *parts)
             known = self._buckets[layers[0]] = layers, divided
         return known[1]
-
-    def _bound(self, shapes: list[list[LayerFacts]]) -> _Bucket:
-        layers = self._registry.layers
-        size = sum(map(self._sizes.gradients, shapes))
-        return _Bucket(size, [[layers[x.name] for x in alike] for alike in shapes])
 
     def _wires(
         self, root: int, shapes: list[list[Layer]], precondition: Precondition
@@ -498,13 +490,6 @@ class GradientExchange:
             incoming[owner].append(terms[layer])
         self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
         return new
-
-
-class _Bucket(NamedTuple):
-    """New gradients that travel together."""
-
-    size: int  # bytes
-    shapes: list[list[Layer]]  # lists of layers of one shape
 
 
 class FromShards(NamedTuple):

@@ -18,6 +18,7 @@ from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
+from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
@@ -102,8 +103,7 @@ class Preconditioner(Questions):
         averages = RunningAverages(
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
-        clip_terms = gradients.CLIP_TERMS if options.kl_clip is not None else 0
-        self.sizes = rule.sizes(clip_terms, options.factor_dtype, options.comm_dtype)
+        self.sizes = sizes_of(rule, options)
         self.refresher = Refresher(rule, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
         self.gradients = exchange.GradientExchange(
@@ -355,7 +355,7 @@ class Preconditioner(Questions):
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         registry = self.registry
-        registry.note_facts()
+        registry.facts = {x: registry.facts_of(x) for x in registry.layers.values()}
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
         self._placed = registry.devices
@@ -448,6 +448,16 @@ def step_values(registry: Registry, groups: list[Group]) -> StepValues:
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
     )
+
+
+def sizes_of(rule: Rule, options: Options) -> Sizes:
+    """Return what the bytes of this rule depend on under these options."""
+    dtypes = options.factor_dtype, options.comm_dtype
+    average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    sizes = rule.sizes._replace(average=average, wire=wire)
+    if rule.length is None and options.kl_clip is not None:
+        sizes = sizes._replace(terms=gradients.CLIP_TERMS)
+    return sizes._replace(scaled=options.comm_dtype == torch.float16)
 
 
 def make_rule(options: Options, length: Length) -> Rule:

@@ -118,8 +118,9 @@ class Questions(Hyperparameters):
         """
         found = (*self.owned.tensors(), *self.applied.tensors())
         usage: dict[str, int] = {}
+        kinds = {spec.name: spec.kind for spec in self.sizes.specs}
         for name, tensor in found:
-            kind = self.sizes.kinds[name]
+            kind = kinds[name]
             usage[kind] = usage.get(kind, 0) + tensor.nbytes
         usage["total"] = sum(usage.values())
         usage["pending"] = self.sums.bytes()

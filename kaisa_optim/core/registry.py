@@ -125,11 +125,8 @@ class Registry:
         layer, side = key
         return self.facts[layer].factors["ag".index(side)]
 
-    def note_facts(self) -> None:
-        """Note the plain facts of all layers, as their tensors are laid out now."""
-        self.facts = {layer: self._facts(layer) for layer in self.layers.values()}
-
-    def _facts(self, layer: Layer) -> LayerFacts:
+    def facts_of(self, layer: Layer) -> LayerFacts:
+        """Return the plain facts of a layer, as it is now."""
         placement = self.placements[layer.name]
         if not any(layer.covers):
             return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)

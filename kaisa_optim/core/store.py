@@ -35,7 +35,7 @@ class FactorStore:
                     if registry.owner(layer, side) == rank:
                         self.owned.put(layer, side)
         self.applied = AppliedFactors(x for x in registry.active if registry.column(x) == column)
-        self.averages.allocate(self.owned, self.rule.of_owner)
+        self.averages.allocate(self.owned, self.rule.sizes.of_owner)
         self.refresher.forget_answers()  # they are of former stacks
         self.rule.allocate(self.applied)
         for layer in set(registry.with_average).intersection(registry.active):
@@ -45,16 +45,14 @@ class FactorStore:
 
     def specs(self, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
         """Yield a layer's tensors: their prefix, and the factor whose owner has them."""
-        blocks, g, a = layer.blocks, stack_key(layer, "g"), stack_key(layer, "a")
+        rule, sizes, blocks = self.rule, self.rule.sizes, layer.blocks
+        g, a = stack_key(layer, "g"), stack_key(layer, "a")
         for side, key in (("a", a), ("g", g)):
-            kinds = (
-                (self.rule.of_owner, self.averages.dtype),
-                (self.rule.of_factor, self.rule.dtype),
-            )
-            for kept, stored in kinds:
-                yield f"{side}_", side, specs_of(kept, blocks, key[:2], stored, key.dtype)
-        sides = g.size, a.size
-        yield "", "g", specs_of(self.rule.of_gradient, blocks, sides, self.rule.dtype, g.dtype)
+            owned = specs_of(sizes.of_owner, blocks, key[:2], self.averages.dtype, key.dtype)
+            applied = specs_of(sizes.of_factor, blocks, key[:2], rule.dtype, key.dtype)
+            yield f"{side}_", side, owned | applied
+        both = g.size, a.size
+        yield "", "g", specs_of(sizes.of_gradient, blocks, both, rule.dtype, g.dtype)
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a layer, as views with stable names."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
-from ..plan.moves import IS_ZERO, STARTS_ANEW, TensorSpec, matrix, number
+from ..plan.moves import TensorSpec
 from ..plan.step_plan import AgreedStep
 from .stacks import (
     Factor,
@@ -26,14 +26,6 @@ from .stacks import (
 
 Number = Tensor | float  # a tensor has one entry a block
 DecayOf = Callable[[Layer], float]
-
-# The tensors of a factor on the rank that owns it, and a flag for factors to decompose again.
-OF_AVERAGES = (
-    TensorSpec("average", "factors", matrix, if_absent=STARTS_ANEW),
-    TensorSpec("weight", "counters", number, "own", STARTS_ANEW),
-    TensorSpec("rejected", "counters", number, "int32", IS_ZERO),
-)
-STALE = TensorSpec("stale", "counters", number, "int32", IS_ZERO)
 
 
 class RunningAverages:

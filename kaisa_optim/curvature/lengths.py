@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg import orthogonal
-from ..plan.moves import TensorSpec, number
+from ..plan.moves import TensorSpec
 from .stacks import per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
@@ -42,7 +42,7 @@ _OF_WEIGHTS_BY_SGD = 0.03
 # tiny gradients, such as idle experts', would else take whole steps.
 _MOST_OF_OWN = 10.0
 _TINY = 1e-30  # a divisor in place of zero
-SQUARE_SUM = TensorSpec("square_sum", "counters", number, "own")
+SQUARE_SUM = TensorSpec("square_sum", "counters", "number", "own")
 
 
 @dataclass

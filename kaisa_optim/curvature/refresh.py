@@ -113,7 +113,7 @@ class Refresher:
         all_good = bool(good.all())
         fine = None if all_good else good.to(stack.key.device)
         # Diagonal factors have the first result alone.
-        for spec, result in zip(self._rule.of_factor, results, strict=False):
+        for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
             _put(state[spec.name], slots, result.to(stack.key.device), fine)
         if all_good:
             return set()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..plan.moves import TensorSpec, matrix
+from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 
 WHOLE = slice(None)  # the slots of all that a stack or a group has
@@ -33,7 +33,7 @@ class StackKey(NamedTuple):
     dtype: torch.dtype  # of the arithmetic
 
     def shape(self, count: int) -> tuple[int, ...]:
-        return (count, *matrix(self.size, self.diagonal))
+        return (count, self.size) if self.diagonal else (count, self.size, self.size)
 
 
 # Shapes and dtypes of the tensors of a stack, or of a part of one.
@@ -49,7 +49,7 @@ def specs_of(
 ) -> Specs:
     """Return the tensors of ``count`` blocks; ``own`` is the arithmetic's dtype."""
     dtypes = {"stored": stored or own, "own": own, "int32": torch.int32}
-    shapes = [(spec, spec.shape(*sides)) for spec in kept]
+    shapes = [(spec, spec.shape_of(sides)) for spec in kept]
     return {
         spec: ((count, *shape), dtypes[spec.dtype]) for spec, shape in shapes if shape is not None
     }

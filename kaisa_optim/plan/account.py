@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -65,15 +64,11 @@ class Account:
     def memory(self) -> list[Usage]:
         """Return the bytes that each rank keeps, by kind."""
         usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
-        applied = [Counter[str]() for _ in range(self.grid.columns)]
+        applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
         for layer in self.active:
-            kept = self.sizes.kept_of_gradient(layer)
-            for factor in layer.factors:
-                kept += self.sizes.kept_by_workers(factor)
-                for kind, size in self.sizes.kept_by_owner(factor):
-                    usage[factor.owner][kind] += size
-            for kind, size in kept:
-                applied[layer.placement.g % self.grid.columns][kind] += size
+            column = applied[layer.placement.g % self.grid.columns]
+            for owner, kind, size in self.sizes.kept(layer):
+                (column if owner is None else usage[owner])[kind] += size
         for rank, own in enumerate(usage):
             for kind, size in applied[rank % self.grid.columns].items():
                 own[kind] += size
@@ -242,9 +237,10 @@ class Account:
         sizes = [0] * self.grid.columns
         whole = [layer for layer in layers if not layer.shards]
         for same in grouped(whole, operator.attrgetter("device")).values():
+            facts = dict(enumerate(same))
             parts = self.sizes, self.grid.columns, self.bucket_bytes
-            for column, buckets in gradient_buckets(same, *parts):
-                sizes[column] += sum(map(self.sizes.gradients, itertools.chain(*buckets)))
+            for column, buckets in gradient_buckets(facts, [*facts], *parts):
+                sizes[column] += sum(size for size, _ in buckets)
         received = [sum(sizes) - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
         _add(got, received)
         for layer in layers:

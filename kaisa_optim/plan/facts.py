@@ -75,6 +75,10 @@ class FactorFacts(NamedTuple):
         return self.layer.name, self.side
 
     @property
+    def sides(self) -> tuple[int, bool]:
+        return self.n, self.diagonal
+
+    @property
     def size(self) -> int:
         """The count of numbers that travel: one triangle of a symmetric matrix."""
         return self.layer.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import moments, orthogonal, products
-from ...plan.moves import Sizes, TensorSpec
-from ..averages import OF_AVERAGES, STALE
-from ..lengths import Length, OfBase, Sums
+from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
+from ..lengths import Length, OfBase
 from ..stacks import (
     AppliedFactors,
     Factor,
@@ -48,11 +47,7 @@ class Rule(ABC):
     """
 
     method: str  # the kind of decomposition: "eigen", "inverse" or "root"
-    of_factor: tuple[TensorSpec, ...]  # the decomposition's results; gradient workers keep them
-    of_gradient: tuple[TensorSpec, ...] = ()  # kept by gradient workers for each layer
-    packed = False  # a factor's state travels as a triangle
-    tells_means = False  # the owners of A and of G tell each other the mean eigenvalues
-    checks_later = False  # the host need not wait for a device to decompose
+    sizes: Sizes  # the tensors that it keeps and sends
     scale_free = False  # a scale of the loss changes nothing
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
@@ -60,6 +55,7 @@ class Rule(ABC):
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
+        self.sizes = self.sizes._replace(stored=None if dtype is None else dtype.itemsize)
         # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
         self.half_products: bool | None = None
 
@@ -67,40 +63,23 @@ class Rule(ABC):
     def makes_directions(self) -> bool:
         return self.length is not None
 
-    # ---- state ----
-
     @property
-    def of_owner(self) -> tuple[TensorSpec, ...]:
-        """The tensors that an owner keeps for each factor."""
-        return (*OF_AVERAGES, STALE) if self.checks_later else OF_AVERAGES
+    def checks_later(self) -> bool:
+        """Whether the host need not wait for a device to decompose."""
+        return STALE in self.sizes.of_owner
 
-    def sizes(
-        self, clip_terms: int, average: torch.dtype | None, wire: torch.dtype | None
-    ) -> Sizes:
-        """Return what bytes depend on; dtypes are of averages, and of numbers on their way."""
-        dtypes = average, self.dtype, wire
-        return Sizes(
-            self.of_owner,
-            self.of_factor,
-            self.of_gradient,
-            self.packed,
-            self.tells_means,
-            clip_terms if self.length is None else self.length.terms,
-            0 if self.length is None else len(Sums._fields),
-            *(None if dtype is None else dtype.itemsize for dtype in dtypes),
-            scaled=wire == torch.float16,
-        )
+    # ---- state ----
 
     def allocate(self, applied: AppliedFactors) -> None:
         """Allocate the tensors of a new layout."""
         for stack in applied.stacks.values():
-            stack.allocate(self.of_factor, self.dtype)
+            stack.allocate(self.sizes.of_factor, self.dtype)
         for group in applied.groups:
-            group.allocate(self.of_gradient, self.dtype)
+            group.allocate(self.sizes.of_gradient, self.dtype)
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
         """Yield why loaded state can't be used: weights would turn NaN."""
-        if spec in self.of_factor and not tensor.isfinite().all():
+        if spec in self.sizes.of_factor and not tensor.isfinite().all():
             yield "not finite"
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
@@ -170,9 +149,6 @@ class Rule(ABC):
 class TriangleRule(Rule):
     """A rule whose state is one matrix a factor, named as the method; it travels as a triangle."""
 
-    packed = True
-    checks_later = True
-
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
     ) -> dict[Key, Tensor]:
@@ -193,6 +169,11 @@ class TriangleRule(Rule):
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
             factor[self.method].copy_(whole)
+
+
+def triangles(name: str, kind: str) -> Sizes:
+    """Return what a :class:`TriangleRule` keeps."""
+    return Sizes((TensorSpec(name, kind),), of_owner=(*OF_AVERAGES, STALE), packed=True)
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,24 +9,24 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ...plan.moves import TensorSpec, matrix
 from ..stacks import Factors, Key, LayerGroup, by_place, per_block, stack_key
-from .base import DampingOf, StepValues, TriangleRule, of_factors
+from .base import DampingOf, StepValues, TriangleRule, of_factors, triangles
 
 
 class CholeskyRule(TriangleRule):
     """Multiply by damped inverses; ``split`` says how A and G share the damping."""
 
     method = "inverse"
-    of_factor = (TensorSpec("inverse", "inverses", matrix),)
+    sizes = triangles("inverse", "inverses")
 
     def __init__(self, dtype: torch.dtype | None, split: str) -> None:
         super().__init__(dtype)
-        self.tells_means = split == "pi"  # γ_A γ_G = γ; "full": γ on both
+        # "pi": γ_A γ_G = γ; "full": γ on both
+        self.sizes = self.sizes._replace(tells_means=split == "pi")
 
     def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
         """Return mean eigenvalues of A and of G, ``[2, blocks]`` for the layers of each place."""
-        return [_means(owned, same) for same in by_place(layers)] if self.tells_means else []
+        return [_means(owned, same) for same in by_place(layers)] if self.sizes.tells_means else []
 
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]

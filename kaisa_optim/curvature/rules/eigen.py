@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ...plan.moves import TensorSpec, basis, gradient, spectrum
+from ...plan.moves import Sizes, TensorSpec
 from ..stacks import AppliedFactors, LayerGroup, Slots, at
 from .base import DampingOf, Rule, StepValues, stored
 
@@ -20,9 +20,11 @@ class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
 
     method = "eigen"
-    of_factor = (
-        TensorSpec("values", "eigenvalues", spectrum, "own"),
-        TensorSpec("vectors", "eigenvectors", basis),
+    sizes = Sizes(
+        (
+            TensorSpec("values", "eigenvalues", "spectrum", "own"),
+            TensorSpec("vectors", "eigenvectors", "basis"),
+        )
     )
     slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
@@ -75,7 +77,9 @@ class EigenRule(Rule):
 class StoredProductRule(EigenRule):
     """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of that step."""
 
-    of_gradient = (TensorSpec("scale", "eigenvalue_products", gradient),)
+    sizes = EigenRule.sizes._replace(
+        of_gradient=(TensorSpec("scale", "eigenvalue_products", "gradient"),)
+    )
 
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf

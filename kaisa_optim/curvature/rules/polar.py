@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision
-from ...plan.moves import TensorSpec, matrix
-from ..lengths import SQUARE_SUM, Length
+from ..lengths import SQUARE_SUM, Length, Sums
 from ..stacks import LayerGroup
-from .base import StepValues, TriangleRule
+from .base import StepValues, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
@@ -29,15 +28,16 @@ class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
     method = "root"
-    of_factor = (TensorSpec("root", "roots", matrix),)
-    of_gradient = (SQUARE_SUM,)  # of some lengths
+    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
     scale_free = True
     wants_half_products = True
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
         super().__init__(dtype)
         self.length = length
-        self.of_gradient = length.kept
+        self.sizes = self.sizes._replace(
+            of_gradient=length.kept, terms=length.terms, shard_sums=len(Sums._fields)
+        )
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
