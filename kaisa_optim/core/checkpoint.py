@@ -181,7 +181,7 @@ def consolidate(
         item
         for layer in kfac.registry.active
         if kfac.states[layer.name].has_average
-        for item in _everywhere(kfac, layer)
+        for _, item in _kept(kfac, layer)
         if item.source != to
     ]
     owner, active = kfac.registry.owner, kfac.registry.active
@@ -205,20 +205,14 @@ def complete(state_dict: dict[str, Any], parameters: list[Tensor], gathered: Ent
             state_dict["state"][index] = {**state_dict["state"].get(index, {}), **theirs}
 
 
-def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[GatherItem]:
+def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
     """Yield a layer's tensors on all ranks, with the rank that sends each."""
-    here = dict(_named(kfac, layer))
-    device = stack_key(layer, "g").device
-    for name, source, _, shape, dtype in _kept(kfac, layer):
-        yield GatherItem((_home(layer), name), source, shape, dtype, device, here.get(name))
-
-
-def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, int, TensorSpec, Any, Any]]:
-    """Yield a layer's tensors: key, the rank that sends it, spec, shape and dtype."""
+    here, home, device = dict(_named(kfac, layer)), _home(layer), stack_key(layer, "g").device
     for prefix, side, specs in kfac.store.specs(layer):
+        source = kfac.registry.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{PREFIX}{layer.tag}{prefix}{spec.name}"
-            yield name, kfac.registry.owner(layer, side), spec, shape, dtype
+            yield spec, GatherItem((home, name), source, shape, dtype, device, here.get(name))
 
 
 # ---- loading ----
@@ -335,10 +329,11 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
     layer.cover(_covers_after(layer, entries))
     entry = entries.get(_home(layer), {}) if any(layer.covers) else {}
     if entry and _fits(kfac, layer, entry):
-        for name, _, spec, shape, _ in _kept(kfac, layer):
-            if name in entry and entry[name].shape != shape:
+        for spec, item in _kept(kfac, layer):
+            _, name = item.key
+            if name in entry and entry[name].shape != item.shape:
                 found = tuple(entry[name].shape)
-                wrong.append(f"{layer.name}: {name} is {found}, the model needs {shape}")
+                wrong.append(f"{layer.name}: {name} is {found}, the model needs {item.shape}")
             elif name in entry and status in entry and entry[status][1]:
                 faults = kfac.rule.faults(spec, entry[name])
                 wrong += [f"{layer.name}: {name} is {why}" for why in faults]
@@ -402,16 +397,16 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
 def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     """Take over one layer's tensors; return False where its factors are not among them."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
-    views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
     averages, has_state, _, _, failures, code = status.tolist()
     is_complete = True
-    for name, _, spec, _, _ in _kept(kfac, layer):
-        if name not in views:
+    for spec, item in _kept(kfac, layer):
+        _, name = item.key
+        if item.tensor is None:
             continue
         if name in entry:
-            views[name].copy_(entry[name])
+            item.tensor.copy_(entry[name])
         elif spec.if_absent == STARTS_ANEW:
             return False
         elif spec.if_absent == IS_REFRESHED:

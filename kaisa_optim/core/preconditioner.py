@@ -452,12 +452,11 @@ def step_values(registry: Registry, groups: list[Group]) -> StepValues:
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:
     """Return what the bytes of this rule depend on under these options."""
-    dtypes = options.factor_dtype, options.comm_dtype
+    dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    sizes = rule.sizes._replace(average=average, wire=wire)
-    if rule.length is None and options.kl_clip is not None:
-        sizes = sizes._replace(terms=gradients.CLIP_TERMS)
-    return sizes._replace(scaled=options.comm_dtype == torch.float16)
+    terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
+    scaled = options.comm_dtype == torch.float16
+    return rule.sizes._replace(average=average, wire=wire, terms=terms, scaled=scaled)
 
 
 def make_rule(options: Options, length: Length) -> Rule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,7 @@ class Questions(Hyperparameters):
     refresher: Refresher
     store: FactorStore
     schedule: Schedule
+    _defers: set[str]  # layers whose refresh is checked in the step after it
     _capture: Capture | None = None
 
     @property
@@ -88,14 +90,9 @@ class Questions(Hyperparameters):
     @property
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
-        layers = self.registry.layers.items()
-        return Account(
-            [*self.registry.facts.values()],
-            self.ranks.grid,
-            self.sizes,
-            tuple(name for name, layer in layers if self.refresher.defers(layer)),
-            self.ranks.bucket_bytes,
-        )
+        facts, ranks = [*self.registry.facts.values()], self.ranks
+        defers = tuple(name for name in self.layers if name in self._defers)
+        return Account(facts, ranks.grid, self.sizes, defers, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -116,15 +113,11 @@ class Questions(Hyperparameters):
         Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
         not count.
         """
-        found = (*self.owned.tensors(), *self.applied.tensors())
-        usage: dict[str, int] = {}
+        usage: Counter[str] = Counter()
         kinds = {spec.name: spec.kind for spec in self.sizes.specs}
-        for name, tensor in found:
-            kind = kinds[name]
-            usage[kind] = usage.get(kind, 0) + tensor.nbytes
-        usage["total"] = sum(usage.values())
-        usage["pending"] = self.sums.bytes()
-        return usage
+        for name, tensor in (*self.owned.tensors(), *self.applied.tensors()):
+            usage[kinds[name]] += tensor.nbytes
+        return {**usage, "total": usage.total(), "pending": self.sums.bytes()}
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.

@@ -77,13 +77,9 @@ class Account:
 
     def pending(self, names: Collection[str]) -> int:
         """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
+        factors = itertools.chain(*(layer.factors for layer in self._chosen(names)))
         alone = self.grid.world == 1
-        chosen = self._chosen(names)
-        return sum(
-            (factor.elements if alone else factor.size) * layer.itemsize
-            for layer in chosen
-            for factor in layer.factors
-        )
+        return sum((f.elements if alone else f.size) * f.layer.itemsize for f in factors)
 
     # ---- communication ----
 
@@ -148,20 +144,15 @@ class Account:
             if share > 1e-12:
                 average = () if at_g is None else gathering[at_g]
                 plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
-                _weigh(mean, self.price(plan), share)
-        for renewed in refresh.values():
-            _weigh(mean, self._checked(renewed), 1 / inv_update_steps)
+                for own, sizes in zip(mean, self.price(plan), strict=True):
+                    for kind, size in sizes.items():
+                        own[kind] += share * size
+        # Add what the step after a refresh exchanges, if the refresh was not checked at once.
+        asked = [[name for name in renewed if name in self.defers] for renewed in refresh.values()]
+        checks = [self._status(self.plan(answered=x)) - self._status(self.plan()) for x in asked]
+        for own, kind in itertools.product(mean, ("status", "total")):
+            own[kind] += sum(checks) / inv_update_steps
         return mean
-
-    def _checked(self, renewed: Collection[str]) -> list[Usage]:
-        """Return the bytes that a step adds for layers that the step before did not check."""
-        asked = [name for name in renewed if name in self.defers]
-        plain = self.price(self.plan())
-        step = self.price(self.plan(answered=asked)) if asked else plain
-        return [
-            {kind: size - other[kind] for kind, size in one.items()}
-            for one, other in zip(step, plain, strict=True)
-        ]
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
         chosen = set(names)
@@ -277,9 +268,3 @@ def _by_rank(got: Mapping[str, Sequence[N]]) -> list[dict[str, N]]:
     """Return lists by rank of each kind as one list, with totals."""
     ranks = [dict(zip(got, sizes, strict=True)) for sizes in zip(*got.values(), strict=True)]
     return [own | {"total": sum(own.values())} for own in ranks]
-
-
-def _weigh(mean: list[Means], step: list[Usage], share: float) -> None:
-    for own, sizes in zip(mean, step, strict=True):
-        for kind, size in sizes.items():
-            own[kind] += share * size

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import moments, orthogonal, products
+from ...linalg import kronecker, moments, products
 from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
 from ..lengths import Length, OfBase
 from ..stacks import (
@@ -127,23 +129,20 @@ class Rule(ABC):
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
         return not all(products.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
-    def _state(
-        self, group: LayerGroup, side: str, name: str, slots: Slots, like: Tensor
-    ) -> Tensor | None:
-        """Return a factor's tensor, ready for arithmetic with ``like``."""
-        tensor = group.state(side, name, slots)
-        if tensor is None:
-            return None
-        return tensor if self._in_half(tensor.dtype, like) else tensor.to(like.dtype)
+    def _states(self, group: LayerGroup, name: str, slots: Slots, like: Tensor) -> tuple[Any, Any]:
+        """Return a tensor of G and of A, ready for arithmetic with ``like``.
+
+        ``None`` stands for a tensor that a diagonal factor does not have.
+        """
+        found = (group.state("g", name, slots), group.state("a", name, slots))
+        g, a = [x if x is None or self._in_half(x.dtype, like) else x.to(like.dtype) for x in found]
+        return g, a
 
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
         if self.half_products is None:
             return products.multiplies_in_half(dtype, like)
         # Do as agreed, even if this rank's device has changed: weights must not drift apart.
         return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
-
-    def _orthogonal_in_half(self, matrices: Tensor) -> bool:
-        return self._in_half(torch.bfloat16, matrices) and not orthogonal.narrow(matrices)
 
 
 class TriangleRule(Rule):
@@ -152,11 +151,14 @@ class TriangleRule(Rule):
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
     ) -> dict[Key, Tensor]:
-        """Return the layers' damping for both of their factors."""
+        """Return the layers' damping for both of their factors, or split by ``means``."""
         shifts: dict[Key, Tensor] = {}
-        for same in by_place(layers):
+        for same, both in itertools.zip_longest(by_place(layers), means):
             damping = per_block(same, damping_of, key_of(same[0], "g"))
-            shifts |= of_factors(same, (damping, damping))
+            split = (damping, damping) if both is None else kronecker.split_damping(damping, *both)
+            for side, values in zip("ag", split, strict=True):
+                parts = values.split([layer.blocks for layer in same])
+                shifts |= {(x, side): part for x, part in zip(same, parts, strict=True)}
         return shifts
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
@@ -182,13 +184,3 @@ def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if limit < torch.finfo(tensor.dtype).max:
         tensor = tensor.clamp(-limit, limit)
     return tensor.to(dtype)
-
-
-def of_factors(layers: list[Layer], both: tuple[Tensor, Tensor]) -> dict[Key, Tensor]:
-    """Return each factor's part of numbers for A and for G, ``[blocks]`` of all layers."""
-    sizes = [layer.blocks for layer in layers]
-    return {
-        (layer, side): part
-        for side, values in zip("ag", both, strict=True)
-        for layer, part in zip(layers, values.split(sizes), strict=True)
-    }

@@ -41,7 +41,7 @@ class EigenRule(Rule):
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
         slots = group.slots_of(members)
-        bases = self._bases(group, slots, gradient)
+        bases = self._states(group, "vectors", slots, gradient)
         projected = kronecker.into_basis(gradient, *bases)
         if projected is gradient:  # both factors are diagonal, and the caller needs the gradient
             projected = gradient.clone()
@@ -49,29 +49,11 @@ class EigenRule(Rule):
         return kronecker.out_of_basis(projected, *bases)
 
     def _divide(
-        self,
-        group: LayerGroup,
-        projected: Tensor,
-        members: list[Layer],
-        slots: Slots,
-        values: StepValues,
+        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
     ) -> None:
         damping = group.common_or_each(members, values.damping_of)
-        g, a = self._eigenvalues(group, slots, projected)
-        projected.div_(kronecker.damped_product(g, a, damping))
-
-    def _bases(
-        self, group: LayerGroup, slots: Slots, like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the eigenvectors of G and of A."""
-        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
-        return g, a
-
-    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the eigenvalues of G and of A."""
-        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
-        assert g is not None and a is not None
-        return g, a
+        g, a = self._states(group, "values", slots, new)
+        new.div_(kronecker.damped_product(g, a, damping))
 
 
 class StoredProductRule(EigenRule):
@@ -93,11 +75,6 @@ class StoredProductRule(EigenRule):
                 scale[group.slots[layer]] = stored(product.reciprocal_(), scale.dtype)
 
     def _divide(
-        self,
-        group: LayerGroup,
-        projected: Tensor,
-        members: list[Layer],
-        slots: Slots,
-        values: StepValues,
+        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
     ) -> None:
-        projected.mul_(at(group.tensors["scale"], slots).to(projected.dtype))
+        new.mul_(at(group.tensors["scale"], slots).to(new.dtype))

@@ -49,9 +49,8 @@ class PolarRule(TriangleRule):
     ) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
         slots = group.slots_of(members)
-        g = self._state(group, "g", "root", slots, gradient)
-        a = self._state(group, "a", "root", slots, gradient)
-        assert g is not None and a is not None
+        g, a = self._states(group, "root", slots, gradient)
         white = kronecker.apply_inverse(gradient, g, a)
-        found = orthogonal.orthogonalized(white, in_half=self._orthogonal_in_half(white))
+        half = self._in_half(torch.bfloat16, white) and not orthogonal.narrow(white)
+        found = orthogonal.orthogonalized(white, in_half=half)
         return kronecker.softened(found, g, a, _KEPT)
