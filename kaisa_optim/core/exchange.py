@@ -133,7 +133,8 @@ def _broadcast_state(
     """Broadcast the state of factors on one device along their columns."""
     grid, groups = ranks.grid, []
     mine: list[list[FactorFacts]] = []  # the factors of each item of this rank's column
-    columns = grouped(map(registry.factor, keys), lambda factor: factor.owner % grid.columns)
+    renewed = [registry.facts[layer].factors["ag".index(side)] for layer, side in keys]
+    columns = grouped(renewed, lambda factor: factor.owner % grid.columns)
     for column, factors in columns.items():
         by_root = grouped(factors, operator.attrgetter("owner"))
         limit = side_by_side(sum(map(sizes.state, factors)), len(by_root), ranks.bucket_bytes)
@@ -228,6 +229,8 @@ class GradientExchange:
         All layers of these parameters have a state; ``all_layers`` takes all for ready.
         """
         registry, applied = self._registry, self._applied.group_of
+        if not self._rule.makes_directions:
+            return set(), set()
         layers = registry.active if all_layers else registry.with_state
         chosen, sharded = set(layers), registry.sharded
         raw = {p for x in registry.active if x not in chosen for p in x.parameters}

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
-from ..curvature.stacks import Key, stack_key
+from ..curvature.stacks import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
-from ..plan.facts import FactorFacts, LayerFacts
+from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
@@ -111,19 +111,10 @@ class Registry:
         placement = self.placements[layer.name]
         return placement.a if side == "a" else placement.g
 
-    def column(self, layer: Layer) -> int:
-        """Return the column of the grid whose ranks are a layer's gradient workers."""
-        return self.owner(layer, "g") % self._ranks.grid.columns
-
     def shards(self, layer: Layer) -> list[sharding.Shards]:
         """Return the shards of a layer's covered parameters."""
         both = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in both if covered and shards is not None]
-
-    def factor(self, key: Key) -> FactorFacts:
-        """Return the plain facts of a factor."""
-        layer, side = key
-        return self.facts[layer].factors["ag".index(side)]
 
     def facts_of(self, layer: Layer) -> LayerFacts:
         """Return the plain facts of a layer, as it is now."""

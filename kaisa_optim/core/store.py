@@ -34,7 +34,9 @@ class FactorStore:
                 for layer in members:
                     if registry.owner(layer, side) == rank:
                         self.owned.put(layer, side)
-        self.applied = AppliedFactors(x for x in registry.active if registry.column(x) == column)
+        self.applied = AppliedFactors(
+            x for x in registry.active if registry.owner(x, "g") % grid.columns == column
+        )
         self.averages.allocate(self.owned, self.rule.sizes.of_owner)
         self.refresher.forget_answers()  # they are of former stacks
         self.rule.allocate(self.applied)

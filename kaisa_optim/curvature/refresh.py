@@ -111,8 +111,12 @@ class Refresher:
         own, slots, device = stack.tensors, slots_of(factors), stack.key.device
         average = own["average"][slots].to(stack.key.dtype)
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        solve = decompose.attempt if attempts else decompose.decompose
-        results, good = solve(average, shift, self._rule.method, diagonal=stack.key.diagonal)
+        given, diagonal = (average, shift, self._rule.solve), stack.key.diagonal
+        if attempts:
+            results, good = decompose.attempt(*given, diagonal=diagonal)
+        else:
+            more = self._rule.more_damping
+            results, good = decompose.decompose(*given, more, diagonal=diagonal)
         all_good = not attempts and bool(good.all())
         fine = None if all_good else good.to(device)
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.

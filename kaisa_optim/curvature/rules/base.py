@@ -48,8 +48,8 @@ class Rule(ABC):
     under the names that the specs give.
     """
 
-    method: str  # the kind of decomposition: "eigen", "inverse" or "root"
     sizes: Sizes  # the tensors that it keeps and sends
+    more_damping: tuple[int, ...] = ()  # multiples for factors whose decomposition fails
     scale_free = False  # a scale of the loss changes nothing
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
@@ -67,7 +67,7 @@ class Rule(ABC):
 
     @property
     def checks_later(self) -> bool:
-        """Whether the host need not wait for a device to decompose."""
+        """True if the host need not wait for a device to decompose."""
         return STALE in self.sizes.of_owner
 
     # ---- state ----
@@ -103,6 +103,13 @@ class Rule(ABC):
     ) -> dict[Key, Tensor]:
         """Return the damping of each factor's diagonal, ``[blocks]``, from all ranks' means."""
         return {}
+
+    @abstractmethod
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        """Return the decomposition of a batch of factors; ``damping``, ``[k]``, is :meth:`shifts`.
+
+        Diagonal factors, ``[k, n]``, have the first result alone; failed ones may be NaN.
+        """
 
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
@@ -146,7 +153,7 @@ class Rule(ABC):
 
 
 class TriangleRule(Rule):
-    """A rule whose state is one matrix a factor, named as the method; it travels as a triangle."""
+    """A rule whose state is one matrix a factor; it travels as a triangle."""
 
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
@@ -164,13 +171,13 @@ class TriangleRule(Rule):
     def outgoing(self, factor: Factor) -> list[Tensor]:
         if factor.key.diagonal:
             return super().outgoing(factor)
-        return [moments.pack(factor[self.method])]
+        return [moments.pack(factor[self.sizes.of_factor[0].name])]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         # The owner unpacks its own triangle, too, so that all ranks have the same bits.
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
-            factor[self.method].copy_(whole)
+            factor[self.sizes.of_factor[0].name].copy_(whole)
 
 
 def triangles(name: str, kind: str) -> Sizes:

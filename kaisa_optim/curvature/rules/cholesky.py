@@ -16,7 +16,6 @@ from .base import StepValues, TriangleRule, triangles
 class CholeskyRule(TriangleRule):
     """Multiply by damped inverses; ``split`` says how A and G share the damping."""
 
-    method = "inverse"
     sizes = triangles("inverse", "inverses")
 
     def __init__(self, dtype: torch.dtype | None, split: str) -> None:
@@ -32,6 +31,12 @@ class CholeskyRule(TriangleRule):
             rows = [_mean(owned.by_key.get((x, side)), x, like) for side in "ag" for x in same]
             found.append(torch.cat(rows).view(2, -1))
         return found
+
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        assert damping is not None
+        if diagonal:
+            return (1 / (factors + damping[:, None]),)
+        return (kronecker.damped_inverse(factors, damping),)
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues

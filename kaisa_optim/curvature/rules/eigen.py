@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker
+from ...linalg import eigen, kronecker
 from ...plan.moves import Sizes, TensorSpec
 from ..stacks import AppliedFactors, LayerGroup, Slots, at
 from .base import DampingOf, Rule, StepValues, stored
@@ -19,7 +19,6 @@ _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
 
-    method = "eigen"
     sizes = Sizes(
         (
             TensorSpec("values", "eigenvalues", "spectrum", "own"),
@@ -36,6 +35,9 @@ class EigenRule(Rule):
             off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
             if off.abs().max() > _ORTHONORMAL:
                 yield "not orthonormal"
+
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        return (factors.clamp(min=0),) if diagonal else eigen.eigendecompose(factors)
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker, orthogonal, precision
+from ...linalg import kronecker, orthogonal, precision, roots
 from ..lengths import SQUARE_SUM, Length, Sums
 from ..stacks import LayerGroup
 from .base import StepValues, TriangleRule, triangles
@@ -27,9 +27,9 @@ _KEPT = 0.8
 class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
-    method = "root"
     sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
     scale_free = True
+    more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
     wants_half_products = True
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
@@ -43,6 +43,11 @@ class PolarRule(TriangleRule):
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
         half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
         return nullcontext() if half else precision.full_precision(device.type)
+
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        assert damping is not None
+        (root,), good = roots.inverse_roots(factors, damping, 1, diagonal=diagonal)
+        return (root if diagonal else root.masked_fill_(~good[:, None, None], torch.nan),)
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
