@@ -59,4 +59,4 @@ class Papers:
         for factor in layer.factors:
             if not factor.diagonal:
                 yield factor.owner, "eigenvectors", factor.elements * layer.itemsize
-            yield factor.owner, "eigenvalues", factor.eigenvalues * layer.itemsize
+            yield factor.owner, "eigenvalues", layer.task.blocks * factor.n * layer.itemsize

@@ -19,9 +19,11 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.papers_account import Papers
+from kaisa_optim.curvature.lengths import AdamLength
+from kaisa_optim.curvature.rules import PolarRule
 from kaisa_optim.plan.account import Account, Means, Usage
 from kaisa_optim.plan.assignment import (
     Hybrid,
@@ -46,14 +48,7 @@ GATHERED = 10  # factor_update_steps by default
 REFRESHED = 20  # inv_update_steps by default
 INTERVALS = ((GATHERED, REFRESHED), (10, 100))  # and the papers' usual ones
 # KFACAdam's defaults. KFACSGD keeps no sum of squares, and sends five numbers with each block.
-DEFAULTS: dict[str, Any] = {
-    "method": "root",
-    "split": None,
-    "square_sums": True,
-    "terms": 0,
-    "shard_sums": 3,
-    "checks": True,
-}
+SIZES = PolarRule(None, AdamLength()).sizes
 MAX_FACTOR_SIZE = 16384
 MB = 1e6
 
@@ -129,7 +124,7 @@ def account(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Acco
     grid = make_grid(strategy, world)
     placements = assign(strategy, tasks, grid)
     facts = [LayerFacts(task, placements[task.name]) for task in tasks]
-    return Account(facts, grid, **DEFAULTS)
+    return Account(facts, grid, SIZES)
 
 
 @functools.cache
@@ -154,7 +149,7 @@ def schemes(
     schedule = Schedule(ours.layers, world)
     return {
         "ours": ours.per_step(schedule, every, refreshed),
-        "bf16": replace(ours, wire_bytes=2).per_step(schedule, every, refreshed),
+        "bf16": replace(ours, sizes=SIZES._replace(wire=2)).per_step(schedule, every, refreshed),
         "papers": Papers(ours).per_step(every, refreshed),
         "packed": Papers(ours, packed=True).per_step(every, refreshed),
     }

@@ -153,6 +153,34 @@ def test_errors_about_arguments_are_built_in_one_place():
                 assert path.name == "errors.py" or not found, f"{path.name}: {text}"
 
 
+def rules_and_lengths() -> set[str]:
+    """Return the names of the classes of rules and of lengths."""
+    found: set[str] = {"Rule", "Length"}
+    bases = {
+        name: {ast.unparse(base) for base in node.bases}
+        for path in FILES
+        for name, node in definitions(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    while more := {name for name, own in bases.items() if own & found} - found:
+        found |= more
+    return found
+
+
+def test_rules_answer_for_themselves():
+    """Nobody asks which class a rule or a length is of: a new one would be forgotten there."""
+    names = rules_and_lengths()
+    assert {"CholeskyRule", "StoredProductRule", "MuonLength"} <= names
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "isinstance",
+                "issubclass",
+            ):
+                asked = {n for n in re.findall(r"\w+", ast.unparse(node.args[-1])) if n in names}
+                assert not asked, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
 def test_the_contract_names_tests_that_exist():
     entries = re.findall(r"^- .* — `([^`]+)`$", CONTRACT.read_text(), flags=re.M)
     promises = [line for line in CONTRACT.read_text().splitlines() if line.startswith("- ")]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import invalid, invalid_because
+from ..plan import routes
 from ..plan.assignment import Grid
 from ..plan.routes import (
     Bucket,
@@ -26,6 +27,7 @@ from ..plan.routes import (
     adder_to_all,
     cargo_bytes,
     chunks,
+    grouped,
     owner_to_adder,
     route,
 )
@@ -276,11 +278,14 @@ class Ranks:
             yield self._add_up(on_the_way.popleft(), kind)
 
     def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
-        """Yield items of one device and dtype together, up to the size that the user has set."""
-        for same in _by_place(items):
-            limit = self.bucket_bytes // (self.comm_dtype or same[0].dtype).itemsize
-            for chunk in chunks(same, lambda item: item.size, limit):
-                yield Bucket(chunk, self.world)
+        """Return items of one device and dtype together, up to the size that the user has set."""
+        return routes.buckets(
+            items,
+            lambda item: (item.device, item.dtype),
+            lambda item: (self.comm_dtype or item.dtype).itemsize,
+            self.bucket_bytes,
+            self.world,
+        )
 
     def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
         place = bucket.items[0]
@@ -426,7 +431,7 @@ class Ranks:
     def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         found: dict[Any, Tensor] = {}
-        for same in _by_device(items):
+        for same in grouped(items, lambda item: item.device).values():
             for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
                 mine = [x for x in chunk if x.source == self.rank]
                 sizes_in = [
@@ -567,20 +572,6 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
         views.append(view.view(tensor.dtype).view(tensor.shape))
         start += cargo_bytes([tensor.nbytes])
     return views
-
-
-def _by_device(items: list[GatherItem]) -> list[list[GatherItem]]:
-    devices: dict[torch.device, list[GatherItem]] = {}
-    for item in items:
-        devices.setdefault(item.device, []).append(item)
-    return list(devices.values())
-
-
-def _by_place(items: list[ReduceItem]) -> list[list[ReduceItem]]:
-    places: dict[tuple[torch.device, torch.dtype], list[ReduceItem]] = {}
-    for item in items:
-        places.setdefault((item.device, item.dtype), []).append(item)
-    return list(places.values())
 
 
 @contextmanager

@@ -14,21 +14,27 @@ from torch import Tensor
 
 from ..checks import is_real
 from ..comm.ranks import GatherItem
-from ..curvature.stacks import Specs, stack_key
+from ..curvature.rules import RULES
+from ..curvature.stacks import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
+from ..plan.moves import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .coverage import unwrapped
 from .preconditioner import Preconditioner
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
 _STATUS_SHAPE = (6,)
-# Names of a layer's tensors, of any method.
-_OF_FACTORS = ("average", "weight", "rejected", "stale", "values", "vectors", "inverse", "root")
-_NAMES = {"status", "scale", "square_sum", *(f"{side}_{x}" for side in "ag" for x in _OF_FACTORS)}
+# Names of a layer's tensors, of any rule.
+_NAMES = {"status", *(x.name for rule in RULES for x in rule.sizes.of_gradient)}
+_NAMES |= {
+    f"{side}_{x.name}"
+    for rule in RULES
+    for x in (*rule.sizes.of_owner, *rule.sizes.of_factor)
+    for side in "ag"
+}
 _CONVENTIONS = 8  # codes of the factors' meaning
-_DIRECTIONS = 5  # the code of "polar": G has no scale, and the base's momenta are of raw gradients
-_ORTHONORMAL = 0.1  # far above the error of rounding to half precision
+_SCALE_FREE = 5  # in a code: G has no scale, and the base's momenta are of raw gradients
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
@@ -145,10 +151,8 @@ def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
 def _convention(kfac: Preconditioner) -> int:
     """Return a code of the factors' meaning; factors of another convention do not fit here."""
     o = kfac.options
-    reduces = 2 * (o.weight_sharing == "reduce")
-    if kfac.rule.makes_directions:
-        return _DIRECTIONS + reduces
-    return 4 * o.kaisa_scaling + reduces + (o.loss_reduction == "sum")
+    scale = 4 * o.kaisa_scaling + (o.loss_reduction == "sum")
+    return (_SCALE_FREE if kfac.rule.scale_free else scale) + 2 * (o.weight_sharing == "reduce")
 
 
 # ---- on several ranks ----
@@ -177,7 +181,7 @@ def consolidate(
         item
         for layer in kfac.registry.active
         if kfac.states[layer.name].has_average
-        for item in _everywhere(kfac, layer)
+        for _, item in _kept(kfac, layer)
         if item.source != to
     ]
     owner, active = kfac.registry.owner, kfac.registry.active
@@ -201,26 +205,14 @@ def complete(state_dict: dict[str, Any], parameters: list[Tensor], gathered: Ent
             state_dict["state"][index] = {**state_dict["state"].get(index, {}), **theirs}
 
 
-def _everywhere(kfac: Preconditioner, layer: Layer) -> Iterator[GatherItem]:
+def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
     """Yield a layer's tensors on all ranks, with the rank that sends each."""
-    here = dict(_named(kfac, layer))
-    device = stack_key(layer, "g").device
-    for prefix, source, tensors in _kept(kfac, layer):
-        for kind, (shape, dtype) in tensors.items():
-            name = f"{PREFIX}{layer.tag}{prefix}{kind}"
-            yield GatherItem((_home(layer), name), source, shape, dtype, device, here.get(name))
-
-
-def _kept(kfac: Preconditioner, layer: Layer) -> list[tuple[str, int, Specs]]:
-    """Return prefixes of a layer's tensors, each with the rank that sends them and the shapes."""
-    keys = {side: stack_key(layer, side) for side in "ag"}
-    specs: list[tuple[str, int, Specs]] = []
-    for side, key in keys.items():
-        kept = kfac.store.specs(key, layer.blocks)
-        specs.append((f"{side}_", kfac.registry.owner(layer, side), kept))
-    g, a = keys["g"], keys["a"]
-    of_gradients = kfac.rule.group_specs(layer.blocks, g.size, a.size, g.dtype)
-    return [*specs, ("", kfac.registry.owner(layer, "g"), of_gradients)]
+    here, home, device = dict(_named(kfac, layer)), _home(layer), stack_key(layer, "g").device
+    for prefix, side, specs in kfac.store.specs(layer):
+        source = kfac.registry.owner(layer, side)
+        for spec, (shape, dtype) in specs.items():
+            name = f"{PREFIX}{layer.tag}{prefix}{spec.name}"
+            yield spec, GatherItem((home, name), source, shape, dtype, device, here.get(name))
 
 
 # ---- loading ----
@@ -257,7 +249,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
     """
 
     def kind(code: int) -> bool:
-        return code % _CONVENTIONS in (_DIRECTIONS, _DIRECTIONS + 2)
+        return code & _SCALE_FREE == _SCALE_FREE
 
     return [
         layer
@@ -337,31 +329,16 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
     layer.cover(_covers_after(layer, entries))
     entry = entries.get(_home(layer), {}) if any(layer.covers) else {}
     if entry and _fits(kfac, layer, entry):
-        for prefix, _, tensors in _kept(kfac, layer):
-            for kind, (shape, _) in tensors.items():
-                name = f"{PREFIX}{layer.tag}{prefix}{kind}"
-                if name in entry and entry[name].shape != tuple(shape):
-                    found = tuple(entry[name].shape)
-                    wrong.append(f"{layer.name}: {name} is {found}, the model needs {tuple(shape)}")
-                elif name in entry and status in entry and entry[status][1]:
-                    wrong += [
-                        f"{layer.name}: {name} is {why}" for why in _faults(kind, entry[name])
-                    ]
+        for spec, item in _kept(kfac, layer):
+            _, name = item.key
+            if name in entry and entry[name].shape != item.shape:
+                found = tuple(entry[name].shape)
+                wrong.append(f"{layer.name}: {name} is {found}, the model needs {item.shape}")
+            elif name in entry and status in entry and entry[status][1]:
+                faults = kfac.rule.faults(spec, entry[name])
+                wrong += [f"{layer.name}: {name} is {why}" for why in faults]
     layer.cover(before)
     return wrong
-
-
-def _faults(kind: str, tensor: Tensor) -> Iterator[str]:
-    """Yield why second-order state can't be used: weights would turn NaN."""
-    if kind not in ("values", "vectors", "inverse", "root"):
-        return
-    wide = tensor.float()
-    if not wide.isfinite().all():
-        yield "not finite"
-    elif kind == "vectors":
-        off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
-        if off.abs().max() > _ORTHONORMAL:
-            yield "not orthonormal"
 
 
 def _entries_of(layer: Layer, entries: Entries) -> list[dict[str, Tensor]]:
@@ -420,18 +397,20 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
 def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     """Take over one layer's tensors; return False where its factors are not among them."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
-    views = dict(_named(kfac, layer))
     if status is None or not _fits(kfac, layer, entry):
         return False
     averages, has_state, _, _, failures, code = status.tolist()
     is_complete = True
-    for name, view in views.items():
+    for spec, item in _kept(kfac, layer):
+        _, name = item.key
+        if item.tensor is None:
+            continue
         if name in entry:
-            view.copy_(entry[name])
-        elif name.rsplit("_", 1)[-1] in ("average", "weight"):
+            item.tensor.copy_(entry[name])
+        elif spec.if_absent == STARTS_ANEW:
             return False
-        else:
-            is_complete = is_complete and name.endswith(("rejected", "stale"))
+        elif spec.if_absent == IS_REFRESHED:
+            is_complete = False
     state = kfac.states[layer.name]
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,10 +30,12 @@ from ..curvature.stacks import (
     per_block,
     stack_key,
 )
-from ..curvature.sums import FactorSums, width
+from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..linalg.moments import unpack
-from ..plan.routes import chunks, in_turn, side_by_side
+from ..plan.facts import FactorFacts
+from ..plan.moves import Sizes, gradient_buckets
+from ..plan.routes import chunks, grouped, in_turn, side_by_side
 from ..plan.step_plan import AgreedStep
 from . import gradients
 from .gradients import (
@@ -48,6 +51,7 @@ from .registry import Registry
 
 # Takes stacks, and a reader of their gradients.
 Precondition = Callable[..., list[NewGradients]]
+_Bucket = tuple[int, list[list[Layer]]]  # bytes, and the layers of each shape
 _AT_ONCE = 1 << 25  # numbers of the stacks that are stepped together
 
 # ---- sums ----
@@ -57,17 +61,15 @@ def reduce_to_owners(
     ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
 ) -> Iterator[dict[Key, Tensor]]:
     """Yield new values of the factors that this rank owns, as they arrive."""
-    keys = [(layer, side) for layer in layers for side in "ag"]
     if ranks.world == 1:
+        keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
         return
-    items = []
-    for layer, side in keys:
-        key = stack_key(layer, side)
-        size = layer.blocks * width(key)
-        owner = registry.owner(layer, side)
-        items.append(ReduceItem((layer, side), owner, size, key.device, key.dtype))
-
+    items = [
+        ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
+        for layer in layers
+        for f in registry.facts[layer].factors
+    ]
     loads = (
         (bucket, [v.flatten() for v in sums.take([item.key for item in bucket.items], agreed)])
         for bucket in ranks.buckets(items)
@@ -103,6 +105,7 @@ def share_state(
     ranks: Ranks,
     registry: Registry,
     rule: Rule,
+    sizes: Sizes,
     applied: AppliedFactors,
     keys_of: dict[Layer, list[Key]],
     damping_of: Callable[[Layer], float],
@@ -111,43 +114,41 @@ def share_state(
 
     ``keys_of`` are the renewed factors of each layer.
     """
-    keys = [key for keys in keys_of.values() for key in keys]
-    _broadcast_state(ranks, registry, rule, applied, keys)
+    if ranks.grid.workers > 1:
+        keys = [key for keys in keys_of.values() for key in keys]
+        for device, same in grouped(keys, lambda key: device_of(key[0])).items():
+            _broadcast_state(ranks, registry, rule, sizes, applied, same, device)
     rule.renew(applied, list(keys_of), damping_of)
 
 
 def _broadcast_state(
-    ranks: Ranks, registry: Registry, rule: Rule, applied: AppliedFactors, keys: list[Key]
+    ranks: Ranks,
+    registry: Registry,
+    rule: Rule,
+    sizes: Sizes,
+    applied: AppliedFactors,
+    keys: list[Key],
+    device: torch.device,
 ) -> None:
-    grid = ranks.grid
-    if grid.workers == 1:
-        return
-    devices: dict[torch.device, list[Key]] = {}
-    for key in keys:
-        devices.setdefault(device_of(key[0]), []).append(key)
-    for device, same in devices.items():
-        columns: dict[int, dict[int, list[Key]]] = {}
-        for layer, side in same:
-            root = registry.owner(layer, side)
-            own = columns.setdefault(root % grid.columns, {}).setdefault(root, [])
-            own.append((layer, side))
-        groups = []
-        mine: list[list[Key]] = []  # the factors of each item of this rank's column
-        for column, by_root in columns.items():
-            total = sum(rule.state_bytes(key) for own in by_root.values() for key in own)
-            limit = side_by_side(total, len(by_root), ranks.bucket_bytes)
-            order = in_turn(
-                [(root, some) for some in chunks(own, rule.state_bytes, limit)]
-                for root, own in by_root.items()
-            )
-            if column == ranks.rank % grid.columns:
-                mine = [keys for _, keys in order]
-            items = [BroadcastItem(root, sum(map(rule.state_bytes, keys))) for root, keys in order]
-            groups.append(RankGroup(grid.workers_of(column), items))
-        # A generator, so that a packed triangle lives only until it has arrived.
-        cargo = ([_packed(rule, applied.by_key[key]) for key in keys] for keys in mine)
-        for packed in ranks.broadcast(groups, cargo, device, "second_order"):
-            rule.incoming(packed.factor, packed.tensors)
+    """Broadcast the state of factors on one device along their columns."""
+    grid, groups = ranks.grid, []
+    mine: list[list[FactorFacts]] = []  # the factors of each item of this rank's column
+    renewed = [registry.facts[layer].factors["ag".index(side)] for layer, side in keys]
+    columns = grouped(renewed, lambda factor: factor.owner % grid.columns)
+    for column, factors in columns.items():
+        by_root = grouped(factors, operator.attrgetter("owner"))
+        limit = side_by_side(sum(map(sizes.state, factors)), len(by_root), ranks.bucket_bytes)
+        order = in_turn([*chunks(own, sizes.state, limit)] for own in by_root.values())
+        if column == ranks.rank % grid.columns:
+            mine = order
+        items = [BroadcastItem(some[0].owner, sum(map(sizes.state, some))) for some in order]
+        groups.append(RankGroup(grid.workers_of(column), items))
+    # A generator, so that a packed triangle lives only until it has arrived.
+    layers = registry.layers
+    here = ([applied.by_key[layers[f.layer.name], f.side] for f in some] for some in mine)
+    cargo = ([_PackedState(factor, rule.outgoing(factor)) for factor in some] for some in here)
+    for packed in ranks.broadcast(groups, cargo, device, "second_order"):
+        rule.incoming(packed.factor, packed.tensors)
 
 
 class _PackedState(NamedTuple):
@@ -155,10 +156,6 @@ class _PackedState(NamedTuple):
 
     factor: Factor
     tensors: list[Tensor]
-
-
-def _packed(rule: Rule, factor: Factor) -> _PackedState:
-    return _PackedState(factor, rule.outgoing(factor))
 
 
 # ---- gradients ----
@@ -183,15 +180,15 @@ class GradientExchange:
         registry: Registry,
         rule: Rule,
         *,
+        sizes: Sizes,
         comm_dtype: torch.dtype | None,
-        terms: int,
         grafting: bool,
     ) -> None:
         self._ranks = ranks
         self._registry = registry
         self._rule = rule
+        self._sizes = sizes
         self._comm_dtype = comm_dtype
-        self._terms = terms  # numbers of each block that travel with its new gradient
         self._grafting = grafting
         self.allocate(AppliedFactors())
 
@@ -200,8 +197,7 @@ class GradientExchange:
         self._places: dict[Layer, Places] = {}
         self._stacks: dict[Layer, GradientStack] = {}  # the last step's stacks, by first layer
         # Each column's buckets of the layers on one device, by the first of these layers.
-        self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[list[list[Layer]]]]]]]
-        self._buckets = {}
+        self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[_Bucket]]]]] = {}
         self._blocks: dict[Layer, Blocks] = {}  # the last step's, by first layer
 
     def updates(self, values: StepValues) -> Updates:
@@ -233,6 +229,8 @@ class GradientExchange:
         All layers of these parameters have a state; ``all_layers`` takes all for ready.
         """
         registry, applied = self._registry, self._applied.group_of
+        if not self._rule.makes_directions:
+            return set(), set()
         layers = registry.active if all_layers else registry.with_state
         chosen, sharded = set(layers), registry.sharded
         raw = {p for x in registry.active if x not in chosen for p in x.parameters}
@@ -278,10 +276,7 @@ class GradientExchange:
         base, found = values.base, []
         if base is None:
             return [self._preconditioned(values, stack, gathered) for stack in stacks]
-        places: dict[Any, list[GradientStack]] = {}
-        for stack in stacks:
-            places.setdefault((stack.device, stack.dtype), []).append(stack)
-        for same in places.values():
+        for same in grouped(stacks, lambda stack: (stack.device, stack.dtype)).values():
             for some in chunks(same, lambda stack: stack.shape.numel(), _AT_ONCE):
                 found += self._directed(values, base, some, gathered)
         return found
@@ -294,7 +289,7 @@ class GradientExchange:
         new = self._rule.apply(group, raw, stack.layers, values)
         if self._grafting:
             gradients.graft(stack, raw, new)
-        terms = gradients.products(raw, new) if self._terms else raw.new_empty(len(raw), 0)
+        terms = gradients.products(raw, new) if self._sizes.terms else raw.new_empty(len(raw), 0)
         return NewGradients(stack, new, terms)
 
     def _directed(
@@ -335,37 +330,25 @@ class GradientExchange:
         The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
         counts as zero. Columns send side by side, and no column waits for another's products.
         """
-        wire = self._comm_dtype, self._terms
         members = self._ranks.grid.receivers_of(self._ranks.rank)
         for same in by_device(layers):
             order = in_turn(
-                [(members[column], shapes) for shapes in buckets]
+                [(members[column], bucket) for bucket in buckets]
                 for column, buckets in self._buckets_of(same)
             )
-            items = [
-                BroadcastItem(root, sum(gradients.wire_bytes(one, *wire) for one in shapes))
-                for root, shapes in order
-            ]
-            cargo = (self._wires(root, shapes, precondition) for root, shapes in order)
+            items = [BroadcastItem(root, size) for root, (size, _) in order]
+            cargo = (self._wires(root, shapes, precondition) for root, (_, shapes) in order)
             arrived = self._ranks.broadcast(
                 [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
             )
             updates.add(one.unpack() for one in arrived)
 
-    def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[list[list[Layer]]]]]:
+    def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[_Bucket]]]:
         """Return each column's buckets of layers on one device; worked out once."""
         known = self._buckets.get(layers[0])
         if known is None or known[0] != layers:
-            columns: dict[int, list[Layer]] = {}
-            for layer in layers:
-                columns.setdefault(self._registry.column(layer), []).append(layer)
-            wire = self._comm_dtype, self._terms
-            total = sum(gradients.wire_bytes([layer], *wire) for layer in layers)
-            limit = side_by_side(total, len(columns), self._ranks.bucket_bytes)
-            divided = [
-                (column, list(gradients.wire_buckets(columns[column], *wire, limit)))
-                for column in sorted(columns)
-            ]
+            parts = self._sizes, self._ranks.grid.columns, self._ranks.bucket_bytes
+            divided = gradient_buckets(self._registry.facts, layers, *parts)
             known = self._buckets[layers[0]] = layers, divided
         return known[1]
 
@@ -377,7 +360,7 @@ class GradientExchange:
         if root == self._ranks.rank:
             new = precondition(stacks)
         else:
-            new = [NewGradients.awaited(stack, self._terms) for stack in stacks]
+            new = [NewGradients.awaited(stack, self._sizes.terms) for stack in stacks]
         return [Wire(one, self._comm_dtype) for one in new]
 
     # ---- sharded gradients ----
@@ -395,7 +378,8 @@ class GradientExchange:
         layers = [layer for layer in self._registry.sharded if layer in ready]
         # Each rank has only a part of the bytes of a chunk.
         limit = self._ranks.bucket_bytes * self._ranks.world
-        for chunk in chunks(layers, _gradient_bytes, limit):
+        facts = self._registry.facts
+        for chunk in chunks(layers, lambda x: facts[x].gradient * facts[x].itemsize, limit):
             gathered = self._gather(chunk, base)
             new: dict[Tensor, Tensor] = {}
             terms: dict[Layer, Tensor] = {}
@@ -496,7 +480,7 @@ class GradientExchange:
                 if owner == me:
                     for rank in world:
                         outgoing[rank].append(shards.part(whole[p], rank))
-            if not self._terms:
+            if not self._sizes.terms:
                 continue
             if owner == me:
                 for rank in world:
@@ -504,7 +488,7 @@ class GradientExchange:
             else:
                 key = stack_key(layer, "g")
                 terms[layer] = torch.empty(
-                    layer.blocks, self._terms, dtype=key.dtype, device=key.device
+                    layer.blocks, self._sizes.terms, dtype=key.dtype, device=key.device
                 )
             incoming[owner].append(terms[layer])
         self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
@@ -569,7 +553,3 @@ def _present(blocks: Blocks, base: OfBase) -> Tensor | None:
         return None
     of_layer = dict(zip(blocks.layers, present, strict=True))
     return per_block(blocks.layers, of_layer.__getitem__, blocks.like) > 0
-
-
-def _gradient_bytes(layer: Layer) -> int:
-    return gradients.elements([layer]) * stack_key(layer, "g").dtype.itemsize

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.sharding import local, parts_here
-from ..curvature.rules import Rule
-from ..curvature.stacks import alike, stack_key
+from ..curvature.stacks import stack_key
 from ..layers import Layer
-from ..plan.routes import cargo_bytes, chunks
-from .options import Options
 
 GradientOf = Callable[[Tensor], Tensor | None]
 # This rank's parts of a layer's numbers for each block, by parameter.
@@ -286,13 +283,6 @@ def products(raw: Tensor, new: Tensor) -> Tensor:
     return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
 
 
-def terms_of(rule: Rule, options: Options) -> int:
-    """Return how many numbers of each block travel with its new gradient."""
-    if rule.length is not None:
-        return rule.length.terms
-    return CLIP_TERMS if options.kl_clip is not None else 0
-
-
 def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: bool) -> Tensor:
     """Return the sums over each block, ``[blocks]``, of tensors like the stacks' parameters.
 
@@ -370,35 +360,6 @@ class Wire:
         if self.scales is not None:
             new = new * self.scales[:, None, None]
         return self.one._replace(new=new)
-
-
-def elements(layers: list[Layer]) -> int:
-    """Return how many numbers the gradients of these layers of one shape have."""
-    g, a = stack_key(layers[0], "g"), stack_key(layers[0], "a")
-    return sum(layer.blocks for layer in layers) * g.size * a.size
-
-
-def wire_bytes(layers: list[Layer], comm_dtype: torch.dtype | None, terms: int) -> int:
-    """Return the bytes that a :class:`Wire` of these layers takes."""
-    own, blocks = stack_key(layers[0], "g").dtype, sum(layer.blocks for layer in layers)
-    sizes = [elements(layers) * (comm_dtype or own).itemsize]
-    if terms:
-        sizes.append(terms * blocks * own.itemsize)
-    if comm_dtype == torch.float16:
-        sizes.append(blocks * own.itemsize)
-    return cargo_bytes(sizes)
-
-
-def wire_buckets(
-    layers: list[Layer], comm_dtype: torch.dtype | None, terms: int, limit: int
-) -> Iterator[list[list[Layer]]]:
-    """Yield the layers of each bucket; each list of a bucket has layers of one shape."""
-
-    def size(of_shape: list[Layer]) -> int:
-        return wire_bytes(of_shape, comm_dtype, terms)
-
-    shapes = [chunks(same, lambda layer: size([layer]), limit) for same in alike(layers)]
-    return chunks([*itertools.chain(*shapes)], size, limit)
 
 
 # ---- all new gradients of a step ----

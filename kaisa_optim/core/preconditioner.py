@@ -18,6 +18,7 @@ from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule, StepValues
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
+from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
@@ -80,7 +81,7 @@ class Preconditioner(Questions):
         if not self.registry.layers:
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
-        reports.warn_at_construction(self.registry, self.ranks, options)
+        reports.warn_at_construction(self.registry, self.ranks, self.rule)
 
     def _make_parts(
         self,
@@ -100,16 +101,17 @@ class Preconditioner(Questions):
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)
         averages = RunningAverages(
-            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.makes_directions
+            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
+        self.sizes = sizes_of(rule, options)
         self.refresher = Refresher(rule, keep_errors=several)
         self.store = FactorStore(averages, self.rule, self.refresher)
         self.gradients = exchange.GradientExchange(
             self.ranks,
             self.registry,
             rule,
+            sizes=self.sizes,
             comm_dtype=options.comm_dtype,
-            terms=gradients.terms_of(rule, options),
             grafting=options.grafting,
         )
 
@@ -242,7 +244,7 @@ class Preconditioner(Questions):
             names, empty = self.status.settle(plan, report, self.options.max_failures)
             self._named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
-            parts = self.ranks, self.registry, self.rule, self.applied
+            parts = self.ranks, self.registry, self.rule, self.sizes, self.applied
             exchange.share_state(*parts, new, values.damping_of)
         except BaseException:
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
@@ -325,7 +327,7 @@ class Preconditioner(Questions):
             list(registry.layers.values()),
             self.sums,
             reduce=self.options.weight_sharing == "reduce",
-            counts=not self.rule.makes_directions,
+            counts=not self.rule.scale_free,
             precision=self.options.statistics_precision,
             # One rank that raised alone in its backward pass would leave the others waiting.
             keep_errors=self.ranks.world > 1,
@@ -357,12 +359,13 @@ class Preconditioner(Questions):
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         registry = self.registry
+        registry.facts = {x: registry.facts_of(x) for x in registry.layers.values()}
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.applied)
         self._placed = registry.devices
         at_once = self.options.turns
         at_once = self.ranks.world if at_once is True else int(at_once)
-        self.schedule = Schedule(registry.facts, at_once, self.options.early)
+        self.schedule = Schedule([*registry.facts.values()], at_once, self.options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new
         # stacks: publish them anew.
         self.step_count = torch.tensor(self.steps, device="cpu")
@@ -421,7 +424,7 @@ class Preconditioner(Questions):
     def _ask_owners(self) -> None:
         """Make owners send their flags once more in the next exchange."""
         for state in self.registry.states.values():
-            state.deferred = self.refresher.inverts
+            state.deferred = self.rule.checks_later
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
@@ -447,6 +450,15 @@ def step_values(registry: Registry, groups: list[Group]) -> StepValues:
         registry.values("damping", groups),
         registry.values("factor_decay", groups),
     )
+
+
+def sizes_of(rule: Rule, options: Options) -> Sizes:
+    """Return what the bytes of this rule depend on under these options."""
+    dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
+    average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
+    scaled = options.comm_dtype == torch.float16
+    return rule.sizes._replace(average=average, wire=wire, terms=terms, scaled=scaled)
 
 
 def make_rule(options: Options, length: Length) -> Rule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
 from ..layers import Layer
 from ..plan.account import Account
+from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import LayerState
 from . import reports
@@ -31,9 +33,11 @@ class Questions(Hyperparameters):
     model: nn.Module
     registry: Registry
     rule: Rule
+    sizes: Sizes
     refresher: Refresher
     store: FactorStore
     schedule: Schedule
+    _defers: set[str]  # layers whose refresh is checked in the step after it
     _capture: Capture | None = None
 
     @property
@@ -86,7 +90,9 @@ class Questions(Hyperparameters):
     @property
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
-        return reports.account(self.registry, self.ranks, self.rule, self.refresher, self.options)
+        facts, ranks = [*self.registry.facts.values()], self.ranks
+        defers = tuple(name for name in self.layers if name in self._defers)
+        return Account(facts, ranks.grid, self.sizes, defers, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,7 +113,11 @@ class Questions(Hyperparameters):
         Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
         not count.
         """
-        return reports.memory_usage(self.owned, self.applied, self.sums)
+        usage: Counter[str] = Counter()
+        kinds = {spec.name: spec.kind for spec in self.sizes.specs}
+        for name, tensor in (*self.owned.tensors(), *self.applied.tensors()):
+            usage[kinds[name]] += tensor.nbytes
+        return {**usage, "total": usage.total(), "pending": self.sums.bytes()}
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.lengths import MuonLength
 from ..curvature.rules import Rule
 from ..curvature.stacks import stack_key
 from ..errors import invalid_because
@@ -40,7 +39,7 @@ class Registry:
     ) -> None:
         self.model = model
         # Muon takes matrices and kernels alone; AdamW takes the other parameters.
-        self._is_muon = isinstance(rule.length, MuonLength)
+        self._is_muon = rule.length is not None and rule.length.matrices_only
         self._choices: list[bool | None] = []  # groups' use_muon, for Muon
         self._options = options
         self._ranks = ranks
@@ -50,6 +49,7 @@ class Registry:
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
         self.placements: dict[str, Placement] = {}
+        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
@@ -111,21 +111,13 @@ class Registry:
         placement = self.placements[layer.name]
         return placement.a if side == "a" else placement.g
 
-    def column(self, layer: Layer) -> int:
-        """Return the column of the grid whose ranks are a layer's gradient workers."""
-        return self.owner(layer, "g") % self._ranks.grid.columns
-
     def shards(self, layer: Layer) -> list[sharding.Shards]:
         """Return the shards of a layer's covered parameters."""
         both = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in both if covered and shards is not None]
 
-    @property
-    def facts(self) -> list[LayerFacts]:
-        """The plain facts of all layers, frozen ones included."""
-        return [self._facts(layer) for layer in self.layers.values()]
-
-    def _facts(self, layer: Layer) -> LayerFacts:
+    def facts_of(self, layer: Layer) -> LayerFacts:
+        """Return the plain facts of a layer, as it is now."""
         placement = self.placements[layer.name]
         if not any(layer.covers):
             return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)

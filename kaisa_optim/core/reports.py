@@ -7,85 +7,27 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
-from ..curvature import rules
-from ..curvature.lengths import Sums
-from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors
-from ..curvature.sums import FactorSums
 from ..errors import invalid_because
 from ..layers import SCALES, Layer
-from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
-from .gradients import terms_of
 from .options import Options
 from .registry import Registry, task_of
 
 if TYPE_CHECKING:
     from .questions import Questions
 
-_WIDE = 4096  # columns beyond which eigenvectors take a core of a CPU a quarter of a minute or more
-
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
 
 logger = logging.getLogger("kaisa_optim")
-
-_KINDS = {
-    "average": "factors",
-    "vectors": "eigenvectors",
-    "values": "eigenvalues",
-    "inverse": "inverses",
-    "root": "roots",
-    "scale": "eigenvalue_products",
-}
-
-
-# ---- memory and traffic ----
-
-
-def memory_usage(owned: Factors, applied: AppliedFactors, sums: FactorSums) -> dict[str, int]:
-    """Return the bytes of state on this rank by kind; bytes of sums are apart, as "pending"."""
-    usage: dict[str, int] = {}
-    for name, tensor in (*owned.tensors(), *applied.tensors()):
-        kind = _KINDS.get(name, "counters")
-        usage[kind] = usage.get(kind, 0) + tensor.nbytes
-    usage["total"] = sum(usage.values())
-    usage["pending"] = sums.bytes()
-    return usage
-
-
-def account(
-    registry: Registry, ranks: Ranks, rule: Rule, refresher: Refresher, options: Options
-) -> Account:
-    """Return the account of all ranks' bytes."""
-    stored = options.factor_dtype, options.inv_dtype, options.comm_dtype
-    factor_bytes, state_bytes, wire_bytes = (None if d is None else d.itemsize for d in stored)
-    layers = registry.layers
-    return Account(
-        registry.facts,
-        ranks.grid,
-        method=rule.method,
-        split=options.damping_split,
-        stored_product=isinstance(rule, rules.StoredProductRule),
-        square_sums=rule.length is not None and bool(rule.length.specs(1, torch.float32)),
-        terms=terms_of(rule, options),
-        shard_sums=len(Sums._fields) if rule.makes_directions else 0,
-        checks=refresher.inverts,
-        defers=tuple(name for name, layer in layers.items() if refresher.defers(layer)),
-        factor_bytes=factor_bytes,
-        state_bytes=state_bytes,
-        wire_bytes=wire_bytes,
-        scaled=options.comm_dtype == torch.float16,
-        bucket_bytes=ranks.bucket_bytes,
-    )
 
 
 class Assigned(Mapping[str, Placement]):
@@ -205,7 +147,7 @@ def nothing_covered(registry: Registry) -> ValueError:
     return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
 
 
-def warn_at_construction(registry: Registry, ranks: Ranks, options: Options) -> None:
+def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
     found = coverage(registry)
     if ranks.rank == 0:
@@ -213,7 +155,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, options: Options) -> 
     text = poor_coverage(found)
     if text:
         agreement.warn(ranks, text, stacklevel=5)
-    text = _wide_factors(registry, options)
+    text = _wide_factors(registry, rule)
     if text:
         agreement.warn(ranks, text, stacklevel=5)
     if ranks.status_device:
@@ -262,16 +204,15 @@ def poor_uses(kfac: Questions) -> str:
     return poor_coverage(found) if found is not None else ""
 
 
-def _wide_factors(registry: Registry, options: Options) -> str:
+def _wide_factors(registry: Registry, rule: Rule) -> str:
     """Return a warning that names factors whose eigenvectors take a CPU long, if there are any."""
-    if options.compute_method != "eigen":
-        return ""
     layers = registry.layers.values()
     on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
     tasks = [task_of(x) for x in on_cpu]  # frozen ones, too: they may be trained later
     sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
     sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
-    wide = [f"  {name}: {side} has {n} columns" for name, side, n in sides if n > _WIDE]
+    most = rule.slow_above
+    wide = [f"  {name}: {side} has {n} columns" for name, side, n in sides if n > most]
     if not wide:
         return ""
     remedy = (
@@ -279,7 +220,7 @@ def _wide_factors(registry: Registry, options: Options) -> str:
         'compute_method="inverse", where your other options admit it, takes about a fifth of '
         "the time"
     )
-    head = f"eigenvectors of factors wider than {_WIDE} hold a CPU up at each refresh:"
+    head = f"eigenvectors of factors wider than {most} hold a CPU up at each refresh:"
     return "\n".join([head, *wide, remedy])
 
 
@@ -319,7 +260,7 @@ def no_capture(step: int) -> RuntimeError:
 def misread(kfac: Questions) -> str:
     """Return a warning if K counts positions as examples, and if K matters."""
     capture, options = kfac.capture, kfac.options
-    indifferent = options.kaisa_scaling or kfac.rule.makes_directions
+    indifferent = options.kaisa_scaling or kfac.rule.scale_free
     if indifferent or options.loss_reduction == "sum" or kfac.loss_terms != "examples":
         capture.misread = None
     if capture.misread is None:

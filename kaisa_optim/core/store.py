@@ -9,7 +9,7 @@ from torch import Tensor
 from ..curvature.averages import RunningAverages
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors, Specs, StackKey, alike
+from ..curvature.stacks import AppliedFactors, Factors, Specs, alike, specs_of, stack_key
 from ..layers import Layer
 from ..plan.assignment import Grid
 from .registry import Registry
@@ -34,19 +34,27 @@ class FactorStore:
                 for layer in members:
                     if registry.owner(layer, side) == rank:
                         self.owned.put(layer, side)
-        self.applied = AppliedFactors(x for x in registry.active if registry.column(x) == column)
-        self.averages.allocate(self.owned)
-        self.refresher.allocate(self.owned)
+        self.applied = AppliedFactors(
+            x for x in registry.active if registry.owner(x, "g") % grid.columns == column
+        )
+        self.averages.allocate(self.owned, self.rule.sizes.of_owner)
+        self.refresher.forget_answers()  # they are of former stacks
         self.rule.allocate(self.applied)
         for layer in set(registry.with_average).intersection(registry.active):
             for name, view in self.views(layer):
                 if name in kept[layer]:
                     view.copy_(kept[layer][name])
 
-    def specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors of ``count`` factors of one shape, owned and applied."""
-        kept = self.averages.specs(key, count) | self.refresher.specs(count)
-        return kept | self.rule.state_specs(key, count)
+    def specs(self, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
+        """Yield a layer's tensors: their prefix, and the factor whose owner has them."""
+        rule, sizes, blocks = self.rule, self.rule.sizes, layer.blocks
+        g, a = stack_key(layer, "g"), stack_key(layer, "a")
+        for side, key in (("a", a), ("g", g)):
+            owned = specs_of(sizes.of_owner, blocks, key[:2], self.averages.dtype, key.dtype)
+            applied = specs_of(sizes.of_factor, blocks, key[:2], rule.dtype, key.dtype)
+            yield f"{side}_", side, owned | applied
+        both = g.size, a.size
+        yield "", "g", specs_of(sizes.of_gradient, blocks, both, rule.dtype, g.dtype)
 
     def views(self, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of a layer, as views with stable names."""

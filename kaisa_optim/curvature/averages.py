@@ -13,12 +13,12 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
+from ..plan.moves import TensorSpec
 from ..plan.step_plan import AgreedStep
 from .stacks import (
     Factor,
     Factors,
     Key,
-    Specs,
     StackKey,
     common_or_each,
     sent,
@@ -39,17 +39,9 @@ class RunningAverages:
         self.scale_free = scale_free
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
 
-    def specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors of ``count`` factors of one shape on the rank that owns them."""
-        return {
-            "average": (key.shape(count), self.dtype or key.dtype),
-            "weight": ((count,), key.dtype),
-            "rejected": ((count,), torch.int32),
-        }
-
-    def allocate(self, owned: Factors) -> None:
+    def allocate(self, owned: Factors, kept: Sequence[TensorSpec]) -> None:
         for stack in owned.stacks.values():
-            stack.allocate(self.specs(stack.key, stack.count))
+            stack.allocate(kept, self.dtype)
             if self.kaisa_scaling:
                 # The papers correct no bias: averages start at the identity, at full weight.
                 stack.tensors["weight"].fill_(1.0)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg import orthogonal
-from .stacks import Specs, per_block, sent, stack_key
+from ..plan.moves import TensorSpec
+from .stacks import per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
 
@@ -41,6 +42,7 @@ _OF_WEIGHTS_BY_SGD = 0.03
 # tiny gradients, such as idle experts', would else take whole steps.
 _MOST_OF_OWN = 10.0
 _TINY = 1e-30  # a divisor in place of zero
+SQUARE_SUM = TensorSpec("square_sum", "counters", "number", "own")
 
 
 @dataclass
@@ -142,11 +144,9 @@ class Length(ABC):
 
     measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
     limits = True  # steps are limited by the weights' size
+    matrices_only = False  # the base steps the other parameters by another way
     terms = 0  # numbers of each block that travel with its direction
-
-    def specs(self, count: int, dtype: torch.dtype) -> Specs:
-        """Return the tensors that gradient workers keep for ``count`` blocks."""
-        return {}
+    kept: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
     def give(self, one: Stepped, base: OfBase) -> Tensor:
@@ -172,9 +172,7 @@ class AdamLength(Length):
     """Adam's fall ⟨m̂, m̂ / √v̂⟩, with one second moment a block: ‖m̂‖₁ ‖m̂‖₂ / (√Σv̂ + ε√n)."""
 
     measures = "squares"
-
-    def specs(self, count: int, dtype: torch.dtype) -> Specs:
-        return {"square_sum": ((count,), dtype)}
+    kept = (SQUARE_SUM,)
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
         adam = AdamSettings(*_settings(one.blocks, base))
@@ -216,6 +214,7 @@ class FallLength(Length):
 class MuonLength(Length):
     """Muon's own length: that of a matrix with equal singular values."""
 
+    matrices_only = True
     limits = False
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:

@@ -8,7 +8,7 @@ makes all attempts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from .stacks import (
     FactorStack,
     Key,
     Slots,
-    Specs,
     device_of,
     slots_of,
 )
@@ -45,7 +44,6 @@ class Refresher:
     def __init__(self, rule: Rule, *, keep_errors: bool) -> None:
         self._rule = rule
         self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
-        self.inverts = rule.method != "eigen"  # by Cholesky: the host need not wait for a device
         self._notes = Notes()
 
     def defers(self, layer: Layer) -> bool:
@@ -53,16 +51,7 @@ class Refresher:
         return self.defers_on(device_of(layer))
 
     def defers_on(self, device: torch.device) -> bool:
-        return self.inverts and device.type in WITH_STREAMS
-
-    def specs(self, count: int) -> Specs:
-        """Return the flags that an owner keeps of ``count`` factors, on any device."""
-        return {"stale": ((count,), torch.int32)} if self.inverts else {}
-
-    def allocate(self, owned: Factors) -> None:
-        self._notes.clear()  # the notes are of former stacks
-        for stack in owned.stacks.values():
-            stack.allocate(self.specs(stack.count))
+        return self._rule.checks_later and device.type in WITH_STREAMS
 
     # ---- on owners ----
 
@@ -105,51 +94,47 @@ class Refresher:
                 report.empty.add(layer)
         for stack in owned.stacks.values():
             mine = [f for f in stack.factors if f.layer.name not in report.empty]
-            for some in _batches(stack, [f for f in mine if f.name in plan.decompose]):
-                report.failed |= self._decompose_some(stack, some, applied, shifts)
-            for some in _batches(stack, [f for f in mine if f.name in plan.attempt]):
-                self._attempt(stack, some, applied, shifts)
+            for names, attempts in ((plan.decompose, False), (plan.attempt, True)):
+                for some in _batches(stack, [f for f in mine if f.name in names]):
+                    report.failed |= self._renew(stack, some, applied, shifts, attempts=attempts)
 
-    def _decompose_some(
+    def _renew(
         self,
         stack: FactorStack,
         factors: list[Factor],
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
+        *,
+        attempts: bool,
     ) -> set[str]:
-        """Decompose these factors; return the layers of factors that failed every attempt."""
-        average, diagonal = _averages(stack, factors), stack.key.diagonal
-        shift = _joined_shifts(factors, shifts)
-        results, good = decompose.decompose(average, shift, self._rule.method, diagonal=diagonal)
-        state, slots = _state(stack, factors, applied)
-        if "stale" in stack.tensors:
-            stack.tensors["stale"][slots_of(factors)] = 0
-        all_good = bool(good.all())
-        fine = None if all_good else good.to(stack.key.device)
-        # Diagonal factors have the first result alone.
-        for name, result in zip(self._rule.results, results, strict=False):
-            _put(state[name], slots, result.to(stack.key.device), fine)
-        if all_good:
+        """Decompose these factors; return the layers of factors that failed every attempt.
+
+        With ``attempts`` there is one, and the host learns of failures in the next step.
+        """
+        own, slots, device = stack.tensors, slots_of(factors), stack.key.device
+        average = own["average"][slots].to(stack.key.dtype)
+        shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
+        given, diagonal = (average, shift, self._rule.solve), stack.key.diagonal
+        if attempts:
+            results, good = decompose.attempt(*given, diagonal=diagonal)
+        else:
+            more = self._rule.more_damping
+            results, good = decompose.decompose(*given, more, diagonal=diagonal)
+        all_good = not attempts and bool(good.all())
+        fine = None if all_good else good.to(device)
+        # An owner is a gradient worker, too. Diagonal factors have the first result alone.
+        there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
+        state = applied.stacks[stack.key].tensors
+        for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
+            _put(state[spec.name], there, result.to(device), fine)
+        if attempts:  # flag factors with a rejected sum, too: the next decomposition names them
+            own["stale"][slots] = (~good | (own["rejected"][slots] > 0)).int()
+        elif self._rule.checks_later:
+            own["stale"][slots] = 0
+        if attempts or all_good:
             return set()
         parts = (~good).split([f.layer.blocks for f in factors])
         return {f.layer.name for f, part in zip(factors, parts, strict=True) if part.any()}
-
-    def _attempt(
-        self,
-        stack: FactorStack,
-        factors: list[Factor],
-        applied: AppliedFactors,
-        shifts: dict[Key, Tensor],
-    ) -> None:
-        """Store the results of one attempt; the host learns of failures in the next step."""
-        average, diagonal = _averages(stack, factors), stack.key.diagonal
-        shift = _joined_shifts(factors, shifts)
-        (result, *_), good = decompose.attempt(average, shift, self._rule.method, diagonal=diagonal)
-        state, slots = _state(stack, factors, applied)
-        _put(state[self._rule.method], slots, result, good)
-        # Flag factors with a rejected sum, too: the next decomposition names them.
-        own, slots = factors[0].tensors, slots_of(factors)
-        own["stale"][slots] = (~good | (own["rejected"][slots] > 0)).int()
 
     # ---- answers in the next exchange ----
 
@@ -179,22 +164,6 @@ def _batches(stack: FactorStack, factors: list[Factor]) -> Iterable[list[Factor]
     """Return factors in batches that are decomposed together."""
     at_once = _AT_ONCE_ON_CPUS if stack.key.device.type == "cpu" else _AT_ONCE
     return chunks(factors, lambda f: math.prod(f.key.shape(f.layer.blocks)), at_once)
-
-
-def _joined_shifts(factors: Sequence[Factor], shifts: dict[Key, Tensor]) -> Tensor | None:
-    return torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-
-
-def _averages(stack: FactorStack, factors: list[Factor]) -> Tensor:
-    return stack.tensors["average"][slots_of(factors)].to(stack.key.dtype)
-
-
-def _state(
-    stack: FactorStack, factors: list[Factor], applied: AppliedFactors
-) -> tuple[dict[str, Tensor], Slots]:
-    """Return the tensors and slots of the factors' state; an owner is a gradient worker, too."""
-    places = [applied.by_key[f.layer, f.side] for f in factors]
-    return applied.stacks[stack.key].tensors, slots_of(places)
 
 
 def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:

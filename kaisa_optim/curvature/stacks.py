@@ -8,21 +8,22 @@ some factors, a :class:`LayerGroup` the tensors of all layers whose gradients ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layers import Layer
+from ..plan.moves import TensorSpec
+from ..plan.routes import grouped
 
 WHOLE = slice(None)  # the slots of all that a stack or a group has
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
 Slots = slice | Tensor
-K = TypeVar("K", bound=Hashable)
 
 
 class StackKey(NamedTuple):
@@ -35,8 +36,31 @@ class StackKey(NamedTuple):
         return (count, self.size) if self.diagonal else (count, self.size, self.size)
 
 
-# The tensors of a stack, or of a part of one: shape and dtype by name.
-Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# Shapes and dtypes of the tensors of a stack, or of a part of one.
+Specs = dict[TensorSpec, tuple[tuple[int, ...], torch.dtype]]
+
+
+def specs_of(
+    kept: Iterable[TensorSpec],
+    count: int,
+    sides: tuple[int, int],
+    stored: torch.dtype | None,
+    own: torch.dtype,
+) -> Specs:
+    """Return the tensors of ``count`` blocks; ``own`` is the arithmetic's dtype."""
+    dtypes = {"stored": stored or own, "own": own, "int32": torch.int32}
+    shapes = [(spec, spec.shape_of(sides)) for spec in kept]
+    return {
+        spec: ((count, *shape), dtypes[spec.dtype]) for spec, shape in shapes if shape is not None
+    }
+
+
+def allocated(specs: Specs, device: torch.device) -> dict[str, Tensor]:
+    """Return zeros by name."""
+    return {
+        spec.name: torch.zeros(shape, dtype=dtype, device=device)
+        for spec, (shape, dtype) in specs.items()
+    }
 
 
 class Factor:
@@ -68,9 +92,9 @@ class FactorStack:
     factors: list[Factor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def allocate(self, specs: Specs) -> None:
-        for name, (shape, dtype) in specs.items():
-            self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.key.device)
+    def allocate(self, kept: Iterable[TensorSpec], stored: torch.dtype | None) -> None:
+        specs = specs_of(kept, self.count, self.key[:2], stored, self.key.dtype)
+        self.tensors |= allocated(specs, self.key.device)
 
 
 @dataclass(eq=False)
@@ -90,6 +114,11 @@ class LayerGroup:
     @property
     def shape(self) -> tuple[int, int, int]:
         return (self.count, self.g.key.size, self.a.key.size)
+
+    def allocate(self, kept: Iterable[TensorSpec], stored: torch.dtype | None) -> None:
+        key = self.g.key
+        specs = specs_of(kept, self.count, self.shape[1:], stored, key.dtype)
+        self.tensors |= allocated(specs, key.device)
 
     def slots_of(self, members: list[Layer]) -> Slots:
         """Return where these layers, in order, are in the group's tensors."""
@@ -254,20 +283,13 @@ def stack_key(layer: Layer, side: str) -> StackKey:
 
 def alike(layers: Iterable[Layer]) -> list[list[Layer]]:
     """Return layers grouped by both factors' shapes, in the order of each group's first layer."""
-    return _grouped(layers, lambda layer: (stack_key(layer, "g"), stack_key(layer, "a")))
+    return [*grouped(layers, lambda x: (stack_key(x, "g"), stack_key(x, "a"))).values()]
 
 
 def by_place(layers: Iterable[Layer]) -> list[list[Layer]]:
     """Return layers of one device and dtype of arithmetic together."""
-    return _grouped(layers, lambda layer: (stack_key(layer, "g").device, arithmetic_dtype(layer)))
+    return [*grouped(layers, lambda x: (device_of(x), arithmetic_dtype(x))).values()]
 
 
 def by_device(layers: Iterable[Layer]) -> list[list[Layer]]:
-    return _grouped(layers, device_of)
-
-
-def _grouped(layers: Iterable[Layer], key_of: Callable[[Layer], K]) -> list[list[Layer]]:
-    groups: dict[K, list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault(key_of(layer), []).append(layer)
-    return list(groups.values())
+    return [*grouped(layers, device_of).values()]

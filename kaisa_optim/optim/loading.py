@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..core import checkpoint
 from ..core.preconditioner import Preconditioner
+from ..curvature.lengths import SQUARE_SUM
 from ..errors import invalid_because
 from .arguments import GROUP_KEYS
 
@@ -77,17 +78,12 @@ class Load:
         """Return the layers that have a state here, or had one, but no momentum."""
         kfac, base = self._kfac, optimizer.base_part
         found = [layer.name for layer in checkpoint.foreign_moments(kfac, self.entries)]
-        if not kfac.rule.makes_directions:
-            return found
+        _, mine = kfac.gradients.stepped()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]
-            here = layer in kfac.applied.group_of or layer in kfac.registry.sharded
-            if (
-                here
-                and base.keeps(group_of[weight])
-                and base.momentum not in optimizer.state[weight]
-            ):
+            keeps = weight in mine and base.keeps(group_of[weight])
+            if keeps and base.momentum not in optimizer.state[weight]:
                 found.append(layer.name)
         return list(dict.fromkeys(found))
 
@@ -165,9 +161,9 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
     }
     seconds: dict[Tensor, Tensor] = {}
-    replaces = kfac.rule.makes_directions and bool(optimizer.base_part.second)
+    replaces = SQUARE_SUM in kfac.sizes.of_gradient
     for layer in kfac.registry.with_state if replaces else ():
-        total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}square_sum"]
+        total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:
             seconds.setdefault(weight, torch.zeros(weight.shape, dtype=total.dtype))
         means = total.cpu() / (layer.g_dim * layer.a_dim)

@@ -272,8 +272,6 @@ class KFACMixin(Optimizer, Joinable):
     def _momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps, as far as they are kept here."""
         kfac = self.preconditioner
-        if not kfac.rule.makes_directions:
-            return {}
         ready, mine = kfac.gradients.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}

@@ -44,7 +44,7 @@ class Notices:
         if self._of_settings:
             return
         found = _unread(optimizer)
-        if not found and not kfac.rule.makes_directions:
+        if not found and not kfac.rule.scale_free:
             found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
         if found:
             self._of_settings = True

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from . import routes
 from .assignment import Grid
-from .facts import FactorFacts, LayerFacts
-from .routes import Bucket, cargo_bytes, chunks, side_by_side
+from .facts import LayerFacts
+from .moves import Sizes, gradient_buckets
+from .routes import cargo_bytes, grouped
 from .schedule import Schedule
 from .step_plan import SIDES, RefreshReport, StepPlan, StepReport
 
@@ -25,16 +28,11 @@ Usage = dict[str, int]
 Means = dict[str, float]
 
 N = TypeVar("N", int, float)
-T = TypeVar("T")
 
-_STATE = (
-    "eigenvectors",
-    "eigenvalues",
-    "inverses",
-    "roots",
-    "eigenvalue_products",
+KEPT = (
+    *("factors", "eigenvectors", "eigenvalues", "inverses", "roots", "eigenvalue_products"),
+    "counters",
 )
-KEPT = ("factors", *_STATE, "counters")
 MOVED = ("factors", "second_order", "gradients", "status")
 
 
@@ -42,24 +40,13 @@ MOVED = ("factors", "second_order", "gradients", "status")
 class Account:
     """The bytes of K-FAC over a grid of ranks; answers are lists by rank.
 
-    ``layers`` are in the model's order, which the buckets follow. If a size of stored or sent
-    numbers is ``None``, the arithmetic's applies.
+    ``layers`` are in the model's order, which the buckets follow.
     """
 
     layers: Sequence[LayerFacts]
     grid: Grid
-    method: str = "eigen"
-    split: str | None = "pi"  # the split of the damping, for inverses
-    stored_product: bool = False
-    square_sums: bool = False  # gradient workers keep a number for each block
-    terms: int = 2  # numbers of each block that travel with its new gradient
-    shard_sums: int = 0  # numbers of each block that travel with its sharded momentum
-    checks: bool = False  # owners keep a flag for each factor that must be decomposed again
+    sizes: Sizes
     defers: Collection[str] = ()  # layers whose refresh is checked in the step after it
-    factor_bytes: int | None = None  # bytes of a number in a running average
-    state_bytes: int | None = None  # bytes of a number in eigenvectors, inverses, products
-    wire_bytes: int | None = None  # bytes of a number in factors and gradients on their way
-    scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
     bucket_bytes: int = 25 * 2**20
 
     @functools.cached_property
@@ -80,46 +67,19 @@ class Account:
         applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
         for layer in self.active:
             column = applied[layer.placement.g % self.grid.columns]
-            for factor in layer.factors:
-                own = usage[factor.owner]
-                own["factors"] += factor.elements * (self.factor_bytes or layer.itemsize)
-                own["counters"] += layer.task.blocks * (layer.itemsize + 4 + 4 * self.checks)
-                for kind, size in self._state(factor).items():
-                    column[kind] += size
-            for kind, size in self._of_gradient(layer).items():
-                column[kind] += size
+            for owner, kind, size in self.sizes.kept(layer):
+                (column if owner is None else usage[owner])[kind] += size
         for rank, own in enumerate(usage):
             for kind, size in applied[rank % self.grid.columns].items():
                 own[kind] += size
             own["total"] = sum(own.values())
         return usage
 
-    def _state(self, factor: FactorFacts) -> Usage:
-        """Return the bytes that every gradient worker keeps for a factor."""
-        itemsize = factor.layer.itemsize
-        stored = self.state_bytes or itemsize
-        if self.method != "eigen":
-            return {f"{self.method}s": factor.elements * stored}
-        values = {"eigenvalues": factor.eigenvalues * itemsize}
-        return values if factor.diagonal else values | {"eigenvectors": factor.elements * stored}
-
-    def _of_gradient(self, layer: LayerFacts) -> Usage:
-        """Return the bytes that every gradient worker keeps beside the factors."""
-        itemsize = layer.itemsize
-        usage = {"counters": self.square_sums * layer.task.blocks * itemsize}
-        if self.stored_product:
-            usage["eigenvalue_products"] = layer.gradient * (self.state_bytes or itemsize)
-        return usage
-
     def pending(self, names: Collection[str]) -> int:
         """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
+        factors = itertools.chain(*(layer.factors for layer in self._chosen(names)))
         alone = self.grid.world == 1
-        chosen = self._chosen(names)
-        return sum(
-            (factor.elements if alone else factor.size) * layer.itemsize
-            for layer in chosen
-            for factor in layer.factors
-        )
+        return sum((f.elements if alone else f.size) * f.layer.itemsize for f in factors)
 
     # ---- communication ----
 
@@ -184,20 +144,15 @@ class Account:
             if share > 1e-12:
                 average = () if at_g is None else gathering[at_g]
                 plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
-                _weigh(mean, self.price(plan), share)
-        for renewed in refresh.values():
-            _weigh(mean, self._checked(renewed), 1 / inv_update_steps)
+                for own, sizes in zip(mean, self.price(plan), strict=True):
+                    for kind, size in sizes.items():
+                        own[kind] += share * size
+        # Add what the step after a refresh exchanges, if the refresh was not checked at once.
+        asked = [[name for name in renewed if name in self.defers] for renewed in refresh.values()]
+        checks = [self._status(self.plan(answered=x)) - self._status(self.plan()) for x in asked]
+        for own, kind in itertools.product(mean, ("status", "total")):
+            own[kind] += sum(checks) / inv_update_steps
         return mean
-
-    def _checked(self, renewed: Collection[str]) -> list[Usage]:
-        """Return the bytes that a step adds for layers that the step before did not check."""
-        asked = [name for name in renewed if name in self.defers]
-        plain = self.price(self.plan())
-        step = self.price(self.plan(answered=asked)) if asked else plain
-        return [
-            {kind: size - other[kind] for kind, size in one.items()}
-            for one, other in zip(step, plain, strict=True)
-        ]
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
         chosen = set(names)
@@ -222,31 +177,29 @@ class Account:
         """Return the bytes of sums on their way to the factors' owners."""
         world = self.grid.world
         got = [0] * world
-        for itemsize, factors, bucket in self._buckets(average):
-            wire = self.wire_bytes or itemsize
-            scales = self._all_reduced(len(factors) * itemsize) if self.scaled else 0
+        factors = itertools.chain(*(layer.factors for layer in average))
+        for bucket in routes.buckets(
+            factors,
+            lambda factor: factor.layer.place,
+            lambda factor: self.sizes.wire or factor.layer.itemsize,
+            self.bucket_bytes,
+            world,
+        ):
+            itemsize = bucket.items[0].layer.itemsize
+            scales = self._all_reduced(len(bucket.items) * itemsize) if self.sizes.scaled else 0
             # Every other rank sends its term of the part that this rank adds up.
-            _add(got, [scales + (world - 1) * wire * size for size in bucket.sizes])
+            wire = (world - 1) * (self.sizes.wire or itemsize)
+            _add(got, [scales + wire * size for size in bucket.sizes])
             for owner, size in bucket.passed_on.items():
                 got[owner] += size * itemsize
         return got
 
-    def _buckets(
-        self, average: list[LayerFacts]
-    ) -> Iterator[tuple[int, list[FactorFacts], Bucket[FactorFacts]]]:
-        """Yield the itemsize of sums, the factors that travel together, and their bucket."""
-        for itemsize, layers in _by_place(average):
-            factors = [factor for layer in layers for factor in layer.factors]
-            limit = self.bucket_bytes // (self.wire_bytes or itemsize)
-            for chunk in chunks(factors, lambda factor: factor.size, limit):
-                yield itemsize, chunk, Bucket(chunk, self.grid.world)
-
     def _means(self, refresh: list[LayerFacts]) -> Iterator[int]:
         """Yield the bytes of mean eigenvalues that the owners of A and of G tell each other."""
         splits = any(layer.placement.a != layer.placement.g for layer in self.layers)
-        if splits and self.method == "inverse" and self.split == "pi":
-            for itemsize, layers in _by_place(refresh):
-                yield 2 * itemsize * sum(layer.task.blocks for layer in layers)
+        if splits and self.sizes.tells_means:
+            for layers in grouped(refresh, operator.attrgetter("place")).values():
+                yield 2 * layers[0].itemsize * sum(layer.task.blocks for layer in layers)
 
     def _shared(self, refresh: list[LayerFacts], plan: StepPlan) -> list[int]:
         """Return the bytes of new state on its way from owners to gradient workers."""
@@ -254,18 +207,11 @@ class Account:
         columns = [0] * self.grid.columns
         for factor in itertools.chain(*(layer.factors for layer in refresh)):
             if plan.renews(*factor.name):
-                size = self._sent(factor)
+                size = self.sizes.state(factor)
                 columns[factor.owner % self.grid.columns] += size
                 got[factor.owner] -= size
         _add(got, [columns[rank % self.grid.columns] for rank in range(self.grid.world)])
         return got
-
-    def _sent(self, factor: FactorFacts) -> int:
-        """Return the bytes of a factor's state on the wire; inverses and roots go as triangles."""
-        if self.method != "eigen":
-            itemsize = self.state_bytes or factor.layer.itemsize
-            return cargo_bytes([factor.size * itemsize])
-        return cargo_bytes(self._state(factor).values())
 
     def _gradients(self, names: tuple[str, ...]) -> list[int]:
         """Return the bytes of preconditioned gradients."""
@@ -281,30 +227,17 @@ class Account:
         got = [0] * self.grid.world
         sizes = [0] * self.grid.columns
         whole = [layer for layer in layers if not layer.shards]
-        for _, same in _grouped(whole, lambda layer: layer.device):
-            columns = _grouped(same, lambda layer: layer.placement.g % self.grid.columns)
-            total = sum(self._wire([layer]) for layer in same)
-            limit = side_by_side(total, len(columns), self.bucket_bytes)
-            for column, own in columns:
-                for _, alike in _grouped(own, lambda layer: (*layer.task[1:5], layer.itemsize)):
-                    for part in chunks(alike, lambda layer: self._wire([layer]), limit):
-                        sizes[column] += self._wire(part)
+        for same in grouped(whole, operator.attrgetter("device")).values():
+            facts = dict(enumerate(same))
+            parts = self.sizes, self.grid.columns, self.bucket_bytes
+            for column, buckets in gradient_buckets(facts, [*facts], *parts):
+                sizes[column] += sum(size for size, _ in buckets)
         received = [sum(sizes) - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
         _add(got, received)
         for layer in layers:
             if layer.shards and self.grid.world > 1:
                 _add(got, self._returned(layer))
         return got
-
-    def _wire(self, alike: list[LayerFacts]) -> int:
-        """Return the bytes of new gradients of one shape, with their terms."""
-        own, blocks = alike[0].itemsize, sum(layer.task.blocks for layer in alike)
-        sizes = [sum(layer.gradient for layer in alike) * (self.wire_bytes or own)]
-        if self.terms:
-            sizes.append(self.terms * blocks * own)
-        if self.scaled:
-            sizes.append(blocks * own)
-        return cargo_bytes(sizes)
 
     def _returned(self, layer: LayerFacts) -> list[int]:
         """Return the bytes of a sharded gradient: its shards to the owner, and back as new ones."""
@@ -318,8 +251,8 @@ class Account:
         numbers = layer.task.blocks * layer.itemsize
         for rank in others:
             sends = any(shards.sends(rank, owner) for shards, _ in layer.shards)
-            got[rank] += cargo_bytes([self.terms * numbers])
-            got[owner] += cargo_bytes([self.shard_sums * numbers]) * sends
+            got[rank] += cargo_bytes([self.sizes.terms * numbers])
+            got[owner] += cargo_bytes([self.sizes.shard_sums * numbers]) * sends
         return got
 
     def _all_reduced(self, size: int) -> int:
@@ -331,28 +264,7 @@ def _add(to: list[int], sizes: list[int]) -> None:
     to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
 
 
-def _by_place(layers: Sequence[LayerFacts]) -> Iterator[tuple[int, list[LayerFacts]]]:
-    """Yield the itemsize, and the layers of one device and itemsize."""
-    for (_, itemsize), same in _grouped(layers, lambda layer: (layer.device, layer.itemsize)):
-        yield itemsize, same
-
-
-def _grouped(
-    layers: Sequence[LayerFacts], key: Callable[[LayerFacts], T]
-) -> list[tuple[T, list[LayerFacts]]]:
-    groups: dict[T, list[LayerFacts]] = {}
-    for layer in layers:
-        groups.setdefault(key(layer), []).append(layer)
-    return list(groups.items())
-
-
 def _by_rank(got: Mapping[str, Sequence[N]]) -> list[dict[str, N]]:
     """Return lists by rank of each kind as one list, with totals."""
     ranks = [dict(zip(got, sizes, strict=True)) for sizes in zip(*got.values(), strict=True)]
     return [own | {"total": sum(own.values())} for own in ranks]
-
-
-def _weigh(mean: list[Means], step: list[Usage], share: float) -> None:
-    for own, sizes in zip(mean, step, strict=True):
-        for kind, size in sizes.items():
-            own[kind] += share * size

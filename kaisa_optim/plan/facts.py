@@ -43,6 +43,11 @@ class LayerFacts(NamedTuple):
         return task.a, task.g, task.diagonal_a, task.diagonal_g
 
     @property
+    def place(self) -> Hashable:
+        """What layers have alike whose sums travel together."""
+        return self.device, self.itemsize
+
+    @property
     def factors(self) -> tuple[FactorFacts, FactorFacts]:
         task, placement = self.task, self.placement
         return (
@@ -70,6 +75,10 @@ class FactorFacts(NamedTuple):
         return self.layer.name, self.side
 
     @property
+    def sides(self) -> tuple[int, bool]:
+        return self.n, self.diagonal
+
+    @property
     def size(self) -> int:
         """The count of numbers that travel: one triangle of a symmetric matrix."""
         return self.layer.task.blocks * (self.n if self.diagonal else self.n * (self.n + 1) // 2)
@@ -77,10 +86,6 @@ class FactorFacts(NamedTuple):
     @property
     def elements(self) -> int:
         return self.layer.task.blocks * self.n ** (1 if self.diagonal else 2)
-
-    @property
-    def eigenvalues(self) -> int:
-        return self.layer.task.blocks * self.n
 
     @property
     def operations(self) -> int:

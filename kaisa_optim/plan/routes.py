@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 # Items are padded to this number of elements, and tensors to this number of bytes: views of any
@@ -28,6 +28,7 @@ class Sized(Protocol):
 
 P = TypeVar("P", bound=Sized)
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Shard(NamedTuple):
@@ -184,6 +185,28 @@ def chunks(
         size += size_of(item)
     if chunk:
         yield chunk
+
+
+def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by key, in the order of each key's first item."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
+    return groups
+
+
+def buckets(
+    items: Iterable[P],
+    place_of: Callable[[P], Hashable],
+    itemsize_of: Callable[[P], int],
+    bucket_bytes: int,
+    world: int,
+) -> Iterator[Bucket[P]]:
+    """Yield items of one place together, up to ``bucket_bytes``."""
+    for same in grouped(items, place_of).values():
+        limit = bucket_bytes // itemsize_of(same[0])
+        for chunk in chunks(same, lambda item: item.size, limit):
+            yield Bucket(chunk, world)
 
 
 def side_by_side(total: int, senders: int, limit: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from .facts import LayerFacts
+from .routes import grouped
 
 Slots = dict[int, frozenset[str]]  # the layers of each slot of an interval that has any
 Turns = list[list[int]]
@@ -30,9 +31,8 @@ def turns(layers: Sequence[LayerFacts], costs: Sequence[int], at_once: int, slot
     that shares a turn with the next cheaper shape. Owners play no part: all assignments must give
     the same updates.
     """
-    shapes: dict[Hashable, list[int]] = {}
-    for place in sorted(range(len(layers)), key=lambda i: -costs[i]):
-        shapes.setdefault(layers[place].shape, []).append(place)
+    costliest_first = sorted(range(len(layers)), key=lambda place: -costs[place])
+    shapes = grouped(costliest_first, lambda place: layers[place].shape)
     fair = max(1.0, sum(costs) / slots)
     found: Turns = []
     begun: list[int] = []

@@ -348,7 +348,7 @@ def test_the_default_method(world, fraction):
     ]
     ranks = run(world, measure_all, cases) if world > 1 else [measure_all(cases)]
     for case, measured in zip(cases, zip(*ranks, strict=True), strict=True):
-        assert measured[0].account.method == "root"
+        assert [x.kind for x in measured[0].account.sizes.of_factor] == ["roots"]
         check(case, list(measured))
 
 

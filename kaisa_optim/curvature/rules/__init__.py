@@ -5,7 +5,10 @@ from .cholesky import CholeskyRule
 from .eigen import EigenRule, StoredProductRule
 from .polar import PolarRule
 
+RULES: tuple[type[Rule], ...] = (PolarRule, EigenRule, StoredProductRule, CholeskyRule)
+
 __all__ = [
+    "RULES",
     "CholeskyRule",
     "EigenRule",
     "PolarRule",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import moments, orthogonal, products
-from ...plan.routes import cargo_bytes
+from ...linalg import kronecker, moments, products
+from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
 from ..lengths import Length, OfBase
 from ..stacks import (
     AppliedFactors,
@@ -22,8 +24,6 @@ from ..stacks import (
     Key,
     LayerGroup,
     Slots,
-    Specs,
-    StackKey,
     by_place,
     per_block,
 )
@@ -48,14 +48,16 @@ class Rule(ABC):
     under the names that the specs give.
     """
 
-    method: str  # the kind of decomposition: "eigen", "inverse" or "root"
-    results: tuple[str, ...]  # names of the results; a diagonal factor has the first
-    multiplied: tuple[str, ...]  # state that gradients are multiplied with
+    sizes: Sizes  # the tensors that it keeps and sends
+    more_damping: tuple[int, ...] = ()  # multiples for factors whose decomposition fails
+    scale_free = False  # a scale of the loss changes nothing
+    slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
+        self.sizes = self.sizes._replace(stored=None if dtype is None else dtype.itemsize)
         # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
         self.half_products: bool | None = None
 
@@ -63,33 +65,28 @@ class Rule(ABC):
     def makes_directions(self) -> bool:
         return self.length is not None
 
+    @property
+    def checks_later(self) -> bool:
+        """True if the host need not wait for a device to decompose."""
+        return STALE in self.sizes.of_owner
+
     # ---- state ----
-
-    @abstractmethod
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        """Return the tensors that gradient workers keep for ``count`` factors of one shape."""
-
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        """Return the tensors that gradient workers keep for ``count`` gradients of one shape."""
-        return {}
 
     def allocate(self, applied: AppliedFactors) -> None:
         """Allocate the tensors of a new layout."""
         for stack in applied.stacks.values():
-            stack.allocate(self.state_specs(stack.key, stack.count))
+            stack.allocate(self.sizes.of_factor, self.dtype)
         for group in applied.groups:
-            dtype, device = group.g.key.dtype, group.g.key.device
-            for name, (shape, kept) in self.group_specs(*group.shape, dtype).items():
-                group.tensors[name] = torch.zeros(shape, dtype=kept, device=device)
+            group.allocate(self.sizes.of_gradient, self.dtype)
 
-    def state_bytes(self, key: Key) -> int:
-        """Return the bytes of a factor's state on the wire."""
-        specs = self.state_specs(key_of(*key), key[0].blocks)
-        return cargo_bytes(math.prod(s) * dtype.itemsize for s, dtype in specs.values())
+    def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
+        """Yield why loaded state can't be used: weights would turn NaN."""
+        if spec in self.sizes.of_factor and not tensor.isfinite().all():
+            yield "not finite"
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
         """Return the tensors that the owner sends and the other gradient workers fill."""
-        return [factor[name] for name in self.state_specs(factor.key, factor.layer.blocks)]
+        return [factor[name] for name in factor.tensors]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         """Store the tensors of :meth:`outgoing`; the owner does so, too."""
@@ -106,6 +103,13 @@ class Rule(ABC):
     ) -> dict[Key, Tensor]:
         """Return the damping of each factor's diagonal, ``[blocks]``, from all ranks' means."""
         return {}
+
+    @abstractmethod
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        """Return the decomposition of a batch of factors; ``damping``, ``[k]``, is :meth:`shifts`.
+
+        Diagonal factors, ``[k, n]``, have the first result alone; failed ones may be NaN.
+        """
 
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
@@ -132,15 +136,14 @@ class Rule(ABC):
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
         return not all(products.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
-    def _state(
-        self, group: LayerGroup, side: str, name: str, slots: Slots, like: Tensor
-    ) -> Tensor | None:
-        """Return a factor's tensor, ready for arithmetic with ``like``."""
-        tensor = group.state(side, name, slots)
-        if tensor is None:
-            return None
-        half = name in self.multiplied and self._in_half(tensor.dtype, like)
-        return tensor if half else tensor.to(like.dtype)
+    def _states(self, group: LayerGroup, name: str, slots: Slots, like: Tensor) -> tuple[Any, Any]:
+        """Return a tensor of G and of A, ready for arithmetic with ``like``.
+
+        ``None`` stands for a tensor that a diagonal factor does not have.
+        """
+        found = (group.state("g", name, slots), group.state("a", name, slots))
+        g, a = [x if x is None or self._in_half(x.dtype, like) else x.to(like.dtype) for x in found]
+        return g, a
 
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
         if self.half_products is None:
@@ -148,43 +151,38 @@ class Rule(ABC):
         # Do as agreed, even if this rank's device has changed: weights must not drift apart.
         return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
-    def _orthogonal_in_half(self, matrices: Tensor) -> bool:
-        return self._in_half(torch.bfloat16, matrices) and not orthogonal.narrow(matrices)
-
 
 class TriangleRule(Rule):
     """A rule whose state is one matrix a factor; it travels as a triangle."""
 
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        return {self.method: (key.shape(count), self.dtype or key.dtype)}
-
     def shifts(
         self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
     ) -> dict[Key, Tensor]:
-        """Return the layers' damping for both of their factors."""
+        """Return the layers' damping for both of their factors, or split by ``means``."""
         shifts: dict[Key, Tensor] = {}
-        for same in by_place(layers):
+        for same, both in itertools.zip_longest(by_place(layers), means):
             damping = per_block(same, damping_of, key_of(same[0], "g"))
-            shifts |= of_factors(same, (damping, damping))
+            split = (damping, damping) if both is None else kronecker.split_damping(damping, *both)
+            for side, values in zip("ag", split, strict=True):
+                parts = values.split([layer.blocks for layer in same])
+                shifts |= {(x, side): part for x, part in zip(same, parts, strict=True)}
         return shifts
-
-    def state_bytes(self, key: Key) -> int:
-        shape = key_of(*key)
-        if shape.diagonal:
-            return super().state_bytes(key)
-        dtype = self.dtype or shape.dtype
-        return cargo_bytes([key[0].blocks * moments.packed_size(shape.size) * dtype.itemsize])
 
     def outgoing(self, factor: Factor) -> list[Tensor]:
         if factor.key.diagonal:
             return super().outgoing(factor)
-        return [moments.pack(factor[self.method])]
+        return [moments.pack(factor[self.sizes.of_factor[0].name])]
 
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         # The owner unpacks its own triangle, too, so that all ranks have the same bits.
         if not factor.key.diagonal:
             whole = moments.unpack(tensors[0], factor.key.size)
-            factor[self.method].copy_(whole)
+            factor[self.sizes.of_factor[0].name].copy_(whole)
+
+
+def triangles(name: str, kind: str) -> Sizes:
+    """Return what a :class:`TriangleRule` keeps."""
+    return Sizes((TensorSpec(name, kind),), of_owner=(*OF_AVERAGES, STALE), packed=True)
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,13 +191,3 @@ def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if limit < torch.finfo(tensor.dtype).max:
         tensor = tensor.clamp(-limit, limit)
     return tensor.to(dtype)
-
-
-def of_factors(layers: list[Layer], both: tuple[Tensor, Tensor]) -> dict[Key, Tensor]:
-    """Return each factor's part of numbers for A and for G, ``[blocks]`` of all layers."""
-    sizes = [layer.blocks for layer in layers]
-    return {
-        (layer, side): part
-        for side, values in zip("ag", both, strict=True)
-        for layer, part in zip(layers, values.split(sizes), strict=True)
-    }

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker
-from ..stacks import AppliedFactors, LayerGroup, Slots, Specs, StackKey, at
+from ...linalg import eigen, kronecker
+from ...plan.moves import Sizes, TensorSpec
+from ..stacks import AppliedFactors, LayerGroup, Slots, at
 from .base import DampingOf, Rule, StepValues, stored
+
+_ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 
 
 class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
 
-    method = "eigen"
-    results = ("values", "vectors")
-    multiplied = ("vectors",)
+    sizes = Sizes(
+        (
+            TensorSpec("values", "eigenvalues", "spectrum", "own"),
+            TensorSpec("vectors", "eigenvectors", "basis"),
+        )
+    )
+    slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
-    def state_specs(self, key: StackKey, count: int) -> Specs:
-        specs: Specs = {"values": ((count, key.size), key.dtype)}
-        if not key.diagonal:
-            specs["vectors"] = (key.shape(count), self.dtype or key.dtype)
-        return specs
+    def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
+        found = [*super().faults(spec, tensor)]
+        yield from found
+        if spec.name == "vectors" and not found:
+            wide = tensor.float()
+            off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
+            if off.abs().max() > _ORTHONORMAL:
+                yield "not orthonormal"
+
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        return (factors.clamp(min=0),) if diagonal else eigen.eigendecompose(factors)
 
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
         slots = group.slots_of(members)
-        bases = self._bases(group, slots, gradient)
+        bases = self._states(group, "vectors", slots, gradient)
         projected = kronecker.into_basis(gradient, *bases)
         if projected is gradient:  # both factors are diagonal, and the caller needs the gradient
             projected = gradient.clone()
@@ -38,36 +51,19 @@ class EigenRule(Rule):
         return kronecker.out_of_basis(projected, *bases)
 
     def _divide(
-        self,
-        group: LayerGroup,
-        projected: Tensor,
-        members: list[Layer],
-        slots: Slots,
-        values: StepValues,
+        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
     ) -> None:
         damping = group.common_or_each(members, values.damping_of)
-        g, a = self._eigenvalues(group, slots, projected)
-        projected.div_(kronecker.damped_product(g, a, damping))
-
-    def _bases(
-        self, group: LayerGroup, slots: Slots, like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the eigenvectors of G and of A."""
-        g, a = (self._state(group, side, "vectors", slots, like) for side in "ga")
-        return g, a
-
-    def _eigenvalues(self, group: LayerGroup, slots: Slots, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the eigenvalues of G and of A."""
-        g, a = (self._state(group, side, "values", slots, like) for side in "ga")
-        assert g is not None and a is not None
-        return g, a
+        g, a = self._states(group, "values", slots, new)
+        new.div_(kronecker.damped_product(g, a, damping))
 
 
 class StoredProductRule(EigenRule):
     """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of that step."""
 
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        return {"scale": ((count, g, a), self.dtype or dtype)}
+    sizes = EigenRule.sizes._replace(
+        of_gradient=(TensorSpec("scale", "eigenvalue_products", "gradient"),)
+    )
 
     def renew(
         self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
@@ -81,11 +77,6 @@ class StoredProductRule(EigenRule):
                 scale[group.slots[layer]] = stored(product.reciprocal_(), scale.dtype)
 
     def _divide(
-        self,
-        group: LayerGroup,
-        projected: Tensor,
-        members: list[Layer],
-        slots: Slots,
-        values: StepValues,
+        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
     ) -> None:
-        projected.mul_(at(group.tensors["scale"], slots).to(projected.dtype))
+        new.mul_(at(group.tensors["scale"], slots).to(new.dtype))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker, orthogonal, precision
-from ..lengths import Length
-from ..stacks import LayerGroup, Specs
-from .base import StepValues, TriangleRule
+from ...linalg import kronecker, orthogonal, precision, roots
+from ..lengths import SQUARE_SUM, Length, Sums
+from ..stacks import LayerGroup
+from .base import StepValues, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
@@ -27,31 +27,35 @@ _KEPT = 0.8
 class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
-    method = "root"
-    results = ("root",)
-    multiplied = ("root",)
+    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
+    scale_free = True
+    more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
     wants_half_products = True
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
         super().__init__(dtype)
-        self.length: Length = length
-
-    def group_specs(self, count: int, g: int, a: int, dtype: torch.dtype) -> Specs:
-        return self.length.specs(count, dtype)
+        self.length = length
+        self.sizes = self.sizes._replace(
+            of_gradient=length.kept, terms=length.terms, shard_sums=len(Sums._fields)
+        )
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
         half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
         return nullcontext() if half else precision.full_precision(device.type)
 
+    def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        assert damping is not None
+        (root,), good = roots.inverse_roots(factors, damping, 1, diagonal=diagonal)
+        return (root if diagonal else root.masked_fill_(~good[:, None, None], torch.nan),)
+
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
         slots = group.slots_of(members)
-        g = self._state(group, "g", "root", slots, gradient)
-        a = self._state(group, "a", "root", slots, gradient)
-        assert g is not None and a is not None
+        g, a = self._states(group, "root", slots, gradient)
         white = kronecker.apply_inverse(gradient, g, a)
-        found = orthogonal.orthogonalized(white, in_half=self._orthogonal_in_half(white))
+        half = self._in_half(torch.bfloat16, white) and not orthogonal.narrow(white)
+        found = orthogonal.orthogonalized(white, in_half=half)
         return kronecker.softened(found, g, a, _KEPT)

@@ -1,0 +1,125 @@
+"""Sizes of the tensors that ranks keep and send: the step and its account read the same ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from .facts import FactorFacts, LayerFacts
+from .routes import cargo_bytes, chunks, grouped, side_by_side
+
+T = TypeVar("T", bound=Hashable)
+Shape = tuple[int, ...]
+
+# What a state that is loaded without a tensor means for its layer.
+STARTS_ANEW, IS_REFRESHED, IS_ZERO = "starts anew", "is refreshed", "is zero"
+# Shapes of one block, of a factor's size and whether it is diagonal, or of both sides' sizes.
+_SHAPES: dict[str, Callable[[int, int], Shape | None]] = {
+    "matrix": lambda n, diagonal: (n,) if diagonal else (n, n),
+    "basis": lambda n, diagonal: None if diagonal else (n, n),
+    "spectrum": lambda n, diagonal: (n,),
+    "gradient": lambda g, a: (g, a),
+    "number": lambda *_: (),
+}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that is kept for each block: of a factor, or of a layer's gradient."""
+
+    name: str
+    kind: str  # as users see it in the account of memory
+    shape: str = "matrix"  # a key of _SHAPES
+    dtype: str = "stored"  # "stored" as the user asked for, "own" of the arithmetic, or "int32"
+    if_absent: str = IS_REFRESHED
+
+    def shape_of(self, sides: tuple[int, int]) -> Shape | None:
+        """Return the shape of one block; ``None``: a diagonal factor has no such tensor."""
+        return _SHAPES[self.shape](*sides)
+
+    def bytes(self, layer: LayerFacts, sides: tuple[int, int], stored: int | None) -> int:
+        """Return the bytes of all blocks; ``stored`` are bytes of a number."""
+        shape, own = self.shape_of(sides), layer.itemsize
+        number = {"stored": stored or own, "own": own, "int32": 4}[self.dtype]
+        return 0 if shape is None else layer.task.blocks * math.prod(shape) * number
+
+
+OF_AVERAGES = (
+    TensorSpec("average", "factors", if_absent=STARTS_ANEW),
+    TensorSpec("weight", "counters", "number", "own", STARTS_ANEW),
+    TensorSpec("rejected", "counters", "number", "int32", IS_ZERO),
+)
+STALE = TensorSpec("stale", "counters", "number", "int32", IS_ZERO)  # to be decomposed again
+
+
+class Sizes(NamedTuple):
+    """What bytes depend on beside shapes: the rule's tensors, and bytes of their numbers.
+
+    If the bytes of a number are ``None``, the arithmetic's apply.
+    """
+
+    of_factor: tuple[TensorSpec, ...]  # a decomposition's results; gradient workers keep them
+    of_gradient: tuple[TensorSpec, ...] = ()  # kept by gradient workers for each layer
+    of_owner: tuple[TensorSpec, ...] = OF_AVERAGES  # kept for each factor by its owner
+    packed: bool = False  # a factor's state travels as a triangle
+    tells_means: bool = False  # owners of A and of G tell each other mean eigenvalues
+    terms: int = 0  # numbers of each block that travel with its new gradient
+    shard_sums: int = 0  # numbers of each block that travel with its sharded momentum
+    average: int | None = None  # bytes of a number in a running average
+    stored: int | None = None  # bytes of a number in eigenvectors, inverses, products
+    wire: int | None = None  # bytes of a number in factors and gradients on their way
+    scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return (*self.of_owner, *self.of_factor, *self.of_gradient)
+
+    def kept(self, layer: LayerFacts) -> Iterator[tuple[int | None, str, int]]:
+        """Yield kinds and bytes of a layer's tensors, each with the rank that keeps it.
+
+        ``None`` stands for all gradient workers.
+        """
+        for factor in layer.factors:
+            for spec in self.of_owner:
+                yield factor.owner, spec.kind, spec.bytes(layer, factor.sides, self.average)
+            for spec in self.of_factor:
+                yield None, spec.kind, spec.bytes(layer, factor.sides, self.stored)
+        for spec in self.of_gradient:
+            yield None, spec.kind, spec.bytes(layer, (layer.task.g, layer.task.a), self.stored)
+
+    def state(self, factor: FactorFacts) -> int:
+        """Return the bytes of a factor's state on the wire."""
+        layer, sides = factor.layer, factor.sides
+        if self.packed:
+            return cargo_bytes([factor.size * (self.stored or layer.itemsize)])
+        return cargo_bytes(spec.bytes(layer, sides, self.stored) for spec in self.of_factor)
+
+    def gradients(self, alike: Sequence[LayerFacts]) -> int:
+        """Return the bytes on the wire of new gradients of one shape, with terms and scales."""
+        own, blocks = alike[0].itemsize, sum(layer.task.blocks for layer in alike)
+        new = sum(layer.gradient for layer in alike) * (self.wire or own)
+        return cargo_bytes([new, self.terms * blocks * own, self.scaled * blocks * own])
+
+
+def gradient_buckets(
+    facts_of: Mapping[T, LayerFacts], layers: Sequence[T], sizes: Sizes, columns: int, limit: int
+) -> list[tuple[int, list[tuple[int, list[list[T]]]]]]:
+    """Return each column's buckets of layers on one device: bytes, and lists of one shape each.
+
+    Columns send side by side, and have ``limit`` bytes together at a time.
+    """
+
+    def size(alike: list[T]) -> int:
+        return sizes.gradients([facts_of[layer] for layer in alike])
+
+    by_column = grouped(layers, lambda layer: facts_of[layer].placement.g % columns)
+    limit = side_by_side(sum(size([layer]) for layer in layers), len(by_column), limit)
+    found = []
+    for column, own in sorted(by_column.items(), key=operator.itemgetter(0)):
+        alike = grouped(own, lambda layer: facts_of[layer].shape).values()
+        shapes = itertools.chain(*(chunks(same, lambda x: size([x]), limit) for same in alike))
+        buckets = chunks([*shapes], size, limit)
+        found.append((column, [(sum(map(size, bucket)), bucket) for bucket in buckets]))
+    return found
