@@ -50,7 +50,10 @@ class Refresher:
 
     def defers(self, layer: Layer) -> bool:
         """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
-        return self.inverts and device_of(layer).type in WITH_STREAMS
+        return self.defers_on(device_of(layer))
+
+    def defers_on(self, device: torch.device) -> bool:
+        return self.inverts and device.type in WITH_STREAMS
 
     def specs(self, count: int) -> Specs:
         """Return the flags that an owner keeps of ``count`` factors, on any device."""

@@ -82,7 +82,7 @@ class Load:
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]
-            here = layer in kfac.applied.group_of or layer in kfac.registry.sharded
+            here = layer in kfac.store.applied.group_of or layer in kfac.registry.sharded
             if (
                 here
                 and base.keeps(group_of[weight])
