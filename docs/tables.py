@@ -64,13 +64,13 @@ RATED = {
     "masked": "masked BERT",
 }
 _FEW = ("digits-256", "unet-8")
+BY_SGD = ("resnet8-256", "unet-8", "digits-256")
 RATES = {  # of each picture, what its panels show: base, ours and task
     "rates": [("AdamW", "KFACAdam", task) for task in RATED],
     "rates_others": [
-        *(("SGD", "KFACSGD", task) for task in _FEW),
+        *(("SGD", "KFACSGD", task) for task in BY_SGD),
         ("LAMB", "KFACLAMB", "masked"),
         *(("Muon", "KFACMuon", task) for task in _FEW),
-        ("Muon", "KFACMuon", "masked"),
     ],
 }
 CONTESTANTS = {
@@ -182,11 +182,19 @@ def curve(task: str, optimizer: str) -> dict[float, float]:
 
 
 def rates() -> str:
-    """Return the last losses of Adam's kind at each rate; bold is what the base does not reach."""
+    return rates_of("KFACAdam", "AdamW", tuple(RATED))
+
+
+def rates_of_sgd() -> str:
+    return rates_of("KFACSGD", "SGD", BY_SGD)
+
+
+def rates_of(kfac: str, base_name: str, tasks: Sequence[str]) -> str:
+    """Return the last losses of both at each rate; bold is what the base does not reach."""
     rows = []
-    columns = sorted({lr for task in RATED for lr in curve(task, "AdamW")})
-    for task, title in RATED.items():
-        base, ours = curve(task, "AdamW"), curve(task, "KFACAdam")
+    columns = sorted({lr for task in tasks for lr in curve(task, base_name)})
+    for task in tasks:
+        title, base, ours = RATED[task], curve(task, base_name), curve(task, kfac)
         cells = []
         for lr in columns:
             pair = ours.get(lr), base.get(lr)
@@ -310,6 +318,7 @@ TABLES = {
         "shares": shares,
         "losses": losses,
         "rates": rates,
+        "rates of SGD": rates_of_sgd,
         "masked": masked,
         "memory": memory_limit,
     },

@@ -1,6 +1,7 @@
 """Who trains: each optimizer with the settings among which it is tuned.
 
-None decays weights but LAMB and KFACLAMB, whose trust ratios belong to weight decay.
+None decays weights but LAMB and KFACLAMB, whose trust ratios belong to weight decay, and the two
+that say so.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def _params(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 def _sgd(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     options: Config = {"lr": config["lr"], "momentum": config["momentum"], "nesterov": True}
+    options["weight_decay"] = config.get("weight_decay", 0.0)
     return [torch.optim.SGD(_params(model, config), **options)]
 
 
@@ -201,7 +203,7 @@ def _shampoo(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Opt
 
 def _ours(cls: type[Any], **fixed: Any) -> Any:
     def build(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-        options = {**fixed, **config}
+        options = {"weight_decay": 0.0, **fixed, **config}
         if "beta1" in options:
             options["betas"] = options.pop("beta1"), options.pop("beta2")
         every, often = options.pop("every", None), options.pop("often", None)
@@ -215,7 +217,7 @@ def _ours(cls: type[Any], **fixed: Any) -> Any:
             groups = _with_trust_ratios(groups)
         if "compute_method" in fixed:  # the papers' methods have to know what the loss averages
             options |= kfac
-        return [cls(groups, model=model, weight_decay=0.0, **options)]
+        return [cls(groups, model=model, **options)]
 
     return build
 
@@ -233,6 +235,7 @@ _ADAM = {
     "beta1": one_of(0.9, 0.95),
     "beta2": one_of(0.95, 0.99, 0.999),
 }
+_DECAYED = {"lr": between(1e-3, 1), "momentum": one_of(0.9), "weight_decay": one_of(5e-4)}
 _FAR = {"lr": between(1e-3, 1e-1)}  # for those whose best rates are above Adam's
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
 _TWO_RATES = {**_FAR, "lr_rest": between(3e-4, 3e-2)}
@@ -255,6 +258,8 @@ CONTESTANTS = {
             {"lr": between(1e-3, 1), "momentum": one_of(0.9, 0.95, 0.99)},
             adams=False,
         ),
+        Contestant("SGD, decay", _sgd, _DECAYED, adams=False),
+        Contestant("KFACSGD, decay", _ours(KFACSGD), _DECAYED, adams=False),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, {**_ADAM, **_FAR}),
         Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),

@@ -279,9 +279,10 @@ _REFRESHES = (
            "optimizer", schedulable=True, follows=_refresh_interval,
            guide="tuning.md#where-to-start"),
     Option("staggered", None, "bool | int | None", _staggered,
-           "True spreads the layers over both intervals, and refreshes as many at once as there "
-           "are ranks; a number: that many at once; False: all at once. None: True, unless "
-           'normalization is "kaisa".',
+           "True spreads the layers over both intervals, layers of one shape together, and "
+           "refreshes as many at once as there are ranks, or a multiple: updates then depend on "
+           "the number of ranks; a number: that many at once, for any number of ranks; False: "
+           'all at once. None: True, unless normalization is "kaisa".',
            follows=lambda options: not options.kaisa_scaling),
     Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
            '"polar": K-FAC\'s direction, as long as the base\'s own step lowers the loss; "eigen" '

@@ -38,9 +38,9 @@ class LayerFacts(NamedTuple):
 
     @property
     def shape(self) -> Hashable:
-        """What layers have alike whose factors lie in the same stacks."""
+        """The sizes that layers of one stack have alike."""
         task = self.task
-        return task.a, task.g, task.diagonal_a, task.diagonal_g, self.itemsize, self.device
+        return task.a, task.g, task.diagonal_a, task.diagonal_g
 
     @property
     def factors(self) -> tuple[FactorFacts, FactorFacts]:

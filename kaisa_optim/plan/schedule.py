@@ -26,24 +26,28 @@ def turns(layers: Sequence[LayerFacts], costs: Sequence[int], at_once: int, slot
 
     They have one shape, so that they make few operations. A shape that costs more than a slot's
     fair share has several turns. With as many layers in a turn as there are ranks, each rank has
-    about one to decompose: shapes of fewer than ``at_once`` layers share a turn. Owners play no
-    part: all assignments must give the same updates.
+    about one to decompose: turns have ``at_once`` layers, or a multiple. What a shape has beyond
+    that shares a turn with the next cheaper shape. Owners play no part: all assignments must give
+    the same updates.
     """
     shapes: dict[Hashable, list[int]] = {}
-    for place, layer in enumerate(layers):
-        shapes.setdefault(layer.shape, []).append(place)
-    fair = sum(costs) / slots
+    for place in sorted(range(len(layers)), key=lambda i: -costs[i]):
+        shapes.setdefault(layers[place].shape, []).append(place)
+    fair = max(1.0, sum(costs) / slots)
     found: Turns = []
+    begun: list[int] = []
     for places in shapes.values():
-        cost = sum(costs[place] for place in places)
-        parts = max(1, round(cost / fair)) if fair else 1
-        size = max(at_once, -(-len(places) // parts))
-        for some in (places[i : i + size] for i in range(0, len(places), size)):
-            if found and len(found[-1]) < at_once:
-                found[-1] += some
-            else:
-                found.append(some)
-    return found
+        missing = at_once - len(begun) if begun else 0
+        begun, places = begun + places[:missing], places[missing:]
+        if len(begun) == at_once:
+            found.append(begun)
+            begun = []
+        whole = len(places) // at_once
+        parts = min(whole, max(1, round(sum(costs[i] for i in places) / fair)))
+        ends = [at_once * -(-whole * i // parts) for i in range(parts + 1)] if parts else [0]
+        found += [places[start:end] for start, end in itertools.pairwise(ends)]
+        begun = begun + places[ends[-1] :]
+    return [*found, begun] if begun else found
 
 
 class Schedule:

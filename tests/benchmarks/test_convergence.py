@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.convergence import contest, search
+from benchmarks.convergence import contest, search, seconds
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 from kaisa_optim import Muon
@@ -468,3 +468,35 @@ def test_muon_is_the_faster_of_torchs_and_ours(width, units, monkeypatch):
         nn.Sequential(nn.Linear(width, 512, bias=False)), {"lr": 0.1, "momentum": 0.9}, {}
     )
     assert type(muon) is (torch.optim.Muon if units and width == 512 else Muon)
+
+
+def test_seconds_are_measured_in_turns(monkeypatch):
+    """All train as far as they need, a baseline its whole horizon; shares follow."""
+    task, order = line(steps=35), []
+    names = ["base", "fast", "slow"]
+    for name in names:
+        monkeypatch.setitem(CONTESTANTS, name, plain(0.1, name=name))
+    real = seconds.Racer.turn
+
+    def turn(racer):
+        before = racer.left
+        real(racer)
+        order.append(before - racer.left)
+        racer.seconds = float(len(order))
+
+    monkeypatch.setattr(seconds.Racer, "turn", turn)
+    row = {"baseline": "base", "seconds": None, "of_its_seconds": None}
+    found = {
+        "final": [{"optimizer": name, "settings": {"lr": 0.1}} for name in names],
+        "to the baseline's loss": [
+            {**row, "optimizer": "fast", "steps": 15},
+            {**row, "optimizer": "slow", "steps": None},
+        ],
+    }
+    seconds.race(task, task.load(None), found)
+    # base, fast, base, fast, base, fast, which has ended, base, fast
+    assert order == [10, 10, 10, 5, 10, 0, 5, 0]
+    fast, slow = found["to the baseline's loss"]
+    assert (fast["seconds"], fast["of_its_seconds"]) == (8.0, 8 / 7)
+    assert slow["seconds"] is None
+    assert found["final"][0]["ms per step"] == 1e3 * 7 / 35

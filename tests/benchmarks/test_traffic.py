@@ -64,9 +64,10 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
         traffic.waiting(model, strategy, world, n) for n in (1, True, False)
     )
     found = traffic.plan(model, strategy, world)
-    # No more than the costliest layer beside what one step for all would take.
+    # About the costliest layer beside what one step for all would take: a rank may own two of a
+    # turn, as layers of one shape take their turn together.
     costs = [sum(traffic.operations(found, [name])) for name in found.names]
-    assert by_ranks.whole <= at_once.whole + max(costs) / (sum(costs) / world)
+    assert by_ranks.whole <= at_once.whole + 1.1 * max(costs) / (sum(costs) / world)
     assert at_once.longest == at_once.whole <= by_ranks.whole <= one_by_one.whole
     # Small layers may be on the same rank, or take their turn in the same step.
     assert by_ranks.longest <= 1.1 * one_by_one.longest

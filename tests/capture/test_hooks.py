@@ -282,11 +282,13 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     assert seen == [i % 3 == 0 for i in range(7)]
 
 
-def test_only_a_layer_that_begins_a_pass_is_watched(monkeypatch):
-    """A backward pass that trains a later layer comes to one of these, too, and K counts it."""
+@pytest.mark.parametrize("counts", [True, False])
+def test_layers_that_do_not_gather_are_watched_where_k_counts_their_passes(monkeypatch, counts):
+    """Directions need no K: their layers are left alone."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=4)
+    options = EIGEN if counts else {}
+    opt = KFACSGD(model, lr=0.1, **{**options, "factor_update_steps": 4, "staggered": True})
     watched = []
     real = Capture._watch
 
@@ -295,14 +297,14 @@ def test_only_a_layer_that_begins_a_pass_is_watched(monkeypatch):
         real(capture, passage, output)
 
     monkeypatch.setattr(Capture, "_watch", watch)
-    for step in range(9):
+    for step in range(11):
         watched.clear()
         opt.zero_grad()
         model(normal(5, 4, seed=step)).square().mean().backward()
-        gathers = sorted(x.name for x in opt.preconditioner.capture.wanted)
-        if step > 4:
-            # The first layer begins the pass; one that gathers has a tap.
-            assert gathers and watched == ([] if "0" in gathers else ["0"])
+        gathers = {x.name for x in opt.preconditioner.capture.wanted}
+        if step > 4 and len(gathers) < 4:
+            assert gathers
+            assert watched == (sorted({*"0123"} - gathers) if counts else [])
             assert opt.preconditioner.sums.terms() == 5
         opt.step()
 
@@ -326,7 +328,8 @@ def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     model = Towers()
     skipped = {} if inputs else {"skip_layers": ["raw"]}
     model.raw.requires_grad_(not inputs)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, inv_update_steps=10, **skipped)
+    how = {**EIGEN, "factor_update_steps": 2, "inv_update_steps": 10, "staggered": True}
+    opt = KFACSGD(model, lr=0.1, **how, **skipped)
     gathered = set()
     for i in range(8):
         opt.zero_grad()

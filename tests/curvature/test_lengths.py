@@ -467,9 +467,9 @@ def test_weights_are_squared_for_limits_alone(cls, sums):
     opt = cls(model, lr=0.01, **ALWAYS)
     own = gradients.block_sums
 
-    def noted(stack: Any, tensors: Any, **how: Any) -> Tensor:
-        taken_from.extend(tensors)
-        return own(stack, tensors, **how)
+    def noted(stacks: Any, tensor_of: Any, **how: Any) -> Tensor:
+        taken_from.extend([tensor_of(p) for stack in stacks for p in stack.parameters])
+        return own(stacks, tensor_of, **how)
 
     backward(model, 0)
     with mock.patch.object(gradients, "block_sums", noted):

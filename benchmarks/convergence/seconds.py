@@ -1,0 +1,99 @@
+"""Seconds to the baselines' losses, measured side by side.
+
+    python -m benchmarks.convergence.seconds TASK ... [--data FOLDER] [--out FOLDER]
+
+Runs of a contest are made one after the other, on a machine whose speed wavers. Here a baseline
+trains its whole horizon, and all others as many steps as FOLDER's convergence_TASK.json says that
+they need, in turns of ten steps. The seconds, CPU time on CPUs, take the place of those in the
+file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.machine import describe
+
+from .contestants import CONTESTANTS, Config
+from .search import _rate, backward, now
+from .tasks import TASKS, Task
+
+TURN = 10  # steps
+SEED = 1
+
+
+class Racer:
+    """One optimizer on its way through a schedule."""
+
+    def __init__(self, task: Task, data: Any, name: str, config: Config, steps: int) -> None:
+        torch.manual_seed(SEED)
+        self.task, self.left, self.seconds = task, steps, 0.0
+        self.model = task.network()
+        self.batches = task.batches(data[0], torch.Generator().manual_seed(1000 + SEED))
+        self.optimizers = CONTESTANTS[name].build(self.model, config, task.kfac)
+        self.schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in self.optimizers]
+
+    def turn(self) -> None:
+        start, count = now("cpu"), min(TURN, self.left)
+        for _ in range(count):
+            backward(self.task, self.model, self.optimizers, next(self.batches))
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for schedule in self.schedules:
+                schedule.step()
+        self.seconds += now("cpu") - start
+        self.left -= count
+
+
+def race(task: Task, data: Any, found: dict[str, Any]) -> None:
+    """Measure all seconds of a contest's result, and put them in."""
+    settings = {row["optimizer"]: row["settings"] for row in found["final"]}
+    reached = [one for one in found["to the baseline's loss"] if one["steps"] is not None]
+    needed = {(one["optimizer"], one["steps"]) for one in reached}
+    needed |= {(one["baseline"], task.steps) for one in reached}
+    racers = {key: Racer(task, data, key[0], settings[key[0]], key[1]) for key in sorted(needed)}
+    while any(racer.left for racer in racers.values()):
+        for racer in racers.values():
+            racer.turn()
+    for one in reached:
+        one["seconds"] = racers[one["optimizer"], one["steps"]].seconds
+        own = racers[one["baseline"], task.steps].seconds
+        one["of_its_seconds"] = one["seconds"] / own
+        row = next(row for row in found["final"] if row["optimizer"] == one["baseline"])
+        row["ms per step"] = 1e3 * own / task.steps
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence.seconds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tasks", nargs="+", choices=list(TASKS))
+    parser.add_argument("--data", type=Path, default=os.environ.get("KAISA_DATA"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for name in options.tasks:
+        path = options.out / f"convergence_{name}.json"
+        found = json.loads(path.read_text())
+        task = TASKS[name]
+        race(task, task.load(Path(options.data) if options.data else None), found)
+        found["seconds were measured"] = describe("cpu", 1)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        for one in found["to the baseline's loss"]:
+            if one["steps"] is not None:
+                shares = f"{one['of_its_steps']:.2f}, {one['of_its_seconds']:.2f}"
+                print(f"{name}: {one['optimizer']} to {one['baseline']}: {shares}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
