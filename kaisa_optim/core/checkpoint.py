@@ -158,12 +158,13 @@ def _convention(kfac: Preconditioner) -> int:
 
 def absent(kfac: Preconditioner) -> list[str]:
     """Return the names of running averages that other ranks own and this one does not."""
+    owned = kfac.store.owned
     return [
         f"{side.upper()} of {layer.name!r}"
         for layer in kfac.registry.active
         if kfac.registry.states[layer.name].has_average
         for side in "ag"
-        if (layer, side) not in kfac.store.owned.by_key
+        if (layer, side) not in owned.by_key
     ]
 
 
@@ -411,7 +412,8 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     anew = []
     for layer in kfac.registry.active:
-        kfac.registry.states[layer.name].failures = kfac.registry.states[layer.name].levels = 0
+        state = kfac.registry.states[layer.name]
+        state.failures = state.levels = 0
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)

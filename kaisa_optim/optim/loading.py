@@ -80,9 +80,10 @@ class Load:
         if not kfac.rule.makes_directions:
             return found
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        applied = kfac.store.applied
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]
-            here = layer in kfac.store.applied.group_of or layer in kfac.registry.sharded
+            here = layer in applied.group_of or layer in kfac.registry.sharded
             if (
                 here
                 and base.keeps(group_of[weight])
