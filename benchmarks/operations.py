@@ -144,7 +144,7 @@ class Bare:
         kfac: Any = trainer.optimizer
         self.adam = isinstance(kfac, KFACAdam)
         preconditioner = kfac.preconditioner
-        self.groups = preconditioner.applied.groups
+        self.groups = preconditioner.store.applied.groups
         self.schedule = preconditioner.schedule
         self.layers = [layer for group in self.groups for layer in group.layers]
         covered = {p for layer in self.layers for p in layer.parameters}

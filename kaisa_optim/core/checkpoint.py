@@ -109,7 +109,9 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
         [p.grad is not None for p in kfac.registry.parameters],
         [
             (x.has_average, x.missed, x.has_state, layer.covers, x.failures, x.levels)
-            for x, layer in zip(kfac.states.values(), kfac.layers.values(), strict=True)
+            for x, layer in zip(
+                kfac.registry.states.values(), kfac.registry.layers.values(), strict=True
+            )
         ],
         kfac.options,
     )
@@ -137,7 +139,7 @@ def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
 
     The first one holds has_average + 2 · missed, the last one convention + 8 · levels.
     """
-    state = kfac.states[layer.name]
+    state = kfac.registry.states[layer.name]
     averages = state.has_average + 2 * state.missed
     return [
         averages,
@@ -160,12 +162,13 @@ def _convention(kfac: Preconditioner) -> int:
 
 def absent(kfac: Preconditioner) -> list[str]:
     """Return the names of running averages that other ranks own and this one does not."""
+    owned = kfac.store.owned
     return [
         f"{side.upper()} of {layer.name!r}"
         for layer in kfac.registry.active
-        if kfac.states[layer.name].has_average
+        if kfac.registry.states[layer.name].has_average
         for side in "ag"
-        if (layer, side) not in kfac.owned.by_key
+        if (layer, side) not in owned.by_key
     ]
 
 
@@ -180,7 +183,7 @@ def consolidate(
     items = [
         item
         for layer in kfac.registry.active
-        if kfac.states[layer.name].has_average
+        if kfac.registry.states[layer.name].has_average
         for _, item in _kept(kfac, layer)
         if item.source != to
     ]
@@ -253,7 +256,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
 
     return [
         layer
-        for layer in kfac.layers.values()
+        for layer in kfac.registry.layers.values()
         for entry in _entries_of(layer, entries)
         if (status := entry.get(f"{PREFIX}{layer.tag}status")) is not None
         and kind(int(status[5])) != kind(_convention(kfac))
@@ -272,9 +275,9 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
     names: dict[Tensor, str] = {p: name for name, p in named}
     problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
     problems += [*_malformed(entries, names), *_unknown(kfac, entries, names)]
-    for layer in () if problems else kfac.layers.values():
+    for layer in () if problems else kfac.registry.layers.values():
         problems += _misfits(kfac, layer, entries)
-    homes = {p for layer in kfac.layers.values() for p in (layer.weight, layer.bias)}
+    homes = {p for layer in kfac.registry.layers.values() for p in (layer.weight, layer.bias)}
     for p, entry in entries.items():
         if entry.keys() - {STEP} and p not in homes:
             name = names.get(p, "a parameter")
@@ -306,7 +309,7 @@ def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
 def _unknown(kfac: Preconditioner, entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
     """Yield K-FAC's keys that no layer of these parameters has."""
     tags: dict[Tensor | None, list[str]] = {}
-    for layer in kfac.layers.values():
+    for layer in kfac.registry.layers.values():
         for own in (layer.weight, layer.bias):
             tags.setdefault(own, []).append(layer.tag)
     for p, entry in entries.items():
@@ -379,14 +382,15 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
 def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     """Continue from loaded tensors; return the names of layers whose factors start anew."""
     kfac.discard()
-    for layer in kfac.layers.values():
+    for layer in kfac.registry.layers.values():
         layer.cover(_covers_after(layer, entries))
         kfac.reset(layer)
     kfac.allocate()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     anew = []
     for layer in kfac.registry.active:
-        kfac.states[layer.name].failures = kfac.states[layer.name].levels = 0
+        state = kfac.registry.states[layer.name]
+        state.failures = state.levels = 0
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)
@@ -411,7 +415,7 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
             return False
         elif spec.if_absent == IS_REFRESHED:
             is_complete = False
-    state = kfac.states[layer.name]
+    state = kfac.registry.states[layer.name]
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete
     state.failures, state.levels = failures, code // _CONVENTIONS

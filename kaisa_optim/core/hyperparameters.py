@@ -9,62 +9,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture.hooks import Capture
 from ..checks import check_callable, is_real
-from ..comm.ranks import Ranks
 from ..curvature.sums import FactorSums
 from ..errors import invalid, invalid_because
-from .options import FIXED, PER_GROUP, SCHEDULED, SETTABLE, Group, Options, check
+from .options import FIXED, OPTIONS, PER_GROUP, SCHEDULED, SETTABLE, Group, Options, check
 
 Schedule = Callable[[int], Any]
 
 _INTERVALS = "factor_update_steps", "inv_update_steps"
+_AIMING = "factor_update_steps", "statistics_fraction"  # they change what the next passes gather
 
 
 class Hyperparameters:
-    """Values that are checked when they are set; misspelled names are refused."""
+    """Values that are checked when they are set; each setting that may change is a property."""
 
+    kl_clip: float | None
+    factor_update_steps: int
+    inv_update_steps: int
+    statistics_fraction: float
+    loss_terms: str | float
+    grad_scaler: Any
     _is_built = False
-    steps: int  # taken so far
-    ranks: Ranks
 
     def __init__(
-        self, options: Options, sums: FactorSums, group_schedules: list[dict[str, Schedule]]
+        self,
+        options: Options,
+        sums: FactorSums,
+        group_schedules: list[dict[str, Schedule]],
+        *,
+        several: bool,
+        aim: Callable[[], Callable[[], None] | None],
     ) -> None:
+        """Take the options' values; ``aim`` is a weak reference to a function without arguments.
+
+        The function is called when a new value changes which layers gather, or which rows. A strong
+        reference would keep a model's tensors until Python looks for circles.
+        """
         self.options = options
         self.sums = sums
+        self.capture: Capture | None = None  # knows whether labels were drawn for this step
+        self._several = several  # ranks compare both intervals before these come into force
+        self._aim = aim
+        self._values: dict[str, Any] = {}
         self._schedules: dict[str, Schedule] = {}
         self._group_schedules = group_schedules  # one dict a group, for damping and factor_decay
-        for name in SCHEDULED:
+        for name in SETTABLE:
             value = getattr(options, name)
-            if callable(value):
+            if name in SCHEDULED and callable(value):
                 check_callable(name, value, "step")
                 self._schedules[name] = value
                 value = value(0)
-            setattr(self, name, value)
-        self.grad_scaler = options.grad_scaler
-        self.take_intervals()
+            self._set(name, value)
+        self._in_force: dict[str, int] = {}
+        self.take_intervals(0)
+        self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PER_GROUP:
-            raise AttributeError(
-                f"{name} = {value!r}: it belongs to the parameter groups; set "
-                f'optimizer.param_groups[i]["{name}"]'
-            )
-        if self._is_built and name in FIXED:
-            raise AttributeError(
-                f"{name} = {value!r}: it can only be given at construction; build the optimizer "
-                f"with {name}={value!r}"
-            )
-        # A misspelled name would have no effect. Own attributes appear during construction.
-        if self._is_built and not (name.startswith("_") or hasattr(self, name)):
-            near = difflib.get_close_matches(name, SETTABLE, 1)
-            raise AttributeError(
-                f"{name} = {value!r}: the preconditioner has no {name}"
-                + (f"; did you mean {near[0]}?" if near else f"; {', '.join(SETTABLE)} can be set")
-            )
+        if self._is_built:
+            refuse_name(self, name, value)
         super().__setattr__(name, value)
 
-    def read(self, groups: list[Group]) -> None:
+    def read(self, groups: list[Group], step: int) -> None:
         """Read the step's values from schedules and from the groups, and check them."""
         if len(groups) != len(self._group_schedules):
             raise RuntimeError(
@@ -75,117 +81,94 @@ class Hyperparameters:
             for name, settled in PER_GROUP.items():
                 schedule = schedules.get(name)
                 # Users and schedulers write into groups, too.
-                group[name] = settled(group[name] if schedule is None else schedule(self.steps))
+                group[name] = settled(group[name] if schedule is None else schedule(step))
             refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
-            setattr(self, name, schedule(self.steps))
+            self._set(name, schedule(step))
 
-    def upcoming(self, name: str, ahead: int = 0) -> Any:
-        """Return a hyperparameter's value for the next backward passes, before a step reads it.
-
-        With ``ahead``, the value is for the passes of that many steps later.
-        """
+    def upcoming(self, name: str, step: int) -> Any:
+        """Return a value for the backward passes of a step, before the step reads its values."""
         schedule = self._schedules.get(name)
-        if schedule is None:
-            return getattr(self, name)
-        return check(name, schedule(self.steps + ahead))
+        return self._values[name] if schedule is None else check(name, schedule(step))
 
-    def take_intervals(self, ahead: int = 0) -> None:
+    def take_intervals(self, step: int) -> None:
         """Put both intervals into force; several ranks have compared them before."""
-        if self.ranks.world > 1:
-            self._in_force = {name: self.upcoming(name, ahead) for name in _INTERVALS}
+        if self._several:
+            self._in_force.update({name: self.upcoming(name, step) for name in _INTERVALS})
 
-    def in_force(self, name: str) -> int:
+    def in_force(self, name: str, step: int) -> int:
         """Return the interval that decides when ranks exchange anything."""
-        return self.upcoming(name) if self.ranks.world == 1 else self._in_force[name]
+        return self._in_force[name] if self._several else self.upcoming(name, step)
 
-    def next_intervals(self) -> dict[str, int]:
-        """Return the next step's values of scheduled intervals, for ranks to compare."""
-        several = self.ranks.world > 1  # one rank needs no values of a step that may never come
-        names = [name for name in _INTERVALS if several and name in self._schedules]
-        return {f"{name} of the next step": self.upcoming(name, 1) for name in names}
+    def scheduled_intervals(self, step: int) -> dict[str, int]:
+        """Return the values of scheduled intervals in the next step, for ranks to compare."""
+        # One rank needs no values of a step that may never come.
+        names = [name for name in _INTERVALS if self._several and name in self._schedules]
+        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
 
     def current_options(self) -> Options:
         """Return the options with all values that have been set since construction."""
-        plain = [name for name in SCHEDULED if name not in self._schedules]
-        return self.options.having({name: getattr(self, name) for name in (*plain, "grad_scaler")})
+        return self.options.having(
+            {n: v for n, v in self._values.items() if n not in self._schedules}
+        )
 
-    def _changed(self) -> None:
-        """Follow an interval or a fraction that has been set."""
+    def _set(self, name: str, value: Any) -> None:
+        value = self.options.checked(name, value)
+        if name == "loss_terms":
+            self._refuse_terms_after_draws(value)
+            self.sums.loss_terms = value
+        elif name == "grad_scaler":
+            self.sums.loss_scale = _scale_reader(value)
+        self._values[name] = value
+        aim = self._aim() if self._is_built and name in _AIMING else None
+        if aim is not None:
+            aim()
 
-    @property
-    def kl_clip(self) -> float | None:
-        return self._kl_clip
-
-    @kl_clip.setter
-    def kl_clip(self, value: float | None) -> None:
-        self._kl_clip = self.options.checked("kl_clip", value)
-
-    @property
-    def factor_update_steps(self) -> int:
-        """The interval at which layers gather.
-
-        On several ranks, a new interval acts from the next step that updates factors or
-        decompositions.
-        """
-        return self._factor_update_steps
-
-    @factor_update_steps.setter
-    def factor_update_steps(self, value: int) -> None:
-        self._factor_update_steps = check("factor_update_steps", value)
-        self._changed()
-
-    @property
-    def inv_update_steps(self) -> int:
-        """The interval of refreshes; a new interval acts as told for ``factor_update_steps``."""
-        return self._inv_update_steps
-
-    @inv_update_steps.setter
-    def inv_update_steps(self, value: int) -> None:
-        self._inv_update_steps = check("inv_update_steps", value)
-
-    @property
-    def statistics_fraction(self) -> float:
-        """The share of the examples that enters the factors; of positions, if examples are few."""
-        return self._statistics_fraction
-
-    @statistics_fraction.setter
-    def statistics_fraction(self, value: float) -> None:
-        self._statistics_fraction = check("statistics_fraction", value)
-        self._changed()
-
-    @property
-    def loss_terms(self) -> str | float:
-        """ "examples", "positions", or how many terms the losses of this step average."""
-        return self.sums.loss_terms
-
-    @loss_terms.setter
-    def loss_terms(self, value: str | float) -> None:
-        value = self.options.checked("loss_terms", value)
-        former = self.sums.loss_terms
+    def _refuse_terms_after_draws(self, value: str | float) -> None:
+        former = self._values.get("loss_terms", value)
         numbers = not isinstance(value, str) and not isinstance(former, str)
-        if value != former and not numbers and self._has_drawn():
+        if value != former and not numbers and self.capture is not None and self.capture.draws:
             why = (
                 f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
                 "give the optimizer a number as its argument"
             )
             raise invalid_because("loss_terms", why)
-        self.sums.loss_terms = value
 
-    def _has_drawn(self) -> bool:
-        """Return whether labels were drawn for the step that runs."""
-        return False
 
-    @property
-    def grad_scaler(self) -> Any:
-        """The GradScaler, number or callable whose scale the captured output gradients carry."""
-        return self._grad_scaler
+def _setting(name: str) -> property:
+    """Return the property of one option that may change."""
 
-    @grad_scaler.setter
-    def grad_scaler(self, value: Any) -> None:
-        value = self.options.checked("grad_scaler", value)
-        self.sums.loss_scale = _scale_reader(value)
-        self._grad_scaler = value
+    def read(self: Hyperparameters) -> Any:
+        return self._values[name]
+
+    def write(self: Hyperparameters, value: Any) -> None:
+        self._set(name, value)
+
+    return property(read, write, doc=OPTIONS[name].help)
+
+
+for _name in SETTABLE:
+    setattr(Hyperparameters, _name, _setting(_name))
+
+
+def refuse_name(owner: object, name: str, value: Any) -> None:
+    """Refuse to set an option of groups, an option that is fixed, or a misspelled name."""
+    if name in PER_GROUP:
+        raise AttributeError(
+            f"{name} = {value!r}: it belongs to the parameter groups; set "
+            f'optimizer.param_groups[i]["{name}"]'
+        )
+    if name in FIXED:
+        raise AttributeError(
+            f"{name} = {value!r}: it can only be given at construction; build the optimizer "
+            f"with {name}={value!r}"
+        )
+    if not (name.startswith("_") or hasattr(owner, name)):
+        near = difflib.get_close_matches(name, SETTABLE, 1)
+        raise AttributeError(
+            f"{name} = {value!r}: the preconditioner has no {name}"
+            + (f"; did you mean {near[0]}?" if near else f"; {', '.join(SETTABLE)} can be set")
+        )
 
 
 def refuse_lost_damping(group: dict[str, Any]) -> None:

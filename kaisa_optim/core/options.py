@@ -467,10 +467,9 @@ class Options:
         """The assignment that both arguments name."""
         return choose(self.assignment, self.grad_worker_fraction)
 
-    @property
-    def turns(self) -> bool | int:
-        """The number of layers refreshed at once; True: as many as there are ranks, False: all."""
-        return self.staggered or False
+    def at_once(self, world: int) -> int:
+        """Return the number of layers that are refreshed at once; 0 stands for all."""
+        return world if self.staggered is True else int(self.staggered or 0)
 
     @property
     def kaisa_scaling(self) -> bool:

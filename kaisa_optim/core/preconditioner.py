@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,25 +24,47 @@ from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from . import coverage, exchange, gradients, reports
+from .coverage import CoverageReport
 from .exchange import BaseSide
-from .hyperparameters import clip_lr
+from .hyperparameters import Hyperparameters, clip_lr, refuse_name
 from .options import SHARED, Group, Options
-from .questions import Questions
 from .registry import Registry
 from .status import Status, step_report, zeros_like_gradients
 from .store import FactorStore
+from .view import Forward, View
 
 _NOTHING = AgreedStep()  # the agreement of a step without an exchange
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
-class Preconditioner(Questions):
+class Preconditioner:
     """K-FAC for one model: ``optimizer.preconditioner``.
 
     The optimizer calls :meth:`step` with its parameter groups and gets the gradients for its base
     class. Users read coverage, costs and factors here, and set the hyperparameters of the whole
     optimizer.
     """
+
+    # Set by users and by schedules
+    kl_clip = Forward[float | None](Hyperparameters, "hyperparameters")
+    factor_update_steps = Forward[int](Hyperparameters, "hyperparameters")
+    inv_update_steps = Forward[int](Hyperparameters, "hyperparameters")
+    statistics_fraction = Forward[float](Hyperparameters, "hyperparameters")
+    loss_terms = Forward[str | float](Hyperparameters, "hyperparameters")
+    grad_scaler = Forward[Any](Hyperparameters, "hyperparameters")
+    # Asked by users
+    layers = Forward[dict[str, Layer]](View, "view")
+    uncovered = Forward[dict[str, str]](View, "view")
+    skipped = Forward[dict[str, str]](View, "view")
+    assignment = Forward[reports.Assigned](View, "view")
+    coverage = Forward[Callable[[], CoverageReport]](View, "view")
+    factors = Forward[Callable[[str], tuple[Tensor, Tensor]]](View, "view")
+    memory_usage = Forward[Callable[[], dict[str, int]]](View, "view")
+    communication_volume = Forward[Callable[[], dict[str, float]]](View, "view")
+    paused = Forward[Callable[[], AbstractContextManager[None]]](View, "view")
+    sample_fisher = Forward[Callable[..., None]](View, "view")
+
+    _is_built = False
 
     def __init__(
         self,
@@ -59,6 +83,7 @@ class Preconditioner(Questions):
         that must be alike on all ranks. Without it, ranks compare in the first step only, so that
         one rank may build alone.
         """
+        self.capture: Capture  # made when the layers are known
         self.model = model
         self._identity = identity
         self.ranks = Ranks(
@@ -72,9 +97,8 @@ class Preconditioner(Questions):
         self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # the facts that the state's entries were made from
-        self._refused: Exception | None = None  # an error that kept this rank from loading
-        self._unsettled = False  # a state was loaded, and the other ranks were not yet asked
-        self._named: set[Layer] = set()  # layers that a message named as without statistics
+        # The outcome of a load, until other ranks are asked: None, or the error that refused it.
+        self._unsettled: list[Exception | None] = []
         self.rebuild(groups)
         self._identity = identity or {}
         self._is_built = True
@@ -94,7 +118,10 @@ class Preconditioner(Questions):
         sums = FactorSums(
             kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
         )
-        super().__init__(options, sums, group_schedules)
+        self.options, self.sums = options, sums
+        self.hyperparameters = Hyperparameters(
+            options, sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
+        )
         self.rule = rule = make_rule(options, length)
         if several:
             self.rule.half_products = False  # until ranks agree
@@ -104,8 +131,7 @@ class Preconditioner(Questions):
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
         self.sizes = sizes_of(rule, options)
-        self.refresher = Refresher(rule, keep_errors=several)
-        self.store = FactorStore(averages, self.rule, self.refresher)
+        self.store = FactorStore(averages, rule, Refresher(rule, keep_errors=several))
         self.gradients = exchange.GradientExchange(
             self.ranks,
             self.registry,
@@ -115,6 +141,19 @@ class Preconditioner(Questions):
             grafting=options.grafting,
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_built:  # own attributes appear during construction
+            refuse_name(self, name, value)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return reports.describe(self)
+
+    @property
+    def view(self) -> View:
+        """The answers to users' questions; made anew, since a kept one would be a circle."""
+        return View(self)
+
     # ---- the step ----
 
     def step(self, groups: list[Group], base: BaseSide | None = None) -> dict[Tensor, Tensor]:
@@ -122,8 +161,9 @@ class Preconditioner(Questions):
 
         With a ``base``, return the directions of the parameters that K-FAC steps in its place.
         """
-        self.read(groups)
-        self.registry.refuse_replaced(groups)
+        self.hyperparameters.read(groups, self.steps)
+        registry = self.registry
+        registry.refuse_replaced(groups)
         self.settle_load(groups)
         self._follow_changes()
 
@@ -131,22 +171,24 @@ class Preconditioner(Questions):
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step(base)
-        self.registry.refuse_other_choices(groups)
-        values = step_values(self.registry, groups)
-        self.plan = plan = self._plan(agreed)
+        registry.refuse_other_choices(groups)
+        values = step_values(registry, groups)
+        states, late = registry.states, self.store.answer_late(registry.layers)
+        self.plan = plan = plan_step(self.steps, agreed, states, slot=self._slot(), defers=late)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
         if plan.changes_factors:
             self._renew(plan, agreed, values)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
-        reports.name_layers_without_statistics(self.applied, self.registry.states, self._named)
+        reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
         if base is None:
             updates = self.gradients.updates(values)
-            if self.kl_clip is not None:
+            kl_clip = self.hyperparameters.kl_clip
+            if kl_clip is not None:
                 alphas = list(map(clip_lr, groups))
-                updates.clip(self.kl_clip, alphas, self.registry.group_of)
-            new = updates.by_parameter(self.registry.in_parts)
+                updates.clip(kl_clip, alphas, registry.group_of)
+            new = updates.by_parameter(registry.in_parts)
         else:
             new = self.gradients.directions(base, values)
         if self.steps < self.options.warmup_steps:
@@ -185,10 +227,10 @@ class Preconditioner(Questions):
         if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
             self.rule.half_products = agreed.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
-        self.take_intervals()
+        self.hyperparameters.take_intervals(self.steps)
         self.status.note_answers(agreed)
-        self.refresher.forget_answers()
-        slots = self.schedule.gathering_slots(self.in_force("factor_update_steps"))
+        self.store.refresher.forget_answers()
+        slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
@@ -206,20 +248,7 @@ class Preconditioner(Questions):
         return step_report(self.capture, self.sums, self.registry.sections)._replace(
             checksum=agreement.checksum(common | self.status.weights()),
             lacks_half_products=self._lacks_half_products(),
-            stale=self.refresher.answers(self.owned, self.registry.deferred),
-        )
-
-    def _plan(self, agreed: AgreedStep) -> StepPlan:
-        defers: set[str] = set()
-        if any([self.refresher.defers_on(device) for device in {d for d, _ in self._placed}]):
-            layers = self.registry.layers.items()
-            defers = {name for name, x in layers if self.refresher.defers(x)}
-        return plan_step(
-            self.steps,
-            agreed,
-            self.registry.states,
-            slot=self._slot(),
-            defers=defers,
+            stale=self.store.refresher.answers(self.store.owned, self.registry.deferred),
         )
 
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
@@ -228,7 +257,7 @@ class Preconditioner(Questions):
         Decompositions wait for all sums. If an owner decomposed after its first sums, the other
         ranks would wait for its terms of the next sums.
         """
-        layers, states = self.registry.layers, self.registry.states
+        layers, states, store = self.registry.layers, self.registry.states, self.store
         due = [layers[name] for name in plan.refresh]
         keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
         keys = [key for own in keys_of.values() for key in own]
@@ -236,15 +265,15 @@ class Preconditioner(Questions):
         try:
             self._average(plan, agreed, values)
             shifts = exchange.damping_shifts(
-                self.ranks, self.registry, self.rule, self.owned, due, values.damping_of
+                self.ranks, self.registry, self.rule, store.owned, due, values.damping_of
             )
-            report = self.refresher.decompose(self.owned, self.applied, plan, shifts)
+            report = store.refresher.decompose(store.owned, store.applied, plan, shifts)
             if not due:
                 return
             names, empty = self.status.settle(plan, report, self.options.max_failures)
-            self._named.update(layers[name] for name in empty)
+            self.status.named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
-            parts = self.ranks, self.registry, self.rule, self.sizes, self.applied
+            parts = self.ranks, self.registry, self.rule, self.sizes, store.applied
             exchange.share_state(*parts, new, values.damping_of)
         except BaseException:
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
@@ -253,15 +282,15 @@ class Preconditioner(Questions):
 
     def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
         """Take the sums of all ranks into their owners' averages."""
-        ranks, sums, layers = self.ranks, self.sums, self.registry.layers
+        ranks, sums, layers, store = self.ranks, self.sums, self.registry.layers, self.store
         average = [layers[name] for name in plan.average]
         for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
-            self.store.averages.update(self.owned, arrived, agreed, values.decay_of, self.steps)
+            store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
         sums.clear()
 
     def _advance(self) -> None:
         if self.plan.exchanges:
-            self.take_intervals(1)
+            self.hyperparameters.take_intervals(self.steps + 1)
             name_unseen(self.capture, self.registry)
         self.steps += 1
         self.status.note_weights(self.steps)
@@ -271,7 +300,10 @@ class Preconditioner(Questions):
         self._choose()
 
     def _slot(self) -> frozenset[str]:
-        return self.schedule.refreshes(self.steps, self.in_force("inv_update_steps"))
+        return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
+
+    def _interval(self, name: str) -> int:
+        return self.hyperparameters.in_force(name, self.steps)
 
     def _aim(self) -> None:
         """Tell capture anew which layers gather, and where to look for their calls."""
@@ -279,34 +311,21 @@ class Preconditioner(Questions):
         self._choose()
 
     def _choose(self) -> None:
-        """Tell capture which layers gather in the next backward passes, and which rows."""
-        interval, states = self.in_force("factor_update_steps"), self.registry.states
-        # A layer gathers once in an interval, and early: each time it takes the next rows.
-        number = self.schedule.rounds_begun(self.steps, interval)
-        self.capture.sample = sampling.sample_of(self.upcoming("statistics_fraction"), number)
-        wanted = self.schedule.gathers(self.steps, interval)
-        # Leave out layers without a pass for long: else ranks might exchange in every step.
-        limit = _GIVEN_UP * interval
-        self.capture.wanted = frozenset(
-            layer
-            for layer in self.registry.active
-            if layer.name in wanted or 0 < states[layer.name].missed < limit
-        )
-
-    def _changed(self) -> None:
-        if self._is_built:
-            self._aim()
+        interval = self._interval("factor_update_steps")
+        fraction = self.hyperparameters.upcoming("statistics_fraction", self.steps)
+        choose(self.capture, self.registry, self.schedule, self.steps, interval, fraction)
 
     # ---- values that must be alike on all ranks ----
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
-        values = reports.of_groups(groups)
-        values |= {name: getattr(self, name) for name in ("steps", *SHARED)} | self.next_intervals()
+        values, parameters = reports.of_groups(groups), self.hyperparameters
+        values |= {"steps": self.steps} | {name: getattr(parameters, name) for name in SHARED}
+        values |= parameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
     def _lacks_half_products(self) -> bool:
-        return self.rule.lacks_half_products({device for device, _ in self._placed})
+        return self.rule.lacks_half_products({device for device, _ in self.store.places})
 
     # ---- the model ----
 
@@ -315,25 +334,18 @@ class Preconditioner(Questions):
         registry = self.registry
         registry.match_groups(groups)
         described = self._common(groups) | self.options.described()
-        found = self.status.cover(groups, described, self._identity, first=self._capture is None)
+        found = self.status.cover(groups, described, self._identity, first=not self._is_built)
         registry.rebuild(found, groups)
         for layer in self.sums.of_layer.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
-        former = self._capture
+        former = self.capture if self._is_built else None
         if former is not None:
             former.detach()
-        self._capture = Capture(
-            coverage.unwrapped(self.model),
-            list(registry.layers.values()),
-            self.sums,
-            reduce=self.options.weight_sharing == "reduce",
-            counts=not self.rule.scale_free,
-            precision=self.options.statistics_precision,
-            # One rank that raised alone in its backward pass would leave the others waiting.
-            keep_errors=self.ranks.world > 1,
-        )
+        several = self.ranks.world > 1
+        new = make_capture(registry, self.sums, self.rule, self.options, keep_errors=several)
         if former is not None:  # this may be between a backward pass and its step
-            self._capture.resume(former)
+            new.resume(former)
+        self.capture = self.hyperparameters.capture = new
         self.allocate()
         self._aim()
 
@@ -348,7 +360,7 @@ class Preconditioner(Questions):
             changed = self.registry.follow_changes({x: s.covers for x, s in of_layer.items()})
         for layer in changed:
             self.reset(layer)
-        if changed or self._placed != self.registry.devices:
+        if changed or self.store.places != self.registry.devices:
             self.allocate()
 
     def reset(self, layer: Layer) -> None:
@@ -361,10 +373,8 @@ class Preconditioner(Questions):
         registry = self.registry
         registry.facts = {x: registry.facts_of(x) for x in registry.layers.values()}
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
-        self.gradients.allocate(self.applied)
-        self._placed = registry.devices
-        at_once = self.options.turns
-        at_once = self.ranks.world if at_once is True else int(at_once)
+        self.gradients.allocate(self.store.applied)
+        at_once = self.options.at_once(self.ranks.world)
         self.schedule = Schedule([*registry.facts.values()], at_once, self.options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new
         # stacks: publish them anew.
@@ -377,17 +387,16 @@ class Preconditioner(Questions):
     def refuse(self, error: Exception) -> None:
         """Note an error of loading; if only some ranks have one, all raise in the next step."""
         if self.ranks.world > 1:
-            self._unsettled, self._refused = True, error
+            self._unsettled = [error]
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
-        self._refused = None
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
-        self._unsettled = self.ranks.world > 1
+        self._unsettled = [None] if self.ranks.world > 1 else []
         if not self._unsettled:
-            self._ask_owners()
-        self.take_intervals()
+            ask_owners(self.registry, self.rule)
+        self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self._aim()
 
@@ -395,11 +404,12 @@ class Preconditioner(Questions):
         """Compare loaded states among ranks; layers that some rank lacks start anew on all."""
         if not self._unsettled:
             return
+        (refused,) = self._unsettled
         # Ranks that have loaded nothing begin their step with this exchange: join it, so that all
         # ranks raise if only some have loaded.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
-        self._ask_owners()
+        ask_owners(self.registry, self.rule)
         apart = self.status.compare_covers()
         for layer in apart:
             layer.cover(layer.covers_now())
@@ -408,10 +418,10 @@ class Preconditioner(Questions):
             self.allocate()
         common = self._common(groups) | self.options.described()
         agreement.compare(
-            self.ranks, common, "loaded states", self._refused, "loading a state", told=True
+            self.ranks, common, "loaded states", refused, "loading a state", told=True
         )
-        self._refused = None
-        self.take_intervals()
+        self._unsettled = [None]
+        self.hyperparameters.take_intervals(self.steps)
         loaded = self.status.compare_loaded(self._lacks_half_products())
         for layer in loaded.absent:  # all ranks estimate these anew
             self.reset(layer)
@@ -419,20 +429,14 @@ class Preconditioner(Questions):
             self.sums.drop(layer)
         self.rule.half_products = not loaded.lacks_half_products
         self._aim()
-        self._unsettled = False
-
-    def _ask_owners(self) -> None:
-        """Make owners send their flags once more in the next exchange."""
-        for state in self.registry.states.values():
-            state.deferred = self.rule.checks_later
+        self._unsettled = []
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
-        if self._capture is not None:
-            self._capture.break_off()
-            self._capture.shared.clear()
-            if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
-                self._capture.draws = 0
+        self.capture.break_off()
+        self.capture.shared.clear()
+        if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
+            self.capture.draws = 0
         self.sums.clear()
 
 
@@ -442,6 +446,33 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     capture.missing = {x for x in layers if states[x.name].waits}
     levels = {layer: states[layer.name].levels for layer in layers}
     capture.search(coverage.unwrapped(registry.model), levels)
+
+
+def choose(
+    capture: Capture,
+    registry: Registry,
+    schedule: Schedule,
+    step: int,
+    interval: int,
+    fraction: float,
+) -> None:
+    """Tell capture which layers gather in the next backward passes, and which rows."""
+    # A layer gathers once in an interval, and early: each time it takes the next rows.
+    capture.sample = sampling.sample_of(fraction, schedule.rounds_begun(step, interval))
+    wanted, states = schedule.gathers(step, interval), registry.states
+    # Leave out layers without a pass for long: else ranks might exchange in every step.
+    limit = _GIVEN_UP * interval
+    capture.wanted = frozenset(
+        layer
+        for layer in registry.active
+        if layer.name in wanted or 0 < states[layer.name].missed < limit
+    )
+
+
+def ask_owners(registry: Registry, rule: Rule) -> None:
+    """Make owners send their flags once more in the next exchange."""
+    for state in registry.states.values():
+        state.deferred = rule.checks_later
 
 
 def step_values(registry: Registry, groups: list[Group]) -> StepValues:
@@ -459,6 +490,25 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
     scaled = options.comm_dtype == torch.float16
     return rule.sizes._replace(average=average, wire=wire, terms=terms, scaled=scaled)
+
+
+def make_capture(
+    registry: Registry, sums: FactorSums, rule: Rule, options: Options, *, keep_errors: bool
+) -> Capture:
+    """Return the capture of a model's layers.
+
+    With ``keep_errors``, an error of the backward pass waits for the step: one rank that raised
+    alone would leave the others waiting.
+    """
+    return Capture(
+        coverage.unwrapped(registry.model),
+        list(registry.layers.values()),
+        sums,
+        reduce=options.weight_sharing == "reduce",
+        counts=not rule.scale_free,
+        precision=options.statistics_precision,
+        keep_errors=keep_errors,
+    )
 
 
 def make_rule(options: Options, length: Length) -> Rule:

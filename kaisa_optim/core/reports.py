@@ -23,7 +23,7 @@ from .options import Options
 from .registry import Registry, task_of
 
 if TYPE_CHECKING:
-    from .questions import Questions
+    from .preconditioner import Preconditioner
 
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
 
@@ -104,7 +104,7 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
 # ---- texts ----
 
 
-def describe(kfac: Questions) -> str:
+def describe(kfac: Preconditioner) -> str:
     """Return the text of a preconditioner's ``repr``."""
     options = kfac.options
     how = options.compute_method
@@ -197,9 +197,9 @@ def poor_coverage(found: CoverageReport) -> str:
     return f"{text}:\n{found.named()}\n{found.amount}"
 
 
-def poor_uses(kfac: Questions) -> str:
+def poor_uses(kfac: Preconditioner) -> str:
     """Return a warning, once the search for calls is over, if too many parameters are left."""
-    over = any([x.unseen >= PATIENCE and not x.has_average for x in kfac.states.values()])
+    over = any([x.unseen >= PATIENCE and not x.has_average for x in kfac.registry.states.values()])
     found = coverage(kfac.registry) if over else None
     return poor_coverage(found) if found is not None else ""
 
@@ -257,7 +257,7 @@ def no_capture(step: int) -> RuntimeError:
     )
 
 
-def misread(kfac: Questions) -> str:
+def misread(kfac: Preconditioner) -> str:
     """Return a warning if K counts positions as examples, and if K matters."""
     capture, options = kfac.capture, kfac.options
     indifferent = options.kaisa_scaling or kfac.rule.scale_free

@@ -46,6 +46,7 @@ class Status:
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self._failure: Exception | None = None  # error of the base's step since the last exchange
+        self.named: set[Layer] = set()  # layers that a message named as without statistics
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
     # ---- the model ----

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ..curvature.averages import RunningAverages
@@ -24,6 +25,7 @@ class FactorStore:
         self.refresher = refresher
         self.owned = Factors()  # the factors whose averages this rank keeps and decomposes
         self.applied = AppliedFactors()  # factors of layers whose gradients it preconditions
+        self.places: list[tuple[torch.device, torch.dtype]] = []  # of the layers, when laid out
 
     def allocate(self, registry: Registry, rank: int, grid: Grid) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
@@ -40,10 +42,17 @@ class FactorStore:
         self.averages.allocate(self.owned, self.rule.sizes.of_owner)
         self.refresher.forget_answers()  # they are of former stacks
         self.rule.allocate(self.applied)
+        self.places = registry.devices
         for layer in set(registry.with_average).intersection(registry.active):
             for name, view in self.views(layer):
                 if name in kept[layer]:
                     view.copy_(kept[layer][name])
+
+    def answer_late(self, layers: Mapping[str, Layer]) -> set[str]:
+        """Return the layers whose owners tell in the next exchange whether a refresh failed."""
+        if not any([self.refresher.defers_on(device) for device in {d for d, _ in self.places}]):
+            return set()
+        return {name for name, x in layers.items() if self.refresher.defers(x)}
 
     def specs(self, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
         """Yield a layer's tensors: their prefix, and the factor whose owner has them."""

@@ -327,7 +327,7 @@ class KFACMixin(Optimizer, Joinable):
         return {
             **super().__getstate__(),
             **{name: self.__dict__[name] for name in kept},
-            "_kfac_options": self.preconditioner.current_options(),
+            "_kfac_options": self.preconditioner.hyperparameters.current_options(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

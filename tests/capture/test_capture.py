@@ -345,7 +345,7 @@ def test_autocast_takes_features_that_inference_mode_has_made():
         loss = model(features).square().sum()
     loss.backward()
     opt.step()
-    assert opt.preconditioner.states[""].has_average
+    assert opt.preconditioner.registry.states[""].has_average
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -457,7 +457,7 @@ def test_frozen_layers_are_not_due():
     for _ in range(6):
         opt.zero_grad()
         outputs = model(torch.randn(4, 2, dtype=torch.float64))
-        due.append(opt.preconditioner._capture.due)
+        due.append(opt.preconditioner.capture.due)
         opt.preconditioner.sample_fisher(outputs, "bce")
         outputs.square().mean().backward()
         opt.step()

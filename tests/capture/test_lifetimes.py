@@ -147,7 +147,7 @@ def test_an_optimizer_ends_with_its_last_name(case):
         modules = list(model.modules())
         step(model, optimizer)
         ours = weakref.ref(optimizer.preconditioner)
-        tensors = [weakref.ref(x) for _, x in optimizer.preconditioner.applied.tensors()]
+        tensors = [weakref.ref(x) for _, x in optimizer.preconditioner.store.applied.tensors()]
         del optimizer
         assert ours() is None and tensors and not any(x() is not None for x in tensors)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)

@@ -353,7 +353,7 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     """What this rank preconditions with, under ``layer side owner``."""
     found = {}
     for layer in kfac.layers.values():
-        for name, view in kfac.applied.views(layer):
+        for name, view in kfac.store.applied.views(layer):
             side = name.split("_")[0]
             found[f"{layer.name} {kfac.registry.owner(layer, side)} {name}"] = view.clone()
     return found

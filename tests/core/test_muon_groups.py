@@ -45,7 +45,7 @@ def backward(model: nn.Module, name: str, step: int) -> None:
 
 def momenta_of(opt: Any) -> dict[str, Tensor]:
     """Momenta of the layers whose gradients this rank preconditions."""
-    layers = opt.preconditioner.applied.group_of
+    layers = opt.preconditioner.store.applied.group_of
     return {x.name: opt.state[x.weight]["momentum_buffer"].clone() for x in layers}
 
 
@@ -421,7 +421,7 @@ class Spread(NamedTuple):
 def spread(plan: Plan) -> Spread:
     model, opt = train_share(plan)
     kfac = opt.preconditioner
-    memory = kfac.account.memory()[dist.get_rank()]
+    memory = kfac.view.account.memory()[dist.get_rank()]
     return Spread(
         values(model), momenta_of(opt), kfac.memory_usage(), memory, kfac.communication_volume()
     )

@@ -298,7 +298,7 @@ def scales_and_tells(options: dict[str, Any]) -> list[Tensor]:
 
 
 def sorted_views(kfac: Any, layer: Any) -> list[tuple[str, Tensor]]:
-    return sorted(kfac.applied.views(layer), key=lambda item: item[0])
+    return sorted(kfac.store.applied.views(layer), key=lambda item: item[0])
 
 
 def _scaled(options: dict[str, Any]) -> tuple[list[Tensor], KFACSGD]:
@@ -723,7 +723,7 @@ def failing(
             left = attempts if i == 4 else left
             learn(model, opt, i)
             kfac = opt.preconditioner
-            applied = kfac.applied.by_key.get((kfac.layers["0"], "a"))
+            applied = kfac.store.applied.by_key.get((kfac.layers["0"], "a"))
             states.append(None if applied is None else applied["inverse"].clone())
             if restarts and i == 4:
                 model, older = copy.deepcopy(model), opt
@@ -771,11 +771,11 @@ def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None
         state, opt = opt.state_dict(), optimizer(model, **INVERSES, staggered=False)
         opt.load_state_dict(state)
     layer = opt.preconditioner.layers["0"]
-    older = opt.preconditioner.applied.by_key[layer, "a"]["inverse"].clone()
+    older = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"].clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         learn(model, opt, 5)
-    newer = opt.preconditioner.applied.by_key[layer, "a"]["inverse"]
+    newer = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"]
     assert not torch.allclose(newer.double(), older.double())
 
 

@@ -149,7 +149,9 @@ def takes_shares(plan: Plan) -> Shares:
     kfac = opt.preconditioner
     learn(model, opt, range(3))
     places = {layer: place_of(model, layer) for layer in kfac.layers.values()}
-    tensors = {(places[x], s): f["average"].clone() for (x, s), f in kfac.owned.by_key.items()}
+    tensors = {
+        (places[x], s): f["average"].clone() for (x, s), f in kfac.store.owned.by_key.items()
+    }
     received = dict(kfac.ranks.received)
     found, texts = [], []
     with warnings.catch_warnings(record=True) as record:
@@ -374,7 +376,7 @@ class Loaded(NamedTuple):
 
 
 def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
-    factors = opt.preconditioner.owned.by_key
+    factors = opt.preconditioner.store.owned.by_key
     return {(x.name, s): f["average"].clone() for (x, s), f in factors.items()}
 
 
@@ -541,7 +543,9 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
     learn(model, opt, range(2, 3))
     found.append(set(momenta_here(plan, model, opt)))
     kfac = opt.preconditioner
-    works = {p for x in kfac.layers.values() if x in kfac.applied.group_of for p in x.parameters}
+    works = {
+        p for x in kfac.layers.values() if x in kfac.store.applied.group_of for p in x.parameters
+    }
     return found, {i for i, p in enumerate(model.parameters()) if p in works}
 
 
@@ -569,7 +573,7 @@ def goes_on_from_the_base(plan: Plan) -> list[Tensor]:
     learn(model, plain, range(3, 4))
     learn(other, opt, range(3, 4))
     twins = dict(zip(other.parameters(), model.parameters(), strict=True))
-    for layer in opt.preconditioner.applied.group_of:
+    for layer in opt.preconditioner.store.applied.group_of:
         entries = {p: plain.state[twins[p]] for p in layer.parameters}
         for p, entry in entries.items():
             assert_near(opt.state[p][MOMENTA[plan.optimizer]], entry[MOMENTA[plan.optimizer]])

@@ -58,7 +58,9 @@ def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
 
 def missed(opt: Any) -> dict[str, int]:
     """Return for how many steps layers have missed their slot."""
-    return {n: state.missed for n, state in opt.preconditioner.states.items() if state.missed}
+    return {
+        n: state.missed for n, state in opt.preconditioner.registry.states.items() if state.missed
+    }
 
 
 def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:

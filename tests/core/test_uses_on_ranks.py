@@ -202,7 +202,7 @@ def resumed_around() -> list[Tensor]:
     for i in range(3, 6):
         learn(DDP(model), opt, i)
         learn(DDP(other), again, i)
-    assert not again.preconditioner.states["0.inner"].missed
+    assert not again.preconditioner.registry.states["0.inner"].missed
     assert_same(list(model.parameters()), list(other.parameters()))
     return [p.detach().clone() for p in model.parameters()]
 
@@ -244,7 +244,7 @@ def test_a_use_found_around_its_module_is_found_again_in_a_resumed_run(way):
     for i in range(3, 7):
         learn(model, opt, i)
         learn(other, again, i)
-        assert not again.preconditioner.states["0.inner"].missed
+        assert not again.preconditioner.registry.states["0.inner"].missed
     assert_same(list(model.parameters()), list(other.parameters()))
 
 

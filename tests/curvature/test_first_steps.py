@@ -98,7 +98,10 @@ def test_grafted_steps_are_the_dense_solution_as_long_as_the_gradient():
     opt = exact(model, grafting=True)
     assert (
         len(
-            {opt.preconditioner.applied.group_of[x] for x in opt.preconditioner.registry.active[:3]}
+            {
+                opt.preconditioner.store.applied.group_of[x]
+                for x in opt.preconditioner.registry.active[:3]
+            }
         )
         == 1
     )
@@ -390,7 +393,7 @@ def received(
         before = Counter(kfac.ranks.received)
         opt.step()
         found.append(Counter(kfac.ranks.received) - before)
-    account = kfac.account
+    account = kfac.view.account
     both = account.price(account.plan(average=account.names, refresh=account.names))[rank]
     return found, both, kfac.communication_volume()
 

@@ -232,7 +232,7 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
 
 
 def sums_of(opt: Any) -> dict[str, Tensor]:
-    groups = opt.preconditioner.applied.group_of
+    groups = opt.preconditioner.store.applied.group_of
     return {x.name: g.tensors["square_sum"][g.slots[x]].clone() for x, g in groups.items()}
 
 

@@ -572,7 +572,7 @@ def test_failures_are_retried(method, planted, raises, good_from):
         warnings.simplefilter("error")
         train(model, opt, [0])
     assert_near(values(model), values(other), rtol=1e-3, atol=1e-4)
-    assert not any(state.failures for state in opt.preconditioner.states.values())
+    assert not any(state.failures for state in opt.preconditioner.registry.states.values())
     attempts = [m for m in planted.seen if size_of(m) == 7]
     assert len(attempts) == good_from + 1
     wanted = [torch.float32, torch.float32, torch.float64, torch.float64]
@@ -642,7 +642,7 @@ def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
 def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
     kfac = opt.preconditioner
-    pair = [kfac.applied.by_key[kfac.layers[name], side] for side in "ag"]
+    pair = [kfac.store.applied.by_key[kfac.layers[name], side] for side in "ag"]
     kinds = ("values", "vectors", "inverse", "root")
     return [f[k] for f in pair for k in kinds if k in f.tensors]
 
@@ -665,7 +665,7 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
     failing(2, 2)
     planted.fails = lambda matrices: False
     train(model, opt, [3])  # a recovery starts the count anew
-    assert not any(state.failures for state in opt.preconditioner.states.values())
+    assert not any(state.failures for state in opt.preconditioner.registry.states.values())
     kept = [t.clone() for t in state_of(opt, "2")]
     planted.fails = lambda matrices: size_of(matrices) in (7, 3)
     failing(4, 1)
@@ -723,7 +723,7 @@ def test_an_inverse_of_an_indefinite_average_is_told():
     opt = KFACSGD(model, lr=0.1, damping=1e-4, **ALWAYS["inverse"])
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
-    a = opt.preconditioner.owned.by_key[opt.preconditioner.layers["0"], "a"]
+    a = opt.preconditioner.store.owned.by_key[opt.preconditioner.layers["0"], "a"]
     a["average"].sub_(10 * torch.eye(5).double())
     with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
         train(model, opt, [1])

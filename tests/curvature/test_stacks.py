@@ -19,7 +19,7 @@ from tests.support.watch import (
 
 def state_dtypes(opt) -> set[torch.dtype]:
     kfac = opt.preconditioner
-    tensors = [t for shelf in (kfac.owned, kfac.applied) for _, t in shelf.tensors()]
+    tensors = [t for shelf in (kfac.store.owned, kfac.store.applied) for _, t in shelf.tensors()]
     return {t.dtype for t in tensors if t.is_floating_point()}
 
 

@@ -31,7 +31,7 @@ def test_half_precision_storage_never_overflows(name):
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     opt = step(net, torch.randn(3, 6), inv_dtype=torch.float16, **HALF[name])
     assert all(p.isfinite().all() for p in net.parameters())
-    stored = [t for n, t in opt.preconditioner.applied.tensors() if n in ("scale", "inverse")]
+    stored = [t for n, t in opt.preconditioner.store.applied.tensors() if n in ("scale", "inverse")]
     # The test is about values beyond what the dtype holds: some must have come to its limit.
     assert any((t.abs() == torch.finfo(torch.float16).max).any() for t in stored)
 
@@ -60,9 +60,9 @@ def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
     with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
         opt.step()
     kfac = opt.preconditioner
-    a, g = (kfac.applied.by_key[kfac.layers["0"], side] for side in "ag")
+    a, g = (kfac.store.applied.by_key[kfac.layers["0"], side] for side in "ag")
     expected = 1 / (g["values"][:, :, None] * a["values"][:, None, :] + 0.1)
-    torch.testing.assert_close(kfac.applied.groups[0].tensors["scale"], expected)
+    torch.testing.assert_close(kfac.store.applied.groups[0].tensors["scale"], expected)
 
 
 @pytest.mark.parametrize(

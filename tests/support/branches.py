@@ -29,7 +29,7 @@ def backward(model: nn.Module, i: int, way: str, parts: int = 1) -> None:
 
 
 def gathering(opt: Any) -> set[str]:
-    return {layer.name for layer in opt.preconditioner._capture.wanted}
+    return {layer.name for layer in opt.preconditioner.capture.wanted}
 
 
 def output_factor(opt: Any, name: str) -> Tensor:

@@ -248,7 +248,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
     kfac = opt.preconditioner
-    return {(x.name, s): f["average"].clone() for (x, s), f in kfac.owned.by_key.items()}
+    return {(x.name, s): f["average"].clone() for (x, s), f in kfac.store.owned.by_key.items()}
 
 
 def turns_of_ranks(plan: Plan) -> dict[str, Any]:

@@ -5,99 +5,100 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..capture import fisher
-from ..capture.hooks import Capture
-from ..curvature.refresh import Refresher
-from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors
 from ..layers import Layer
 from ..plan.account import Account
-from ..plan.moves import Sizes
-from ..plan.schedule import Schedule
-from ..plan.step_plan import LayerState
 from . import reports
 from .coverage import CoverageReport
-from .hyperparameters import Hyperparameters
-from .registry import Registry
 from .reports import Assigned
-from .store import FactorStore
+
+if TYPE_CHECKING:
+    from .preconditioner import Preconditioner
 
 
-class Questions(Hyperparameters):
-    """Answers from the parts of a preconditioner; none of them changes anything."""
+T = TypeVar("T")
 
-    model: nn.Module
-    registry: Registry
-    rule: Rule
-    sizes: Sizes
-    refresher: Refresher
-    store: FactorStore
-    schedule: Schedule
-    _defers: set[str]  # layers whose refresh is checked in the step after it
-    _capture: Capture | None = None
 
-    @property
-    def capture(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
+class Forward(Generic[T]):
+    """An attribute that reads and sets the one of the same name in a part.
 
-    @property
-    def owned(self) -> Factors:
-        """The factors whose averages this rank keeps and decomposes."""
-        return self.store.owned
+    Of the class, it is the part's own attribute, so that ``help`` shows that one's text.
+    """
 
-    @property
-    def applied(self) -> AppliedFactors:
-        """The factors of the layers whose gradients this rank preconditions."""
-        return self.store.applied
+    def __init__(self, kind: type, part: str) -> None:
+        self._kind = kind
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, whole: None, owner: type) -> Any: ...
+
+    @overload
+    def __get__(self, whole: object, owner: type) -> T: ...
+
+    def __get__(self, whole: object | None, owner: type) -> Any:
+        holder = self._kind if whole is None else getattr(whole, self._part)
+        return getattr(holder, self._name)
+
+    def __set__(self, whole: object, value: T) -> None:
+        setattr(getattr(whole, self._part), self._name, value)
+
+
+class View:
+    """Answers from the parts of a preconditioner; no answer changes anything."""
+
+    __slots__ = ("_kfac",)
+
+    def __init__(self, kfac: Preconditioner) -> None:
+        self._kfac = kfac
 
     @property
     def layers(self) -> dict[str, Layer]:
         """The covered layers by name."""
-        return self.registry.layers
+        return self._kfac.registry.layers
 
     @property
     def uncovered(self) -> dict[str, str]:
         """The trained parameters that the base updates with their raw gradients, and why."""
-        return self.registry.uncovered | self.registry.unseen
+        return self._kfac.registry.uncovered | self._kfac.registry.unseen
 
     def coverage(self) -> CoverageReport:
         """Return how many of the trained parameters are covered, and why the others are not.
 
         Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
-        return reports.coverage(self.registry)
+        return reports.coverage(self._kfac.registry)
 
     @property
     def skipped(self) -> dict[str, str]:
         """The parameters that ``skip_layers`` leaves out, and the pattern."""
-        return self.registry.skipped
-
-    @property
-    def states(self) -> dict[str, LayerState]:
-        """The state of each covered layer, alike on all ranks."""
-        return self.registry.states
+        return self._kfac.registry.skipped
 
     @property
     def assignment(self) -> Assigned:
         """The owners of each layer's factors: a mapping from layer names, printed as a table."""
-        return Assigned(self.registry, self.ranks.grid)
+        return Assigned(self._kfac.registry, self._kfac.ranks.grid)
 
     @property
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
-        facts, ranks = [*self.registry.facts.values()], self.ranks
-        defers = tuple(name for name in self.layers if name in self._defers)
-        return Account(facts, ranks.grid, self.sizes, defers, ranks.bucket_bytes)
+        kfac = self._kfac
+        late = kfac.store.answer_late(self.layers)
+        defers = tuple(name for name in self.layers if name in late)
+        facts, ranks = [*kfac.registry.facts.values()], kfac.ranks
+        return Account(facts, ranks.grid, kfac.sizes, defers, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Gather no statistics in forward passes under this context."""
-        with self.capture.pause():
+        with self._kfac.capture.pause():
             yield
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -105,7 +106,7 @@ class Questions(Hyperparameters):
 
         Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
-        return reports.factors(self.registry, self.owned, name)
+        return reports.factors(self._kfac.registry, self._kfac.store.owned, name)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
@@ -113,11 +114,11 @@ class Questions(Hyperparameters):
         Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
         not count.
         """
-        usage: Counter[str] = Counter()
-        kinds = {spec.name: spec.kind for spec in self.sizes.specs}
-        for name, tensor in (*self.owned.tensors(), *self.applied.tensors()):
+        store, usage = self._kfac.store, Counter[str]()
+        kinds = {spec.name: spec.kind for spec in self._kfac.sizes.specs}
+        for name, tensor in (*store.owned.tensors(), *store.applied.tensors()):
             usage[kinds[name]] += tensor.nbytes
-        return {**usage, "total": usage.total(), "pending": self.sums.bytes()}
+        return {**usage, "total": usage.total(), "pending": self._kfac.sums.bytes()}
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
@@ -129,8 +130,9 @@ class Questions(Hyperparameters):
         about as much as the first step, and the all-reduce of gradients, such as
         DistributedDataParallel's.
         """
-        intervals = self.factor_update_steps, self.inv_update_steps
-        return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
+        kfac = self._kfac
+        intervals = kfac.factor_update_steps, kfac.inv_update_steps
+        return self.account.per_step(kfac.schedule, *intervals)[kfac.ranks.rank]
 
     def sample_fisher(
         self,
@@ -155,14 +157,9 @@ class Questions(Hyperparameters):
         place of a draw, with one backward pass for each number of an example's outputs.
         ``generator`` draws the labels; without one, step and rank are the seed, not torch's seed.
         """
-        reports.check_draws(self.options)
+        kfac = self._kfac
+        reports.check_draws(kfac.options)
         draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)
-        if self.capture.due:
-            draws.seed(self.steps, self.ranks.rank, self.capture.draws)
-            fisher.draw_before_backward(draws, self.capture, self.sums)
-
-    def _has_drawn(self) -> bool:
-        return self._capture is not None and self._capture.draws > 0
-
-    def __repr__(self) -> str:
-        return reports.describe(self)
+        if kfac.capture.due:
+            draws.seed(kfac.steps, kfac.ranks.rank, kfac.capture.draws)
+            fisher.draw_before_backward(draws, kfac.capture, kfac.sums)

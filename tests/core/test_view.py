@@ -1,0 +1,85 @@
+"""Names of the preconditioner's parts, which users read and set on the preconditioner itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.core.hyperparameters import Hyperparameters
+from kaisa_optim.core.options import OPTIONS, SETTABLE
+from kaisa_optim.core.preconditioner import Preconditioner
+from kaisa_optim.core.view import View
+
+OTHER: dict[str, Any] = {  # values that are not the defaults
+    "loss_terms": 3.0,
+    "factor_update_steps": 2,
+    "inv_update_steps": 4,
+    "statistics_fraction": 0.5,
+    "kl_clip": 0.1,
+    "grad_scaler": 8.0,
+}
+
+
+def built(**options: Any) -> Preconditioner:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return KFACSGD(model, lr=0.1, compute_method="eigen", **options).preconditioner
+
+
+def answers() -> list[str]:
+    return [name for name in vars(View) if not name.startswith("_") and name != "account"]
+
+
+@pytest.mark.parametrize("name", SETTABLE)
+def test_a_setting_is_one_value_on_the_preconditioner_and_in_its_part(name: str) -> None:
+    kfac = built()
+    assert getattr(kfac, name) == getattr(kfac.options, name)
+    setattr(kfac, name, OTHER[name])
+    assert getattr(kfac.hyperparameters, name) == OTHER[name]
+    setattr(kfac.hyperparameters, name, getattr(kfac.options, name))
+    assert getattr(kfac, name) == getattr(kfac.options, name)
+
+
+@pytest.mark.parametrize("owner", ["whole", "part"])
+@pytest.mark.parametrize("name", SETTABLE)
+def test_a_setting_is_checked_wherever_it_is_set(name: str, owner: str) -> None:
+    kfac = built()
+    with pytest.raises(ValueError, match=f"Invalid {name}: "):
+        setattr(kfac if owner == "whole" else kfac.hyperparameters, name, -1.5)
+    assert getattr(kfac, name) == getattr(kfac.options, name)
+
+
+@pytest.mark.parametrize("owner", ["whole", "part"])
+def test_the_next_passes_follow_what_is_set(owner: str) -> None:
+    kfac = built(staggered=False, inv_update_steps=4, factor_update_steps=4)
+    kfac.steps = 2
+    part = kfac if owner == "whole" else kfac.hyperparameters
+    part.factor_update_steps = 4
+    assert not kfac.capture.wanted
+    part.factor_update_steps = 2
+    assert len(kfac.capture.wanted) == 2
+    assert kfac.capture.sample is None
+    part.statistics_fraction = 0.5
+    assert kfac.capture.sample is not None
+
+
+def test_every_setting_and_every_answer_is_forwarded_with_its_text() -> None:
+    for name in SETTABLE:
+        text = inspect.getdoc(getattr(Preconditioner, name))
+        assert text == OPTIONS[name].help == inspect.getdoc(vars(Hyperparameters)[name])
+    for name in answers():
+        assert getattr(Preconditioner, name) is getattr(View, name)
+
+
+@pytest.mark.parametrize("name", answers())
+def test_an_answer_is_never_set(name: str) -> None:
+    kfac = built()
+    with pytest.raises(AttributeError, match=name):
+        setattr(kfac, name, None)
+    with pytest.raises(AttributeError, match="layrs = 1: the preconditioner has no layrs"):
+        kfac.layrs = 1  # type: ignore[attr-defined]
