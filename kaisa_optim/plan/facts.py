@@ -38,13 +38,13 @@ class LayerFacts(NamedTuple):
 
     @property
     def shape(self) -> Hashable:
-        """What layers have alike whose factors lie in the same stacks."""
+        """The key of layers whose factors lie in the same stacks."""
         task = self.task
         return task.a, task.g, task.diagonal_a, task.diagonal_g, self.itemsize, self.device
 
     @property
     def place(self) -> Hashable:
-        """What layers have alike whose sums travel together."""
+        """The key of layers whose sums travel together."""
         return self.device, self.itemsize
 
     @property
