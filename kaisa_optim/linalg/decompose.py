@@ -27,7 +27,7 @@ def attempt(
         raise_unless_a_solvers(error)
         results = (torch.full_like(factors, torch.nan),)
         if damping is None:
-            results = results[0][..., 0], *results
+            results = torch.full_like(factors[..., 0], torch.nan), *results
     if diagonal:
         return results, (factors.isfinite() & results[0].isfinite()).all(1)
     return results, torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0)

@@ -44,7 +44,7 @@ class LayerFacts(NamedTuple):
 
     @property
     def place(self) -> Hashable:
-        """What layers have alike whose sums travel together."""
+        """The key of layers whose sums travel together."""
         return self.device, self.itemsize
 
     @property
