@@ -218,8 +218,9 @@ class Capture:
         _remove(self._handles)
 
     def break_off(self) -> None:
-        """Leave calls of modules that were interrupted."""
+        """Leave calls of modules that were interrupted, and forget the last input's moment."""
         self._passes.break_off()
+        self.shared.clear()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

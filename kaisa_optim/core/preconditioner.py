@@ -130,13 +130,13 @@ class Preconditioner:
         averages = RunningAverages(
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
-        self.sizes = sizes_of(rule, options)
-        self.store = FactorStore(averages, rule, Refresher(rule, keep_errors=several))
+        refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
+        self.store = FactorStore(averages, rule, refresher, sizes)
         self.gradients = exchange.GradientExchange(
             self.ranks,
             self.registry,
             rule,
-            sizes=self.sizes,
+            sizes=sizes,
             comm_dtype=options.comm_dtype,
             grafting=options.grafting,
         )
@@ -273,7 +273,7 @@ class Preconditioner:
             names, empty = self.status.settle(plan, report, self.options.max_failures)
             self.status.named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
-            parts = self.ranks, self.registry, self.rule, self.sizes, store.applied
+            parts = self.ranks, self.registry, self.rule, store.sizes, store.applied
             exchange.share_state(*parts, new, values.damping_of)
         except BaseException:
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
@@ -434,7 +434,6 @@ class Preconditioner:
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
         self.capture.break_off()
-        self.capture.shared.clear()
         if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
         self.sums.clear()

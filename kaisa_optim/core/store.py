@@ -13,14 +13,18 @@ from ..curvature.rules import Rule
 from ..curvature.stacks import AppliedFactors, Factors, Specs, alike, specs_of, stack_key
 from ..layers import Layer
 from ..plan.assignment import Grid
+from ..plan.moves import Sizes
 from .registry import Registry
 
 
 class FactorStore:
     """The factors that this rank owns, and the factors that it applies."""
 
-    def __init__(self, averages: RunningAverages, rule: Rule, refresher: Refresher) -> None:
+    def __init__(
+        self, averages: RunningAverages, rule: Rule, refresher: Refresher, sizes: Sizes
+    ) -> None:
         self.averages = averages
+        self.sizes = sizes
         self.rule = rule
         self.refresher = refresher
         self.owned = Factors()  # the factors whose averages this rank keeps and decomposes

@@ -93,7 +93,7 @@ class View:
         late = kfac.store.answer_late(self.layers)
         defers = tuple(name for name in self.layers if name in late)
         facts, ranks = [*kfac.registry.facts.values()], kfac.ranks
-        return Account(facts, ranks.grid, kfac.sizes, defers, ranks.bucket_bytes)
+        return Account(facts, ranks.grid, kfac.store.sizes, defers, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class View:
         not count.
         """
         store, usage = self._kfac.store, Counter[str]()
-        kinds = {spec.name: spec.kind for spec in self._kfac.sizes.specs}
+        kinds = {spec.name: spec.kind for spec in store.sizes.specs}
         for name, tensor in (*store.owned.tensors(), *store.applied.tensors()):
             usage[kinds[name]] += tensor.nbytes
         return {**usage, "total": usage.total(), "pending": self._kfac.sums.bytes()}

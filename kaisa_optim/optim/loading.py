@@ -161,7 +161,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
     }
     seconds: dict[Tensor, Tensor] = {}
-    replaces = SQUARE_SUM in kfac.sizes.of_gradient
+    replaces = SQUARE_SUM in kfac.store.sizes.of_gradient
     for layer in kfac.registry.with_state if replaces else ():
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:

@@ -55,7 +55,7 @@ STALE = TensorSpec("stale", "counters", "number", "int32", IS_ZERO)  # to be dec
 
 
 class Sizes(NamedTuple):
-    """What bytes depend on beside shapes: the rule's tensors, and bytes of their numbers.
+    """The facts beside shapes that bytes depend on: the rule's tensors, and bytes of their numbers.
 
     If the bytes of a number are ``None``, the arithmetic's apply.
     """
