@@ -53,4 +53,4 @@ def test_functions_of_the_package_alone_are_visited():
 
 def test_a_bare_loop_takes_fewer_operations():
     known = {f"{network}, {ours}": KNOWN[f"{network}, {ours}"] for network, ours in operations.ROWS}
-    assert all(0.8 < row["bare step"] / row["step"] < 1 for row in known.values())
+    assert all(0.75 < row["bare step"] / row["step"] < 1 for row in known.values())
