@@ -198,7 +198,8 @@ class GradientExchange:
         self._stacks: dict[Layer, GradientStack] = {}  # the last step's stacks, by first layer
         # Each column's buckets of the layers on one device, by the first of these layers.
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[_Bucket]]]]] = {}
-        self._blocks: dict[Layer, Blocks] = {}  # the last step's, by first layer
+        # The last step's, by first layer and count: all layers begin as the first of their parts.
+        self._blocks: dict[tuple[Layer, int], Blocks] = {}
 
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
@@ -261,9 +262,10 @@ class GradientExchange:
             updates.scale(scales, self.shards_of)
 
     def _blocks_of(self, layers: list[Layer]) -> Blocks:
-        found = self._blocks.get(layers[0])
+        key = layers[0], len(layers)
+        found = self._blocks.get(key)
         if found is None or found.layers != layers:
-            found = self._blocks[layers[0]] = Blocks(layers)
+            found = self._blocks[key] = Blocks(layers)
         return found
 
     def _precondition(
