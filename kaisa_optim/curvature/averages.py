@@ -14,15 +14,9 @@ from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
+from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
-from .stacks import (
-    Factor,
-    Factors,
-    Key,
-    StackKey,
-    common_or_each,
-    sent,
-)
+from .stacks import Factor, Factors, Key, StackKey, common_or_each, sent
 
 Number = Tensor | float  # a tensor has one entry a block
 DecayOf = Callable[[Layer], float]
@@ -58,12 +52,10 @@ class RunningAverages:
         number: int,
     ) -> None:
         """Take new values of owned factors into their averages in step ``number``."""
-        places: dict[tuple[torch.device, torch.dtype], list[Factor]] = {}
-        for stack in owned.stacks.values():
-            own = [f for f in stack.factors if (f.layer, f.side) in sums]
-            places.setdefault((stack.key.device, stack.key.dtype), []).extend(own)
+        stacks = owned.stacks.values()
+        own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision():
-            for factors in filter(None, places.values()):
+            for factors in grouped(own, lambda f: (f.key.device, f.key.dtype)).values():
                 values = [sums[f.layer, f.side] for f in factors]
                 self._update(factors, values, agreed, decay_of, number)
 
@@ -148,10 +140,9 @@ def _stand_in(factor: Factor) -> None:
     Damping alone would make their first steps far longer than the other blocks' steps.
     """
     average, seen = factor["average"], factor["weight"] > 0
-    matrix = (slice(None), *(None,) * (average.dim() - 1))
     shares = seen.to(average.dtype) / seen.sum().clamp(min=1)
-    mean = (average * shares[matrix]).sum(0)
-    average.copy_(torch.where(seen[matrix], average, mean))
+    mean = (average * _each(shares, average)).sum(0)
+    average.copy_(torch.where(_each(seen, average), average, mean))
 
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:

@@ -72,7 +72,7 @@ class Blocks:
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in layers}
         self.sides = list(sides.values())
         self.roots = per_block(layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
-        # Steps of this root mean square are free: vectors' all.
+        # Steps up to this root mean square have no limit; vectors have none at all.
         self.free = per_block(layers, lambda x: math.inf if 1 in sides[x] else _FREE, self.like)
         self._kept: dict[str, tuple[list[Any], Tensor]] = {}
         self._order: Tensor | None = None
@@ -193,7 +193,8 @@ class AdamLength(Length):
         fall /= deviation
         units = _units(one, shares)
         scale = fall / _along(one, units, shares)
-        return _scaled(one, units, _within(scale, _limit(one, base)))
+        _scale(one, _within(scale, _limit(one, base)).mul_(units))
+        return _no_terms(one)
 
 
 class FallLength(Length):
@@ -208,7 +209,8 @@ class FallLength(Length):
         units = _units(one, None)
         assert one.sums.measured is not None
         scale = one.sums.measured.clamp(min=0) / _along(one, units, None).mul_(one.peaks)
-        return _scaled(one, units, _within(scale, _limit(one, base, taken=True)))
+        _scale(one, _within(scale, _limit(one, base, taken=True)).mul_(units))
+        return _no_terms(one)
 
 
 class MuonLength(Length):
@@ -221,7 +223,8 @@ class MuonLength(Length):
         settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
         both = zip(one.blocks.sides, settings, strict=True)
         each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
-        return _scaled(one, _units(one, None), one.blocks.each("length", each))
+        _scale(one, _units(one, None) * one.blocks.each("length", each))
+        return _no_terms(one)
 
 
 class SGDLength(Length):
@@ -248,7 +251,7 @@ class SGDLength(Length):
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
-        _scaled(one, units, None)
+        _scale(one, units)
         return torch.stack([whole, squares, along, last, limit], 1)
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
@@ -303,12 +306,15 @@ def _within(scale: Tensor, limit: Tensor) -> Tensor:
     return scale.nan_to_num_(nan=0.0, posinf=0.0)
 
 
-def _scaled(one: Stepped, units: Tensor, scale: Number | None) -> Tensor:
-    """Scale the directions; no number of these blocks has to travel."""
-    whole = units if scale is None else units * scale
+def _scale(one: Stepped, scales: Tensor) -> None:
+    """Multiply each block's direction by its scale, in place."""
     sizes = [len(direction) for direction in one.directions]
-    torch._foreach_mul_(one.directions, list(whole[:, None, None].split(sizes)))
-    return whole.new_empty(len(whole), 0)
+    torch._foreach_mul_(one.directions, list(scales[:, None, None].split(sizes)))
+
+
+def _no_terms(one: Stepped) -> Tensor:
+    """Return the terms of blocks of which no number has to travel."""
+    return one.peaks.new_empty(len(one.peaks), 0)
 
 
 def _last_columns(blocks: Blocks, base: OfBase) -> Tensor | None:

@@ -21,7 +21,5 @@ def pack_hook() -> Any:
 
 def saving_hooks() -> str | None:
     """Return the module whose hooks pack saved tensors now, as a checkpoint's do, or ``None``."""
-    hooks = (UNKNOWN,) if _top_hooks is None else _top_hooks(False)
-    if hooks is None or hooks[0] is UNKNOWN:
-        return None if hooks is None else UNKNOWN
-    return getattr(hooks[0], "__module__", None) or ""
+    hook = pack_hook()
+    return hook if hook in (None, UNKNOWN) else getattr(hook, "__module__", None) or ""
