@@ -47,6 +47,36 @@ class Run:
     curve: list[tuple[int, float, float, float | None]]  # step, seconds, loss, score
 
 
+class Training:
+    """A network from a seed's weights, on its way through a schedule that ends at ``steps``."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: tuple[Any, ...],
+        one: Contestant,
+        config: Config,
+        seed: int,
+        steps: int,
+        device: str = "cpu",
+    ) -> None:
+        torch.manual_seed(seed)
+        self.task, self.device = task, device
+        self.model = task.network().to(device)
+        self.batches = task.batches(data[0], torch.Generator().manual_seed(1000 + seed))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the base optimizer updates these")
+            self.optimizers = one.build(self.model, config, task.kfac)
+        self.schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in self.optimizers]
+
+    def step(self) -> None:
+        backward(self.task, self.model, self.optimizers, next(self.batches), self.device)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for schedule in self.schedules:
+            schedule.step()
+
+
 def train(
     task: Task,
     data: tuple[Any, ...],
@@ -57,21 +87,12 @@ def train(
     device: str = "cpu",
 ) -> Run:
     """Train from a seed's weights on its batches, with a schedule that ends at ``steps``."""
-    torch.manual_seed(seed)
-    model = task.network().to(device)
-    batches = task.batches(data[0], torch.Generator().manual_seed(1000 + seed))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the base optimizer updates these")
-        optimizers = one.build(model, config, task.kfac)
-    schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in optimizers]
+    training = Training(task, data, one, config, seed, steps, device)
+    model = training.model
     curve = [(0, 0.0, *task.measure(model, data, device))]
     seconds, start = 0.0, now(device)
     for step in range(1, steps + 1):
-        backward(task, model, optimizers, next(batches), device)
-        for optimizer in optimizers:
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
+        training.step()
         if step % task.every == 0 or step == steps:
             seconds += now(device) - start
             curve.append((step, seconds, *task.measure(model, data, device)))

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.machine import describe
 
-from .contestants import CONTESTANTS, Config
-from .search import _rate, backward, now
+from .contestants import CONTESTANTS
+from .search import Training, now
 from .tasks import TASKS, Task
 
 TURN = 10  # steps
@@ -31,24 +30,15 @@ SEED = 1
 
 
 class Racer:
-    """One optimizer on its way through a schedule."""
+    """A training that is timed in turns; ``left`` steps are to come."""
 
-    def __init__(self, task: Task, data: Any, name: str, config: Config, steps: int) -> None:
-        torch.manual_seed(SEED)
-        self.task, self.left, self.seconds = task, steps, 0.0
-        self.model = task.network()
-        self.batches = task.batches(data[0], torch.Generator().manual_seed(1000 + SEED))
-        self.optimizers = CONTESTANTS[name].build(self.model, config, task.kfac)
-        self.schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in self.optimizers]
+    def __init__(self, training: Training, steps: int) -> None:
+        self.training, self.left, self.seconds = training, steps, 0.0
 
     def turn(self) -> None:
         start, count = now("cpu"), min(TURN, self.left)
         for _ in range(count):
-            backward(self.task, self.model, self.optimizers, next(self.batches))
-            for optimizer in self.optimizers:
-                optimizer.step()
-            for schedule in self.schedules:
-                schedule.step()
+            self.training.step()
         self.seconds += now("cpu") - start
         self.left -= count
 
@@ -59,7 +49,11 @@ def race(task: Task, data: Any, found: dict[str, Any]) -> None:
     reached = [one for one in found["to the baseline's loss"] if one["steps"] is not None]
     needed = {(one["optimizer"], one["steps"]) for one in reached}
     needed |= {(one["baseline"], task.steps) for one in reached}
-    racers = {key: Racer(task, data, key[0], settings[key[0]], key[1]) for key in sorted(needed)}
+    racers = {}
+    for name, steps in sorted(needed):
+        one = CONTESTANTS[name]
+        training = Training(task, data, one, settings[name], SEED, steps)
+        racers[name, steps] = Racer(training, steps)
     while any(racer.left for racer in racers.values()):
         for racer in racers.values():
             racer.turn()

@@ -51,6 +51,12 @@ def test_functions_of_the_package_alone_are_visited():
     assert opt is not None
 
 
+@pytest.mark.parametrize(("network", "optimizer"), operations.ROWS)
+def test_the_bare_loop_is_as_it_was_counted(network, optimizer):
+    known = KNOWN[f"{network}, {optimizer}"]
+    assert operations.bare(network, optimizer, 20) == pytest.approx(known["bare step"])
+
+
 def test_a_bare_loop_takes_fewer_operations():
     known = {f"{network}, {ours}": KNOWN[f"{network}, {ours}"] for network, ours in operations.ROWS}
     assert all(0.75 < row["bare step"] / row["step"] < 1 for row in known.values())
