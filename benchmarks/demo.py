@@ -49,7 +49,7 @@ BUILD: dict[str, Callable[[nn.Module, float], Optimizer]] = {
 }
 STEPS = {BASE: 400, OURS: 80}
 COLORS = {BASE: "tab:gray", OURS: "tab:red"}
-GRID = (0.001, 0.003, 0.01, 0.03, 0.1)
+GRID = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SEEDS = (1, 2, 3)
 SEARCH_SEEDS = (101, 102, 103)
 RATES = Path(__file__).parent / "results" / "demo_rates.json"
