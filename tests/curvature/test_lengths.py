@@ -82,7 +82,8 @@ class Block(NamedTuple):
             return math.inf
         size = float(self.weights.square().mean().sqrt())
         if rate is None:
-            return max(lengths._FREE, size * lengths._OF_WEIGHTS_BY_SGD)
+            free = max(size * lengths._FREE_OF_WEIGHTS_BY_SGD, lengths._FREE_OF_ZEROS_BY_SGD)
+            return max(size * lengths._OF_WEIGHTS_BY_SGD, min(free, lengths._FREE))
         most = min(rate * lengths._OF_RATE, size * lengths._OF_WEIGHTS)
         return max(lengths._FREE, most, size * lengths._FREE_OF_WEIGHTS)
 
@@ -99,6 +100,7 @@ def unlimited() -> Iterator[None]:
     with (
         mock.patch.object(Block, "limit", lambda block, rate: math.inf),
         mock.patch.object(lengths, "_FREE", 1e99),
+        mock.patch.object(lengths, "_FREE_OF_ZEROS_BY_SGD", 1e99),
         mock.patch.object(lengths, "_MOST_OF_OWN", math.inf),
     ):
         yield

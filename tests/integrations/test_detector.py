@@ -1,7 +1,8 @@
 """A small one-stage detector: shared heads, a prior of 1 %, losses divided by positives.
 
 Each contestant has a rate at which its base optimizer trains. Preconditioned gradients without a
-length of their own raised the loss to twice and three times its first value here.
+length of their own raised the loss to twice and three times its first value here; so did steps of
+the heads that were a third of their weights' size.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list
     ("make", "most"),
     [
         pytest.param(lambda model: KFACAdam(model, lr=1e-3), 1.3, id="KFACAdam"),
-        # SGD's own loss does not jump; KFACSGD's does on one seed, and ends at half of SGD's.
-        pytest.param(lambda model: KFACSGD(model, lr=0.05, momentum=0.9), 2.5, id="KFACSGD"),
+        pytest.param(lambda model: KFACSGD(model, lr=0.02, momentum=0.9), 1.3, id="KFACSGD"),
+        pytest.param(lambda model: KFACSGD(model, lr=0.05, momentum=0.9), 1.6, id="KFACSGD, fast"),
     ],
 )
 def test_loss_divided_by_positives_jumps_little(make, most, seed):
