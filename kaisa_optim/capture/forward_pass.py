@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode
 
@@ -133,6 +133,17 @@ def _is_running(frame: FrameType) -> bool:
     return here is frame
 
 
+def calling_module() -> nn.Module | None:
+    """Return the innermost module of this thread whose call runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (
+        frame.f_code.co_name == "_call_impl"
+        and frame.f_globals.get("__name__") == "torch.nn.modules.module"
+    ):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 class ForwardPasses:
     """Finds the forward pass of a layer's call, although calls nest and replicas have threads."""
 
@@ -147,6 +158,11 @@ class ForwardPasses:
     def enter(self, mode: Any) -> None:
         """Note that a module runs under this function mode, or under none."""
         self._local.modes.append(_Entered(mode, _frame_of_call()))
+
+    @property
+    def modes(self) -> list[Any]:
+        """The modes that run this thread's modules, the innermost last."""
+        return [entered.what for entered in self._local.modes if entered.what is not None]
 
     def leave(self) -> Any:
         """Return the mode of the module whose call is over."""

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
+from .forward_pass import ForwardPass, ForwardPasses, calling_module, first_tensor, graph_task
 from .tap import (
     Call,
     Covers,
@@ -79,6 +79,10 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+def watched_by(mode: Any) -> frozenset[Layer]:
+    return mode.layers if isinstance(mode, WatchMode) else frozenset()
+
+
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -132,10 +136,11 @@ class Capture:
         self.shared = Shared()
         for layer in layers:
             layer.shared = self.shared
-        # Modules in which calls with each layer's parameters are watched; pairs that have hooks.
+        # Modules in which calls with each layer's parameters are watched.
         self._watched = {layer: layer.watched_in for layer in layers}
-        self._hooked = {(layer, module) for layer in layers for module in layer.watched_in}
-        self._levels = dict.fromkeys(layers, 0)
+        # Layers whose uses in the whole model are looked for in the next pass that gathers.
+        self.sought = {layer for layer in layers if not layer.intercepts()}
+        self._uses: dict[Layer, dict[nn.Module, None]] = {}  # modules in which they were found
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -171,30 +176,47 @@ class Capture:
             module.register_forward_hook(_Hook(self._exit), always_call=True),
         ]
 
-    def search(self, model: nn.Module, levels: Mapping[Layer, int]) -> None:
-        """Watch each layer's calls in the modules that are so many levels above its own."""
-        changed = {layer: n for layer, n in levels.items() if n != self._levels[layer]}
-        if not changed:
-            return
-        self._levels |= changed
-        parents = {child: module for module in model.modules() for child in module.children()}
-        for layer, count in changed.items():
-            modules = layer.watched_in if count == 0 else layer.watched_in or (layer.module,)
-            for _ in range(count):
-                modules = tuple(dict.fromkeys(parents.get(m, model) for m in modules))
-            self._watched[layer] = modules
-            for module in modules:
-                if (layer, module) not in self._hooked:
-                    self._handles += self._watch_in(module, [layer])
-                    self._hooked.add((layer, module))
-
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
         self._passes.starts(args, kwargs, counts=counts)
+        mode: TorchFunctionMode | None = None
+        if self.sought and counts and (self.wanted or self._misses()):
+            mode = WatchMode(list(self.sought), tap_for_mode(self._find), self._takes)
+            mode.__enter__()
+        self._passes.enter(mode)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        sought = self._leave()
         self._passes.ends()
         self._inputs.clear()
+        if sought is not None and output is not None:  # no error broke the pass off
+            self.sought -= sought.layers
+            self._watch_found()
+
+    def _find(self, layer: Layer, output: Tensor, *call: Any) -> Tensor:
+        """Note the module that uses a layer's weight beside those that are watched, and tap."""
+        module = calling_module()
+        if module is not None:
+            self._uses.setdefault(layer.primary, {})[module] = None
+        return self._tap(layer, output, *call)
+
+    def _watch_found(self) -> None:
+        """Watch calls in the modules in which other uses were found."""
+        uses, self._uses = self._uses, {}
+        for layer, modules in uses.items():
+            for module in modules:
+                if module not in self._watched[layer]:
+                    self._watched[layer] = *self._watched[layer], module
+                    self._handles += self._watch_in(module, [layer])
+
+    def _takes(self, mode: WatchMode, layer: Layer) -> bool:
+        """Return whether a call with a layer's weight is left to this mode.
+
+        An inner mode goes first, and so does the hook of the layer's own module.
+        """
+        inner = next((m for m in reversed(self._passes.modes) if layer in watched_by(m)), None)
+        own = not layer.watched_in and calling_module() is layer.module
+        return inner is mode and not own
 
     def reset(self) -> None:
         """Start anew after a step, which has consumed the statistics."""
@@ -278,7 +300,7 @@ class Capture:
             return None
         if not isinstance(output, Tensor):
             return None
-        if self._watched[layer] or (module is layer.module and is_substituted(module, layer)):
+        if module is layer.module and is_substituted(module, layer):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -304,14 +326,19 @@ class Capture:
         mode: TorchFunctionMode | None = None
         layers = [layer for layer in layers if module in self._watched[layer]]
         if layers and torch.is_grad_enabled() and self._concerns(layers):
-            mode = WatchMode(layers, tap_for_mode(self._tap))
+            mode = WatchMode(layers, tap_for_mode(self._tap), self._takes)
             mode.__enter__()
         self._passes.enter(mode)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> Any:
+        """Leave the mode of the module whose call is over, if one ran it; return the mode."""
         mode = self._passes.leave()
         if mode is not None:
             mode.__exit__(None, None, None)
+        return mode
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""

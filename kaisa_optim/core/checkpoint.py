@@ -33,7 +33,6 @@ _NAMES |= {
     for x in (*rule.sizes.of_owner, *rule.sizes.of_factor)
     for side in "ag"
 }
-_CONVENTIONS = 8  # codes of the factors' meaning
 _SCALE_FREE = 5  # in a code: G has no scale, and the base's momenta are of raw gradients
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -108,7 +107,7 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
         [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
         [p.grad is not None for p in kfac.registry.parameters],
         [
-            (x.has_average, x.missed, x.has_state, layer.covers, x.failures, x.levels)
+            (x.has_average, x.missed, x.has_state, layer.covers, x.failures)
             for x, layer in zip(
                 kfac.registry.states.values(), kfac.registry.layers.values(), strict=True
             )
@@ -137,7 +136,7 @@ def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
 def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
     """Return a layer's state as six numbers.
 
-    The first one holds has_average + 2 · missed, the last one convention + 8 · levels.
+    The first one holds has_average + 2 · missed, the last one the convention.
     """
     state = kfac.registry.states[layer.name]
     averages = state.has_average + 2 * state.missed
@@ -146,7 +145,7 @@ def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
         int(state.has_state),
         *map(int, layer.covers),
         state.failures,
-        _convention(kfac) + _CONVENTIONS * state.levels,
+        _convention(kfac),
     ]
 
 
@@ -375,7 +374,7 @@ def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:
     status = entry.get(f"{PREFIX}{layer.tag}status")
     if status is None:
         return True
-    same = int(status[5]) % _CONVENTIONS == _convention(kfac)
+    same = int(status[5]) == _convention(kfac)
     return same and _saved_covers(layer, entry) == layer.covers
 
 
@@ -390,7 +389,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     anew = []
     for layer in kfac.registry.active:
         state = kfac.registry.states[layer.name]
-        state.failures = state.levels = 0
+        state.failures = 0
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)
@@ -403,7 +402,7 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     status = entry.get(f"{PREFIX}{layer.tag}status")
     if status is None or not _fits(kfac, layer, entry):
         return False
-    averages, has_state, _, _, failures, code = status.tolist()
+    averages, has_state, _, _, failures, _ = status.tolist()
     is_complete = True
     for spec, item in _kept(kfac, layer):
         _, name = item.key
@@ -418,5 +417,5 @@ def _restore_layer(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor])
     state = kfac.registry.states[layer.name]
     state.has_average, state.missed = bool(averages), averages // 2
     state.has_state = bool(has_state) and is_complete
-    state.failures, state.levels = failures, code // _CONVENTIONS
+    state.failures = failures
     return True

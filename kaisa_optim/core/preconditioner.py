@@ -443,8 +443,7 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
     capture.missing = {x for x in layers if states[x.name].waits}
-    levels = {layer: states[layer.name].levels for layer in layers}
-    capture.search(coverage.unwrapped(registry.model), levels)
+    capture.sought |= {x for x in capture.missing if states[x.name].unseen and not x.intercepts()}
 
 
 def choose(

@@ -183,8 +183,6 @@ class Status:
             if state.has_average or name in agreed.rows or not agreed.gradients[name]:
                 continue
             state.unseen += 1
-            # The weight may be in use in the modules around: search one level further out.
-            state.levels += state.waits and layer.watchable and not layer.intercepts()
         for layer in capture.wanted:
             name, state = layer.name, states[layer.name]
             if name in agreed.rows or not state.has_average:
@@ -338,7 +336,6 @@ class Status:
                 state.missed = 1
                 found.in_part.append(layer)
             if averages < world:
-                state.levels = 0
                 found.absent.append(layer)
                 if averages:  # ranks with an average did not gather, but K has their terms
                     found.in_part.append(layer)

@@ -29,7 +29,7 @@ class Use(Layer):
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
         Layer.__init__(self, primary.name, primary.module)
         # A bias beside the weight is added to the product by another call.
-        self.weight, self.bias = primary.weight, None if crossed else primary.bias
+        self.weight, self.bias = primary.weight, primary.bias
         self.trained, self.covers = primary.trained, primary.covers
         self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
         self.shared = primary.shared
@@ -56,7 +56,10 @@ class Use(Layer):
 
 
 class ProductUse(SequenceRows, Use):
-    """Rows times the weight, or times some rows of the weight, which give some of the outputs."""
+    """Rows times the weight, or times some rows of the weight, which give some of the outputs.
+
+    A crossed product adds no bias: of the primary's A, the place of the bias stays empty.
+    """
 
     def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
         super().__init__(primary, crossed=crossed)
@@ -68,6 +71,21 @@ class ProductUse(SequenceRows, Use):
             return rows
         behind = self.outputs - self.first - rows.shape[-1]
         return torch.nn.functional.pad(rows, (self.first, behind))
+
+    def moments(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        covers: tuple[bool, bool],
+        how: PassSettings,
+        known_a: Tensor | None = None,
+    ) -> Moments:
+        bare = covers[0], covers[1] and not self._crossed
+        found = super().moments(x, grad, bare, how, known_a)
+        if bare == covers:
+            return found
+        wider = (0, 1) if found.g.dim() == 2 else (0, 1, 0, 1)
+        return found._replace(g=torch.nn.functional.pad(found.g, wider))
 
 
 class ColumnsUse(ProductUse):
@@ -141,15 +159,16 @@ class TableUse(Use, EmbeddingLayer):
 
     reads_input = True
 
-    def __init__(self, primary: Layer, *, crossed: bool) -> None:
+    def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
+        self._padding_row = padding
 
     def _tokens(self, x: Tensor) -> Tensor:
         # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
         return super()._tokens(x).remainder(self.inputs)
 
     def _padding(self) -> int | None:
-        return None
+        return self._padding_row
 
     def input_moment(
         self,

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses
 from .conv import ConvLayer
-from .embedding import EmbeddingLayer
 from .views import Place, place_of
 
 if TYPE_CHECKING:
@@ -48,13 +47,17 @@ class Found(NamedTuple):
 class WatchMode(TorchFunctionMode):
     """Runs a module's forward, and taps the calls that use these layers' weights.
 
-    Under a selective checkpoint that begins within the forward, calls run as they are: such a
-    checkpoint counts operations, and would not find the tap's own operations when it recomputes.
+    ``takes`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
+    selective checkpoint that begins within the forward, calls run as they are: such a checkpoint
+    counts operations, and would not find the tap's own operations when it recomputes.
     """
 
-    def __init__(self, layers: list[Layer], tap: Tap) -> None:
+    def __init__(
+        self, layers: list[Layer], tap: Tap, takes: Callable[[WatchMode, Layer], bool]
+    ) -> None:
         super().__init__()
-        self.tap = tap
+        self.layers, self.tap = frozenset(layers), tap
+        self._takes = takes
         self._dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
         self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
         for layer in layers:
@@ -72,18 +75,25 @@ class WatchMode(TorchFunctionMode):
         return watch(self, func, args, kwargs or {})
 
     def find(self, value: Any) -> Found | None:
-        """Return the layer of a tensor that is its parameter, or a view of it."""
-        if not isinstance(value, Tensor):
+        """Return the layer of a tensor that is its parameter, or a view that trains it."""
+        if not isinstance(value, Tensor) or not value.requires_grad:
             return None
         known = self._layer_of.get(id(value))
-        if known is None and value._is_view():
-            known = self._layer_of.get(id(value._base))
-        return None if known is None else Found(known[1], known[0], value)
+        if known is None and value._is_view() and value.grad_fn is not None:
+            known = self._layer_of.get(id(value._base))  # no_grad makes views that train nothing
+        if known is None or not self._takes(self, known[1]):
+            return None
+        return Found(known[1], known[0], value)
 
     def stands_in(self, value: Any, found: Found) -> None:
         """Note a tensor whose gradient is the parameter's."""
         if isinstance(value, Tensor) and value is not found.view and found.view is found.whole:
             self._layer_of[id(value)] = value, found.layer
+
+    def is_data(self, x: Any) -> bool:
+        """Return whether an operand can hold rows: a matrix that is a parameter holds none."""
+        base = x._base if x._is_view() else x
+        return x.dim() > 2 or not (isinstance(base, nn.Parameter) or id(base) in self._layer_of)
 
     # ---- uses ----
 
@@ -91,28 +101,30 @@ class WatchMode(TorchFunctionMode):
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
         layer, place = found.layer, found.place()
         own = layer.input_dim
-        if place is None or own is None:
+        if place is None or own is None or not self.is_data(x):
             return out
         used = 1 - input_dim if place.transposed else input_dim
         crossed = used != own
         if place.first is not None and used == 0:  # a part of the inputs
             return out
-        # A crossed use adds no bias; the bias of a layer by use belongs to its own product alone.
-        if layer.covers[1] and (crossed or layer.by_use):
+        # The bias of a layer by use belongs to its own product alone.
+        if layer.covers[1] and layer.by_use:
             return out
         use = kind(layer, crossed=crossed)
         if place.first is not None:
             use.first = place.first
         return self.tap(use, out, x, place.blocks)
 
-    def rows(self, found: Found, out: Tensor, indices: Tensor) -> Tensor:
-        """Tap rows of a weight, picked by indices."""
+    def rows(
+        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
+    ) -> Tensor:
+        """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
         layer, place = found.layer, found.place()
         own = layer.input_dim
         whole = place is not None and not place.transposed and place.first is None
         if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
             return out
-        return self.tap(uses.TableUse(layer, crossed=own == 1), out, indices, _ALL)
+        return self.tap(uses.TableUse(layer, padding, crossed=own == 1), out, indices, _ALL)
 
 
 def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
@@ -209,13 +221,14 @@ def _matrix_terms(equation: str, x: int, weight: int) -> int | None:
 
 def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
-    indices = _argument(args, kwargs, 0, "input")
     found = mode.find(_argument(args, kwargs, 1, "weight"))
-    if found is None:
+    names = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
+    if found is None or any(_argument(args, kwargs, at, name) for at, name in names):
         return out
-    if found.view is found.whole and type(found.layer) is EmbeddingLayer:
-        return mode.tap(found.layer, out, indices, _ALL)
-    return mode.rows(found, out, indices)
+    padding = _argument(args, kwargs, 2, "padding_idx")
+    if padding is not None:
+        padding %= found.whole.shape[0]
+    return mode.rows(found, out, _argument(args, kwargs, 0, "input"), padding)
 
 
 def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -233,15 +246,16 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     if len(args) != 2 or kwargs:
         return out
-    for found in [mode.find(value) for value in args]:
-        if found is not None:
+    for table, rows in (args, args[::-1]):
+        # A sum with a tensor of the table's own shape makes another table, and no rows.
+        if isinstance(rows, Tensor) and rows.dim() > 2 and (found := mode.find(table)):
             out = _positions(mode, found, out)
     return out
 
 
 def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     """Tap a table of positions: a weight that is added to rows of as many positions."""
-    if found.view is not found.whole or out.dim() < 2 or out.shape[-2:] != found.whole.shape:
+    if found.view is not found.whole or out.shape[-2:] != found.whole.shape:
         return out
     indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
     return mode.rows(found, out, indices)

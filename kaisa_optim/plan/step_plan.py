@@ -24,15 +24,13 @@ class LayerState:
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
-    levels: int = 0  # levels of modules, around its own, in which its calls are watched, too
     deferred: bool = False  # the last refresh was unchecked: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
     def reset(self) -> None:
         """Forget the layer's averages and state: they are estimated anew.
 
-        ``deferred`` stays, since ranks must agree on how many answers they exchange. So do
-        ``levels``: the weight is still used where it was found.
+        ``deferred`` stays, since ranks must agree on how many answers they exchange.
         """
         self.has_average = self.has_state = False
         self.missed = self.missed_with_gradient = self.unseen = 0

@@ -498,7 +498,8 @@ def test_passes_that_do_not_gather_run_without_a_mode():
         opt.zero_grad()
         loss_of(net(normal(6, 3))).backward()
         opt.step()
-    assert seen == [1, 1, 0, 1]  # the head gathers in the second step
+    # All uses are looked for in the first pass. The head gathers in the second step.
+    assert seen == [2, 1, 0, 1]
 
 
 # ---------------------------------------------------------------- tied weights

@@ -1,0 +1,266 @@
+"""All uses of a parameter count, wherever a model's code makes them, and each counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+from tests.layers.test_uses import Body, headed, loss_of, stepped
+from tests.support.close import assert_close
+from tests.support.watch import exact, normal, seeded, taken
+
+TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+
+
+class Words(nn.Module):
+    """A table whose weight is the head's, too: by registration, or in the forward's code alone."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 3)
+        self.body = nn.Linear(3, 3)
+        if registered:
+            self.head = nn.Linear(3, 7, bias=False)
+            self.head.weight = self.words.weight
+        self.registered = registered
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(self.words(x)).tanh()
+        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
+
+
+class Again(nn.Module):
+    """A layer that runs twice: as a module, and by a call with its parameters."""
+
+    def __init__(self, layer: nn.Module, call) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, self.layer(x).tanh())
+
+
+def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor]]:
+    """Return the changes of each of some steps, in which layers gather anew."""
+    opt, found = exact(net, factor_update_steps=1, inv_update_steps=1), []
+    for _ in range(count):
+        opt.zero_grad()
+        loss_of(net(x)).backward()
+        found.append(taken(opt, net))
+    return found
+
+
+def test_a_head_that_only_the_code_ties_takes_a_registered_ties_steps():
+    tied, by_code = (seeded(lambda how=how: Words(how)) for how in (True, False))
+    by_code.load_state_dict(tied.state_dict(), strict=False)
+    both = steps_of(tied, TOKENS), steps_of(by_code, TOKENS)
+    for tied, found in zip(*both, strict=True):
+        for name, step in found.items():
+            assert_close(step, tied[name], 1e-9, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "shape"),
+    [
+        (
+            lambda: nn.Conv2d(2, 2, 3, padding=1),
+            lambda m, x: F.conv2d(x, m.weight, m.bias, padding=1),
+            (4, 2, 5, 5),
+        ),
+        (lambda: nn.Linear(3, 3), lambda m, x: F.linear(x, m.weight, m.bias), (6, 3)),
+        (lambda: nn.Linear(3, 3), lambda m, x: m.forward(x), (6, 3)),
+    ],
+    ids=["convolution", "linear", "forward"],
+)
+def test_a_call_with_a_layers_parameters_counts_as_the_layers_own(make, call, shape):
+    x, steps = normal(*shape), []
+    for how in (lambda m, x: m(x), call):
+        torch.manual_seed(1)
+        steps.append(steps_of(Again(make(), how).double(), x))
+    for own, found in zip(*steps, strict=True):
+        for name, step in found.items():
+            assert_close(step, own[name], 1e-9, name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(4, 3, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.encoder(x).tanh()
+            self.out = F.linear(self.hidden, self.encoder.weight.t())
+            self.out.retain_grad()
+            return self.out
+
+    net, x = seeded(Tied), normal(6, 4)
+    opt = exact(net)
+    loss_of(net(x)).backward()
+    (layer,) = opt.preconditioner.registry.layers.values()
+    sums = opt.preconditioner.sums.of_layer[layer]
+    ones = torch.ones(6, int(bias), dtype=x.dtype)
+    rows = torch.cat([x, ones], 1)
+    outputs = torch.cat([net.out.grad, 0 * ones], 1)  # the decoder adds no bias
+    assert_close(sums.a[0], rows.T @ rows)
+    assert_close(sums.crossed.g[0], net.hidden.detach().T @ net.hidden.detach())
+    assert_close(sums.crossed.a[0], outputs.T @ outputs)
+    opt.step()
+    assert opt.preconditioner.factors("encoder")[0].shape == (1, 4 + bias, 4 + bias)
+
+
+def test_modules_that_hold_the_same_parameter_count_its_use_once():
+    class Outer(nn.Module):
+        def __init__(self, inner: Body) -> None:
+            super().__init__()
+            self.inner, self.w = inner, inner.w
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    x, steps = normal(6, 3), []
+    for wrap in (lambda body: body, Outer):
+        body = Body(lambda m, x: x @ m.w, w=normal(3, 3, seed=1))
+        steps.append(stepped(headed(wrap(body)), x))
+    assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-9)
+
+
+def test_a_use_at_the_root_is_found_in_a_later_pass_too():
+    """A head that the code begins to use when K-FAC has had averages for long."""
+    net = seeded(lambda: Words(False))
+    opt = KFACSGD(net, lr=0.1, factor_update_steps=2, inv_update_steps=2)
+    rows = []
+    for _ in range(6):
+        opt.zero_grad()
+        loss_of(net(TOKENS)).backward()
+        sums = opt.preconditioner.sums.of_layer
+        by_name = {layer.name: one for layer, one in sums.items()}
+        rows.append("words" in by_name and by_name["words"].crossed is not None)
+        opt.step()
+    gathers = [i for i, found in enumerate(rows) if found]
+    assert gathers[0] == 0 and len(gathers) >= 3  # in each of its turns, not in the first alone
+
+
+# ---------------------------------------------------------------- what is no use
+
+A, W = normal(2, 3, seed=4), normal(3, 3, seed=1)
+SCALE = normal(3, 3, seed=5)
+NO_DATA = {
+    "a product of two": (lambda m, x: x @ (m.w + m.b @ m.a).T, {"a": A, "b": A.T}),
+    "a sum with noise": (lambda m, x: x @ (m.w + m.a * SCALE), {"a": W}),
+    "its own mean": (lambda m, x: x @ (m.w - m.w.mean(1, keepdim=True)), {}),
+    "a number": (lambda m, x: x @ (m.w + torch.tensor(0.0)), {}),
+    "an embedding that divides by counts": (
+        lambda m, x: (
+            F.embedding(torch.tensor([0, 1, 1]), m.w, scale_grad_by_freq=True).sum() + x @ W
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_DATA)
+def test_a_parameter_that_meets_no_rows_takes_the_bases_step(name):
+    forward, more = NO_DATA[name]
+    values = {"w": W.clone(), **{n: v.clone().contiguous() for n, v in more.items()}}
+    net = headed(Body(forward, **values))
+    opt = KFACSGD(net, lr=0.1)
+    with pytest.warns(UserWarning, match="0.w: 9, Body uses it in a way that no kind"):
+        for _ in range(6):
+            opt.zero_grad()
+            loss_of(net(normal(6, 3))).backward()
+            gradients = {n: p.grad.clone() for n, p in net[0].named_parameters()}
+            steps = taken(opt, net)
+            for own, gradient in gradients.items():
+                assert_close(steps[f"0.{own}"], 0.1 * gradient, 1e-9, own)
+    assert {f"0.{own}" for own in values} <= opt.preconditioner.uncovered.keys()
+
+
+def test_a_penalty_beside_a_product_counts_as_no_use():
+    x, steps = normal(6, 3), []
+    for penalty in (0.0, 1e-12):
+        net = headed(Body(lambda m, x, c=penalty: x @ m.w + c * (m.w @ m.w.T).sum(), w=W.clone()))
+        steps.append(stepped(net, x))
+    assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-6)
+
+
+def test_a_view_that_no_grad_made_is_no_use():
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            view = m.w[:]
+        return x @ m.w + 0.0 * (x @ view) if m.twice else x @ m.w
+
+    steps = []
+    for twice in (False, True):
+        body = Body(forward, w=W.clone())
+        body.twice = twice
+        steps.append(stepped(headed(body), normal(6, 3))["0.w"])
+    assert_close(steps[1], steps[0], 1e-9)
+
+
+@pytest.mark.parametrize("padding", [0, -1])
+def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3, padding_idx=padding)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x)
+
+    weight, steps = normal(7, 3, seed=1), []
+    by_use = Body(lambda m, x: F.embedding(x, m.w, padding_idx=padding), w=weight.clone())
+    for body in (Table(), by_use):
+        net = headed(body)
+        next(body.parameters()).data = weight.clone()
+        opt = exact(net)
+        loss_of(net(TOKENS)).backward()
+        (layer, *_) = opt.preconditioner.registry.layers.values()
+        sums = opt.preconditioner.sums.of_layer[layer]
+        a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.g, sums.crossed.a)
+        a = a.diagonal(dim1=1, dim2=2) if a.dim() == 3 else a
+        steps.append((a, g))
+    for found, expected in zip(*steps[::-1], strict=True):
+        assert_close(found, expected, 1e-9)
+
+
+# ---------------------------------------------------------------- compiled models
+
+
+def test_a_compiled_pass_runs_uncompiled_only_where_a_use_at_the_root_gathers():
+    calls = [0]
+
+    def backend(graph, _):
+        def run(*inputs):
+            calls[0] += 1
+            return graph(*inputs)
+
+        return run
+
+    torch._dynamo.reset()
+    net = headed(Body(lambda m, x: F.linear(x, m.w), w=W.clone()))
+    opt = KFACSGD(net, lr=0.01, factor_update_steps=5, inv_update_steps=5)
+    compiled, ran, gathered = torch.compile(net, backend=backend), [], []
+    for _ in range(25):
+        calls[0] = 0
+        opt.zero_grad()
+        loss_of(compiled(normal(6, 3))).backward()
+        ran.append(calls[0])
+        names = {
+            layer.name
+            for layer, one in opt.preconditioner.sums.of_layer.items()
+            if one.a is not None
+        }
+        gathered.append("0.w" in names)
+        opt.step()
+    torch._dynamo.reset()
+    most = max(ran)
+    assert most > 0 and any(gathered[1:]) and not all(gathered)
+    # The first pass looks for all uses; later, only a body whose layer gathers is not compiled.
+    assert all(
+        count == most for count, gathers in zip(ran[1:], gathered[1:], strict=True) if not gathers
+    )
