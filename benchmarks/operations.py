@@ -160,8 +160,10 @@ class Bare:
         self.base.step()
         for group in self.groups:
             names = {layer.name for layer in group.layers}
-            for side, n in (("a", group.a.key.size), ("g", group.g.key.size)):
-                if group.state(side, "root", slice(None)).dim() == 2:
+            for root, n in zip(
+                group.states("root"), (group.g.key.size, group.a.key.size), strict=True
+            ):
+                if root.dim() == 2:
                     continue
                 if not names.isdisjoint(self.schedule.gathers(number, 10)):
                     self._average(torch.eye(n).expand(group.count, n, n).clone())
@@ -244,8 +246,7 @@ def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
 
 
 def _direction(group: Any, momentum: Tensor) -> Tensor:
-    g: Tensor = group.state("g", "root", slice(None))
-    a: Tensor = group.state("a", "root", slice(None))
+    g, a = group.states("root")
     white = torch.bmm(g, momentum)
     white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
     white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)

@@ -27,7 +27,7 @@ def _matrices(factor: Tensor) -> Any:
 
 
 def _roots(factor: Tensor) -> Any:
-    return roots.inverse_roots(factor, torch.full_like(factor[:, 0, 0], 0.01), 1, diagonal=False)
+    return roots.inverse_root(factor, torch.full_like(factor[:, 0, 0], 0.01), diagonal=False)
 
 
 METHODS: dict[str, Callable[[Tensor], Any]] = {

@@ -155,6 +155,11 @@ class ForwardPasses:
         self._left_open: list[ForwardPass] = []  # passes that their own thread has yet to end
         self._recomputed: tuple[int, ForwardPass] | None = None
 
+    @property
+    def inside(self) -> bool:
+        """True while this thread is in a call of the model."""
+        return bool(self._local.calls)
+
     def enter(self, mode: Any) -> None:
         """Note that a module runs under this function mode, or under none."""
         self._local.modes.append(_Entered(mode, _frame_of_call()))

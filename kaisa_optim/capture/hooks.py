@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
+from ..layers.saving import top_hooks
 from ..linalg.precision import statistics_precision, without_autocast
 from .forward_pass import ForwardPass, ForwardPasses, calling_module, first_tensor, graph_task
 from .tap import (
@@ -42,6 +44,7 @@ from .tap import (
 )
 
 _NOTHING = contextlib.nullcontext()
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Sums(Protocol):
@@ -61,17 +64,43 @@ class Sums(Protocol):
         """Forget a layer's sums: its gradient starts anew."""
 
 
+class Facts(NamedTuple):
+    """The facts of one call of a layer, before anything is done with the call."""
+
+    trains: bool  # a backward pass through the output would give the layer a gradient
+    gathers: bool  # the layer's statistics are due
+    counts: bool  # K counts the pass
+    paused: bool
+    checkpointed: bool  # a checkpoint runs, or may run
+
+
+def decide(facts: Facts) -> str:
+    """Return "skip", "watch" or "tap": what to do with one call of a layer.
+
+    Under a checkpoint every output is tapped: its forward and its recomputation, in which other
+    layers may gather, must save the same tensors.
+    """
+    if not facts.trains:
+        return "skip"
+    if facts.checkpointed:
+        return "tap"
+    if facts.paused or not facts.counts:
+        return "skip"
+    return "tap" if facts.gathers else "watch"
+
+
 class _Hook:
     """A module hook that ends with its capture and turns inert in a copy of the model."""
 
-    def __init__(self, method: Callable[..., Any], *bound: Any) -> None:
-        self.method = weakref.WeakMethod(method)
+    def __init__(self, method: Any, *bound: Any) -> None:
+        self.owner = weakref.ref(method.__self__)
+        self.function = method.__func__
         self.bound = bound
 
     @torch.compiler.disable  # compiled code breaks its graph here and calls the hook as it is
     def __call__(self, *args: Any) -> Any:
-        method = self.method()
-        return None if method is None else method(*self.bound, *args)
+        owner = self.owner()
+        return None if owner is None else self.function(owner, *self.bound, *args)
 
     def __reduce__(self) -> Any:
         # A deepcopied or saved model carries a callable that does nothing, from the standard
@@ -81,6 +110,26 @@ class _Hook:
 
 def watched_by(mode: Any) -> frozenset[Layer]:
     return mode.layers if isinstance(mode, WatchMode) else frozenset()
+
+
+class _OutputHook(_Hook):
+    """A hook on one layer's module, which leaves most calls at once.
+
+    A pass calls it for each layer: so all is decided here, without further calls.
+    """
+
+    @torch.compiler.disable  # as above
+    def __call__(self, *args: Any) -> Any:
+        capture, layer = self.owner(), self.bound[0]
+        if capture is None:
+            return None
+        wanted = capture.wanted
+        sees = layer in wanted or (wanted and capture.counts)
+        sees = sees or (capture.missing and capture.misses())
+        same = not sees and [*map(_requires_grad, layer.trainable)] == layer.flags
+        if same and top_hooks is not None and top_hooks(False) is None:
+            return None  # no checkpoint runs
+        return self.function(capture, layer, *args)
 
 
 def _remove(handles: Iterable[Any]) -> None:
@@ -107,7 +156,7 @@ class Capture:
         keep_errors: bool = False,
     ) -> None:
         self._sums = sums
-        self._counts = counts
+        self.counts = counts
         self._reduce = reduce
         self._precision = precision  # of float32 products
         self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
@@ -118,6 +167,7 @@ class Capture:
         self.was_paused = False  # since the last reset
         self.backwards = 0  # passes since the last reset that reached a layer and trained it
         self.draws = 0  # calls of draw since the last reset
+        self._missed = False  # misses(), as the model's last call began
         self.tapped = False  # whether a pass since the last reset may gather
         # Name, positions and examples of a layer whose positions K counts as examples.
         self.misread: tuple[str, int, int] | None = None
@@ -159,7 +209,7 @@ class Capture:
             handles += self._watch_in(module, own)
         for module, own in by_module.items():
             if own[0].interceptor(own, self._tap) is None:
-                hook = _Hook(self._output, own[0])
+                hook = _OutputHook(self._output, own[0])
                 # First: a user's hook may return something else than the layer's own output.
                 handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 handles.append(handle)
@@ -179,8 +229,9 @@ class Capture:
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         counts = torch.is_grad_enabled() and not is_transformed()
         self._passes.starts(args, kwargs, counts=counts)
+        self._missed = any([any(layer.covers_now()) for layer in self.missing])
         mode: TorchFunctionMode | None = None
-        if self.sought and counts and (self.wanted or self._misses()):
+        if self.sought and counts and (self.wanted or self.misses()):
             mode = WatchMode(list(self.sought), tap_for_mode(self._find), self._takes)
             mode.__enter__()
         self._passes.enter(mode)
@@ -259,11 +310,16 @@ class Capture:
     @property
     def due(self) -> bool:
         """True if layers gather in this step; a checkpoint may have kept them from being tapped."""
-        return bool(self.wanted or self.tapped or self._misses())
+        return bool(self.wanted or self.tapped or self.misses())
 
-    def _misses(self) -> bool:
-        """Return whether a layer that trains has no average."""
-        return bool(self.missing) and any(any(layer.covers_now()) for layer in self.missing)
+    def misses(self) -> bool:
+        """Return whether a layer that trains has no average.
+
+        In a call of the model it is as it was when the call began: frozen layers may be many.
+        """
+        if self.missing and self._passes.inside:
+            return self._missed
+        return any([any(layer.covers_now()) for layer in self.missing])
 
     def draw(
         self,
@@ -296,9 +352,7 @@ class Capture:
     # ---- the layers' forward passes ----
 
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not self._concerns([layer]) or not torch.is_grad_enabled():
-            return None
-        if not isinstance(output, Tensor):
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
         if module is layer.module and is_substituted(module, layer):
             return None
@@ -307,11 +361,13 @@ class Capture:
 
     def _concerns(self, layers: list[Layer]) -> bool:
         """Return whether this pass has to see calls of these layers; most passes need not."""
-        if not self.wanted.isdisjoint(layers) or (self.wanted and self._counts):
+        if not self.wanted.isdisjoint(layers) or self._counts_all() or is_checkpointed():
             return True
-        if self.missing and self._misses():
-            return True
-        return is_checkpointed() or any([layer.is_changed() for layer in layers])
+        return any([layer.covers_now() != layer.covers for layer in layers])
+
+    def _counts_all(self) -> bool:
+        """Return whether K counts passes of layers that do not gather, too."""
+        return bool(self.wanted and self.counts) or self.misses()
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         mode: TorchFunctionMode | None = None
@@ -342,36 +398,32 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
-        primary = layer.primary
-        if not self._concerns([primary]):
+        primary, covers, again = layer.primary, layer.covers_now(), self._passes.again()
+        changed = primary.covers_now() != primary.covers  # frozen or unfrozen
+        gathers = primary in self.wanted or primary in self.missing or changed
+        facts = Facts(
+            trains=any(covers) and output.requires_grad and not output.is_meta,
+            gathers=gathers,
+            counts=gathers or self._counts_all(),
+            paused=bool(self._passes.paused if again is None else again.paused),
+            checkpointed=is_checkpointed(),
+        )
+        todo = decide(facts)
+        if todo == "skip" or is_transformed() or has_tangent(output):
             return output
-        covers = layer.covers_now()
-        gathers = primary in self.wanted or primary in self.missing or covers != layer.covers
-        counts = gathers or (self._counts and bool(self.wanted)) or self._misses()
-        checkpointed = is_checkpointed()
-        if not any(covers) or not output.requires_grad or output.is_meta:
-            return output
-        if is_transformed() or has_tangent(output):
-            return output
-        again = self._passes.again()
-        if self._passes.paused if again is None else again.paused:
-            counts = False
-            if not checkpointed:
-                return output
-        gathers = gathers and counts
-        record, part = None, WHOLE
-        if counts:
+        record, part, checkpointed = None, WHOLE, facts.checkpointed
+        gathers = gathers and not facts.paused
+        if facts.counts and not facts.paused:
             forward_pass = self._passes.current(layer, x)
             anchor = anchor_of(layer, covers)
             passage = Passage(layer, forward_pass, anchor, covers, graph_task())
-            if not gathers and not checkpointed:
+            if todo == "watch":
                 self._watch(passage, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
             self._note_order(layer, forward_pass, x)
-            call = Call(passage, blocks, part, gathers)
-            record = functools.partial(self._backward, call)
+            record = functools.partial(self._backward, Call(passage, blocks, part, gathers))
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)

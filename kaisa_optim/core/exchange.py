@@ -200,6 +200,9 @@ class GradientExchange:
         self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[_Bucket]]]]] = {}
         # The last step's, by first layer and count: all layers begin as the first of their parts.
         self._blocks: dict[tuple[Layer, int], Blocks] = {}
+        self._together: dict[tuple[Layer, int], tuple[list[GradientStack], list[Together]]] = {}
+        # The layers with a gradient in the last step, and their stacks.
+        self._ready: tuple[list[Layer], list[GradientStack]] = [], []
 
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
@@ -207,9 +210,12 @@ class GradientExchange:
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
         if self._ranks.grid.columns == 1:
-            ready = {*itertools.compress(whole, with_gradient(whole))}
-            members = [[x for x in g.layers if x in ready] for g in self._applied.groups]
-            updates.add(precondition([self.stack_of(some) for some in members if some]))
+            ready = [*itertools.compress(whole, with_gradient(whole))]
+            if ready != self._ready[0]:
+                chosen = set(ready)
+                members = [[x for x in g.layers if x in chosen] for g in self._applied.groups]
+                self._ready = ready, [self.stack_of(some) for some in members if some]
+            updates.add(precondition(self._ready[1]))
         else:
             self._broadcast(whole, updates, precondition)
         self._precondition_shards(updates, precondition, values.base)
@@ -278,10 +284,26 @@ class GradientExchange:
         base, found = values.base, []
         if base is None:
             return [self._preconditioned(values, stack, gathered) for stack in stacks]
+        for some in self._divided(stacks):
+            found += self._directed(values, base, some, gathered)
+        return found
+
+    def _divided(self, stacks: list[GradientStack]) -> list[Together]:
+        """Return the stacks that are stepped together; worked out once."""
+        key = (stacks[0].layers[0], len(stacks)) if stacks else None
+        known = None if key is None else self._together.get(key)
+        if key is None or (known is not None and known[0] == stacks):
+            return [] if known is None else known[1]
+        parts: list[Together] = []
         for same in grouped(stacks, lambda stack: (stack.device, stack.dtype)).values():
             for some in chunks(same, lambda stack: stack.shape.numel(), _AT_ONCE):
-                found += self._directed(values, base, some, gathered)
-        return found
+                groups = [self._applied.group_of[stack.layers[0]] for stack in some]
+                slots = [group.slots_of(x.layers) for group, x in zip(groups, some, strict=True)]
+                blocks = Blocks([x for stack in some for x in stack.layers])
+                sizes = [stack.shape[0] for stack in some]
+                parts.append(Together(some, blocks, groups, slots, sizes))
+        self._together[key] = stacks, parts
+        return parts
 
     def _preconditioned(
         self, values: StepValues, stack: GradientStack, gathered: FromShards | None
@@ -298,18 +320,17 @@ class GradientExchange:
         self,
         values: StepValues,
         base: OfBase,
-        stacks: list[GradientStack],
+        together: Together,
         gathered: FromShards | None,
     ) -> list[NewGradients]:
         """Return the directions of stacks on one device, each block with its length."""
+        stacks, blocks, groups, slots, sizes = together
         rule, length = self._rule, self._rule.length
         assert length is not None
-        blocks = self._blocks_of([x for stack in stacks for x in stack.layers])
-        groups = [self._applied.group_of[stack.layers[0]] for stack in stacks]
         momentum_of = base.momenta.get if gathered is None else gathered.whole.get
         momenta = [stack.collect(momentum_of) for stack in stacks]
         # Squares of tiny and of huge numbers would be zero or infinite.
-        peaks, sizes = peaks_of(momenta), [len(momentum) for momentum in momenta]
+        peaks = peaks_of(momenta)
         torch._foreach_div_(momenta, list(peaks[:, None, None].split(sizes)))
         with rule.precision(blocks.like.device):
             directions = [
@@ -320,7 +341,6 @@ class GradientExchange:
             sums = _sums(stacks, base, length)
         else:
             sums = Sums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
-        slots = [group.slots_of(x.layers) for group, x in zip(groups, stacks, strict=True)]
         kept, present = _kept(groups, slots, sizes), _present(blocks, base)
         one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
         terms = length.give(one, base).split(sizes)
@@ -497,6 +517,16 @@ class GradientExchange:
         return new
 
 
+class Together(NamedTuple):
+    """Stacks on one device that are stepped together, and their places among the factors."""
+
+    stacks: list[GradientStack]
+    blocks: Blocks
+    groups: list[LayerGroup]
+    slots: list[Slots]
+    sizes: list[int]  # blocks of each stack
+
+
 class FromShards(NamedTuple):
     """Sharded gradients or momenta, whole on the rank that owns their layers."""
 
@@ -516,7 +546,7 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
 
 def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
     """Return the sums over each block that the length needs."""
-    parameters = [p for stack in stacks for p in stack.parameters]
+    parameters = [*itertools.chain.from_iterable([stack.parameters for stack in stacks])]
     measured = former = weights = None
     if length.measures:
         squares = length.measures == "squares"
@@ -524,7 +554,7 @@ def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
     if not base.former.keys().isdisjoint(parameters):
         former = gradients.block_sums(stacks, base.former.get, squares=False)
     if length.limits:
-        own: dict[Tensor, Tensor] = {p: p for p in parameters}
+        own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
         weights = gradients.block_sums(stacks, own.get, squares=True)
     return Sums(measured, former, weights)
 

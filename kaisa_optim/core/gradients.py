@@ -25,6 +25,8 @@ _SHARE = 2.0**-64
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
 
+own_gradient: GradientOf = operator.attrgetter("grad")
+_stride, _dtype = operator.methodcaller("stride"), operator.attrgetter("dtype")
 _PLAIN = {Tensor, nn.Parameter}  # exactly these types: subclasses may take views in other ways
 
 
@@ -133,6 +135,7 @@ class GradientStack:
             all([*itertools.islice(whole, len(layer.parameters))]) and layer.blocks == 1
             for layer in layers
         ]
+        self.plain = [x.parameters for x in itertools.compress(layers, self.are_plain)]
         # One view for all blocks is as fast as the view of a single layer.
         of_block = places[layers[0]].of_block(layers[0])
         self._are_alike = of_block is not None and all(
@@ -143,23 +146,27 @@ class GradientStack:
             self._matrix_of_each = [view.of_each(count, apart) for view in of_block.matrix]
             self._own_of_each = [view.of_each(count, view.size.numel()) for view in of_block.own]
 
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
     def collect(self, gradient_of: GradientOf) -> Tensor:
         """Return the layers' gradients as one tensor; a missing gradient is zero there."""
-        raw = self.empty()
-        found = map(gradient_of, self.parameters)
-        both = zip(found, self.parameters, strict=True)
-        gradients = [torch.zeros_like(p) if x is None else x for x, p in both]
-        parts = self.parameter_parts(gradients)
-        if self._are_alike and len(self.layers) > 1:
-            # Join the parts of all layers first: then one copy brings them to their places.
-            kinds = len(self._matrix_of_each)
-            for i, view in enumerate(self._matrix_of_each):
-                view.of(raw).copy_(self._joined(parts[i::kinds]))
-        else:
+        raw = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        gradients: Any = [*map(gradient_of, self.parameters)]
+        if any(map(operator.is_, gradients, itertools.repeat(None))):
+            both = zip(gradients, self.parameters, strict=True)
+            gradients = [torch.zeros_like(p) if x is None else x for x, p in both]
+        parts = gradients if self._are_whole else self.parameter_parts(gradients)
+        if not self._are_alike or len(self.layers) == 1:
             torch._foreach_copy_(self.matrix_parts(raw), parts)
+            return raw
+        # Join the parts of all layers first: then one copy brings them to their places.
+        kinds = len(self._matrix_of_each)
+        for i, view in enumerate(self._matrix_of_each):
+            some = parts[i::kinds]
+            if self.shape[0] == len(some):
+                joined = torch.stack(some)
+            else:
+                counted = zip(some, self.blocks, strict=True)
+                joined = torch.cat([x if count > 1 else x[None] for x, count in counted])
+            raw.as_strided(*view).copy_(joined)
         return raw
 
     def matrix_parts(self, stacked: Tensor) -> list[Tensor]:
@@ -174,13 +181,6 @@ class GradientStack:
             return blocks.unbind()
         # Drop the dimension of a single block, as Places does.
         return [part[0] if len(part) == 1 else part for part in blocks.split(self.blocks)]
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        """Return the parts of all layers as one tensor with a dimension for the blocks."""
-        if self.shape[0] == len(self.layers):
-            return torch.stack(parts)
-        both = zip(parts, self.blocks, strict=True)
-        return torch.cat([part if count > 1 else part[None] for part, count in both])
 
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views of tensors like the parameters, shaped like their part of the stack."""
@@ -200,9 +200,7 @@ class GradientStack:
 
     def _lie_alike(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the tensors lie in memory as the parameters did."""
-        if [t.stride() for t in tensors] == self._strides:
-            return True
-        return all(
+        return [*map(_stride, tensors)] == self._strides or all(
             t.stride() == stride or (is_contiguous and t.is_contiguous())
             for t, stride, is_contiguous in zip(
                 tensors, self._strides, self._contiguous, strict=True
@@ -215,28 +213,28 @@ class GradientStack:
         It makes one call for each kind of parameter; ``None`` if the layouts do not allow that.
         """
         dtype = like[0].dtype
-        plain = set(map(type, like)) <= _PLAIN and {t.dtype for t in like} == {dtype}
-        if not (self._are_alike and plain and self._lie_alike(like)):
+        plain = set(map(type, like)) <= _PLAIN and len(set(map(_dtype, like))) == 1
+        if not (self._are_alike and plain):
             return None
-        if not self._lie_alike(self.parameters):
-            return None
+        for tensors in (like, self.parameters):
+            if [*map(_stride, tensors)] != self._strides and not self._lie_alike(tensors):
+                return None
         result = list(like)
         kinds = len(self._own_of_each)
         for i, (there, here) in enumerate(
             zip(self._matrix_of_each, self._own_of_each, strict=True)
         ):
-            copies = there.of(stacked)
             room = torch.empty_strided(here.size, here.stride, dtype=dtype, device=like[i].device)
-            copies = room.copy_(copies)
-            result[i::kinds] = self._like_parameters(copies, self._layouts[i::kinds])
+            start = stacked.storage_offset() + there.offset
+            room.copy_(stacked.as_strided(there.size, there.stride, start))
+            if self._are_whole:
+                result[i::kinds] = self._by_layer(room)
+                continue
+            layouts = self._layouts[i::kinds]  # the blocks of each layer lie side by side
+            numbers = room.as_strided((room.numel(),), (1,))
+            pieces = numbers.split([x.size.numel() for x in layouts])
+            result[i::kinds] = [x.of(piece) for x, piece in zip(layouts, pieces, strict=True)]
         return result
-
-    def _like_parameters(self, blocks: Tensor, layouts: list[_View]) -> Sequence[Tensor]:
-        """Return the parts of each layer, shaped like its parameters; blocks lie side by side."""
-        if self._are_whole:
-            return self._by_layer(blocks)
-        pieces = blocks.as_strided((blocks.numel(),), (1,)).split([x.size.numel() for x in layouts])
-        return [view.of(piece) for view, piece in zip(layouts, pieces, strict=True)]
 
     def of_layers(self, values: Tensor) -> Tensor:
         """Return sums over the blocks of each layer, ``[blocks, n]`` to ``[layers, n]``."""
@@ -266,7 +264,7 @@ class NewGradients(NamedTuple):
     @classmethod
     def awaited(cls, stack: GradientStack, terms: int) -> NewGradients:
         """Return room for gradients that another rank preconditions."""
-        new = stack.empty()
+        new = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
         return cls(stack, new, new.new_empty(len(new), terms))
 
     def terms_of(self) -> dict[Layer, Tensor]:
@@ -288,13 +286,12 @@ def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: b
 
     ``squares``: of their squares. A tensor that is ``None`` counts as zero.
     """
-    both = [zip(stack.layers, stack.are_plain, strict=True) for stack in stacks if squares]
-    plain = [layer.parameters for layer, is_plain in itertools.chain(*both) if is_plain]
-    norms = stacks[0].empty()[:0, 0, 0]
+    plain = [*itertools.chain.from_iterable([x.plain for x in stacks])] if squares else []
+    norms = torch.empty(0, dtype=stacks[0].dtype, device=stacks[0].device)
     if plain:  # no copy is needed
-        tensors = list(map(tensor_of, itertools.chain(*plain)))
+        tensors = list(map(tensor_of, itertools.chain.from_iterable(plain)))
         norms = _square_sums(tensors, list(map(len, plain)), norms)
-    if len(plain) == sum(stack.shape[0] for stack in stacks):
+    if len(plain) == sum([len(stack.layers) for stack in stacks]):
         return norms
     # A layer's sum has the same bits in any stack, since each rank stacks its own layers.
     rows = iter(norms.split(1))
@@ -313,9 +310,11 @@ def block_sums(stacks: list[GradientStack], tensor_of: GradientOf, *, squares: b
 def _square_sums(tensors: list[Tensor | None], counts: list[int], like: Tensor) -> Tensor:
     """Return each layer's sum of squares, ``[layers]``; ``counts`` are of a layer's tensors."""
     found = [x for x in tensors if x is not None]
-    norms = iter(torch._foreach_norm(found, 2, dtype=like.dtype) if found else ())
+    each = [*torch._foreach_norm(found, 2, dtype=like.dtype)] if found else []
     zero, most = like.new_zeros(()), max(counts)
-    each = [zero if x is None else next(norms) for x in tensors]
+    if len(found) < len(tensors):
+        norms = iter(each)
+        each = [zero if x is None else next(norms) for x in tensors]
     if most == 1:
         return torch.stack(each).square_()
     if min(counts) < most:
@@ -436,26 +435,26 @@ class Updates:
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:
     """Return which layers have a gradient: of the weight, of the bias, or of both."""
-    each = [layer.parameters for layer in layers]
-    return [bool(own) and (own[0].grad is not None or own[-1].grad is not None) for own in each]
-
-
-own_gradient: GradientOf = operator.attrgetter("grad")
+    return [
+        bool(own := layer.parameters) and (own[0].grad is not None or own[-1].grad is not None)
+        for layer in layers
+    ]
 
 
 def unstack(
     stacks: list[NewGradients],
     in_parts: Set[Tensor] = frozenset(),
-    gradient_of: GradientOf = operator.attrgetter("grad"),
+    gradient_of: GradientOf = own_gradient,
 ) -> dict[Tensor, Tensor]:
     """Return new gradients, shaped like their parameters."""
     new: dict[Tensor, Tensor] = {}
     targets, sources, absent = [], [], []
     for one in stacks:
         parameters, stacked = one.stack.parameters, one.new.contiguous()
-        raw = list(map(gradient_of, parameters))
-        absent += [p for p, old in zip(parameters, raw, strict=True) if old is None]
-        like = [p if old is None else old for p, old in zip(parameters, raw, strict=True)]
+        like: Any = [*map(gradient_of, parameters)]
+        if any(map(operator.is_, like, itertools.repeat(None))):
+            absent += [p for p, old in zip(parameters, like, strict=True) if old is None]
+            like = [p if old is None else old for p, old in zip(parameters, like, strict=True)]
         whole = not in_parts or in_parts.isdisjoint(parameters)
         copies = one.stack.copies(stacked, like) if whole else None
         if copies is not None:
@@ -466,7 +465,7 @@ def unstack(
                 new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
         targets += one.stack.parameter_parts([new[p] for p in parameters])
         sources += one.stack.matrix_parts(stacked)
-    for dtype in dict.fromkeys(target.dtype for target in targets):
+    for dtype in dict.fromkeys(map(_dtype, targets)):
         # One call a dtype: before torch 2.11, CUDA took all targets for the first one's dtype.
         same = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
         torch._foreach_copy_([t for t, _ in same], [s for _, s in same])

@@ -9,6 +9,7 @@ Numbers of all blocks of a step, whatever their shapes, make one tensor: few sma
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -344,7 +345,8 @@ def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
 
 def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:
     """Return the norms of all blocks, ``[blocks]``."""
-    return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
+    blocks = itertools.chain.from_iterable(map(Tensor.unbind, stacks))
+    return torch.stack(torch._foreach_norm([*blocks], order))
 
 
 def peaks_of(stacks: Sequence[Tensor]) -> Tensor:

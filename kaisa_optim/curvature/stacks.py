@@ -109,7 +109,8 @@ class LayerGroup:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     g_slots: slice = field(default_factory=lambda: slice(0))
     a_slots: slice = field(default_factory=lambda: slice(0))
-    _views: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # of the factors' tensors
+    # Views of the factors' tensors, of G and of A.
+    _views: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -126,15 +127,16 @@ class LayerGroup:
             return WHOLE
         return joined([self.slots[layer] for layer in members], self.g.key.device)
 
-    def state(self, side: str, name: str, slots: Slots) -> Tensor | None:
-        """Return a tensor of the factors of one side; ``None`` where a diagonal factor has none."""
-        view = self._views.get((side, name))
-        if view is None:
-            stack, own = (self.g, self.g_slots) if side == "g" else (self.a, self.a_slots)
-            if name not in stack.tensors:
-                return None
-            view = self._views[side, name] = stack.tensors[name][own]
-        return at(view, slots)
+    def states(self, name: str, slots: Slots = WHOLE) -> tuple[Tensor | None, Tensor | None]:
+        """Return a tensor of the factors G and of A; ``None`` where a diagonal factor has none."""
+        if name not in self._views:
+            g, a = self.g.tensors.get(name), self.a.tensors.get(name)
+            views = None if g is None else g[self.g_slots], None if a is None else a[self.a_slots]
+            self._views[name] = views
+        g, a = self._views[name]
+        if slots is WHOLE:
+            return g, a
+        return None if g is None else g[slots], None if a is None else a[slots]
 
     def common_or_each(
         self, members: list[Layer], value_of: Callable[[Layer], float]

@@ -120,8 +120,11 @@ class CoveredModule:
     def cover(self, covers: tuple[bool, bool]) -> None:
         """Cover weight and bias, or one of them."""
         self.covers = covers
-        both = zip((self.weight, self.bias), covers, strict=True)
-        self.parameters = tuple([p for p, covered in both if covered and p is not None])
+        own = [*zip((self.weight, self.bias), covers, self.trained, strict=True)]
+        self.parameters = tuple([p for p, covered, _ in own if covered and p is not None])
+        # The parameters in the optimizer's groups, and whether each is covered.
+        self.trainable = [p for p, _, trained in own if trained]
+        self.flags = [covered for _, covered, trained in own if trained]
 
     @property
     def inputs(self) -> int:
@@ -162,10 +165,6 @@ class CoveredModule:
             self.trained[0] and weight is not None and weight.requires_grad,
             self.trained[1] and bias is not None and bias.requires_grad,
         )
-
-    def is_changed(self) -> bool:
-        """Return whether weight or bias was frozen or unfrozen since the statistics were taken."""
-        return self.covers_now() != self.covers
 
     def same_place(self, other: CoveredModule) -> bool:
         """Return whether both stand for the same parameters of the same module."""

@@ -8,14 +8,14 @@ import torch
 
 UNKNOWN = "unknown"  # torch 2.6 does not tell
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def pack_hook() -> Any:
     """Return the function that packs saved tensors now, ``None`` or ``UNKNOWN``."""
-    if _top_hooks is None:
+    if top_hooks is None:
         return UNKNOWN
-    hooks = _top_hooks(False)
+    hooks = top_hooks(False)
     return None if hooks is None else hooks[0]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .products import added, between
+from .products import between, products_for
 
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
@@ -61,7 +61,7 @@ def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Ten
     """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
     g = inverse_g if inverse_g.dim() == 3 else None
     a = inverse_a if inverse_a.dim() == 3 else None
-    out = out_of_basis(gradient, g, a)
+    out = between(g, gradient, None if a is None else a.mT)
     if g is None:
         out = inverse_g[:, :, None] * out
     return out if a is not None else out * inverse_a[:, None, :]
@@ -72,10 +72,13 @@ def softened(directions: Tensor, root_g: Tensor, root_a: Tensor, kept: float) ->
 
     Directions in half precision are multiplied in it.
     """
+    g, a = directions.shape[1:]
+    shares = {"beta": kept, "alpha": 1 - kept}
+    _, add = products_for(directions, g * a * max(g, a))
     if root_g.dim() == 2:
         found = directions * root_g.mul(1 - kept).add_(kept)[:, :, None]
     else:
-        found = added(directions, root_g.to(directions.dtype), directions, kept, 1 - kept)
+        found = add(directions, root_g.to(directions.dtype), directions, **shares)
     if root_a.dim() == 2:
         return found * root_a.mul(1 - kept).add_(kept)[:, None, :]
-    return added(found, found, root_a.to(found.dtype), kept, 1 - kept)
+    return add(found, found, root_a.to(found.dtype), **shares)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .products import added, product
+from .products import products_for
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
@@ -53,11 +53,9 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     be numbers of its dtype.
     """
     at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
-    found = [_orthogonalized(some, in_half) for some in matrices.split(at_once)]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _orthogonalized(matrices: Tensor, in_half: bool) -> Tensor:
+    if len(matrices) > at_once:
+        parts = matrices.split(at_once)
+        return torch.cat([orthogonalized(some, in_half=in_half) for some in parts])
     tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
@@ -75,28 +73,31 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
     multiplied as powers of the first X Xᵀ, which commute, so that the long side is multiplied only
     twice. This needs full precision, as the rounding of X Xᵀ grows with each polynomial.
     """
-    if not in_half and wide.shape[2] > _LONG * wide.shape[1]:
+    _, rows, columns = wide.shape
+    x = wide.bfloat16() if in_half else wide
+    multiply, add = products_for(x, rows * rows * max(rows, columns))
+    if not in_half and columns > _LONG * rows:
         for start in range(0, len(polynomials), _IN_A_ROW):
             some = polynomials[start : start + _IN_A_ROW]
-            wide = product(orthogonalizer(product(wide, wide.mT), some), wide)
+            wide = multiply(orthogonalizer(multiply(wide, wide.mT), some), wide)
         return wide
-    x = wide.bfloat16() if in_half else wide
     for a, b, c in polynomials:
-        gram = product(x, x.mT)
-        polynomial = added(gram, gram, gram, b, c)
-        x = added(x, polynomial, x, a, 1)
+        gram = multiply(x, x.mT)
+        polynomial = add(gram, gram, gram, beta=b, alpha=c)
+        x = add(x, polynomial, x, beta=a, alpha=1)
     return x.to(wide.dtype)
 
 
 def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
+    multiply, add = products_for(gram, gram.shape[1] ** 3)
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
-        factor = added(gram, gram, gram, b, c)
+        factor = add(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        whole = factor if whole is None else product(whole, factor)
+        whole = factor if whole is None else multiply(whole, factor)
         if left:
-            gram = product(factor, product(gram, factor))
+            gram = multiply(factor, multiply(gram, factor))
     assert whole is not None
     return whole
 

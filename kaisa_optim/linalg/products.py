@@ -103,22 +103,35 @@ def _multiplies_brain_floats(device: torch.device) -> bool:
     return device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(has())
 
 
+Products = tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., Tensor]]
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return L R of two stacks of equally many matrices, by oneDNN where it pays."""
-    if left.shape[1] * left.shape[2] * right.shape[2] < _MUCH:
-        return torch.bmm(left, right)
-    linear = _linear_for(left)
+    few = left.shape[1] * left.shape[2] * right.shape[2] < _MUCH
+    linear = None if few else _linear_for(left)
     if linear is None:
         return torch.bmm(left, right)
     return torch.stack([linear(x, y.mT) for x, y in zip(left, right, strict=True)])
 
 
-def added(base: Tensor, left: Tensor, right: Tensor, kept: float, share: float) -> Tensor:
-    """Return ``kept`` B + ``share`` L R of stacks."""
+def added(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> Tensor:
+    """Return β B + α L R of stacks."""
     few = left.shape[1] * left.shape[2] * right.shape[2] < _MUCH
     if few or _linear_for(left) is None:
-        return torch.baddbmm(base, left, right, beta=kept, alpha=share)
-    return product(left, right).mul_(share).add_(base, alpha=kept)
+        return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+    return product(left, right).mul_(alpha).add_(base, alpha=beta)
+
+
+def products_for(like: Tensor, most: int) -> Products:
+    """Return :func:`product` and :func:`added` for matrices like this one.
+
+    Torch's own functions are as good if no product has more than ``most`` multiplications, and
+    these are few, or if oneDNN is not to be used. Ask once for several products.
+    """
+    if most < _MUCH or _linear_for(like) is None:
+        return torch.bmm, torch.baddbmm
+    return product, added
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
@@ -129,12 +142,15 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     side = right if left is None else left
     if side is not None and side.dtype != middle.dtype:
         return between(left, middle.to(side.dtype), right).to(middle.dtype)
+    g, a = middle.shape[1:]
+    rows = g if left is None else left.shape[1]
+    columns = a if right is None else right.shape[2]
+    multiply, _ = products_for(middle, max(rows, g) * max(a, columns) * max(g, a))
     if left is None or right is None:
-        out = middle if left is None else product(left, middle)
-        return out if right is None else product(out, right)
-    rows, g, a, columns = left.shape[1], *middle.shape[1:], right.shape[2]
+        out = middle if left is None else multiply(left, middle)
+        return out if right is None else multiply(out, right)
     if g * columns * (a + rows) < rows * a * (g + columns):  # less work with M R first
-        return product(left, product(middle, right))
+        return multiply(left, multiply(middle, right))
     linear = _linear_for(middle) if g * a * (g + a) >= 2 * _MUCH else None
     if linear is None:
         return torch.bmm(torch.bmm(left, middle), right)

@@ -1,4 +1,4 @@
-"""Symmetric inverse roots of damped factors: by eigenvectors on CPUs, by products elsewhere."""
+"""Inverse roots of damped factors: by eigenvectors on CPUs, by products elsewhere."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _POLYNOMIALS: tuple[Polynomial, ...] = (
     (1.9664, -1.3458, 0.3829),
     (1.8734, -1.2465, 0.3731),
 )
-# Index of the first polynomial for F̂, F̂^-½ and F̂^-¼, whose condition numbers are ever smaller.
-_STARTS = 0, 2, 3
 # Largest singular value at the start. Polynomials soon leave all bounds beyond 1.001.
 _BELOW_ONE = 0.999
 _TOLERANCE = 0.1  # largest residual of good roots
@@ -30,18 +28,13 @@ _WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
-def inverse_roots(
-    factors: Tensor,
-    damping: Tensor,
-    halvings: int,
-    *,
-    diagonal: bool,
-    by_products: bool | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return F̂^-½, F̂^-¼, F̂^-⅛ (the first ``halvings``) and a flag of success for each factor.
+def inverse_root(
+    factors: Tensor, damping: Tensor, *, diagonal: bool, by_products: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return S = F̂^-½ and a flag of success for each factor.
 
     F̂ = F / f̄ + λI for factors F ``[k, n, n]`` (``diagonal``: ``[k, n]``), f̄ the mean eigenvalue,
-    λ ``[k]``. A zero factor counts as the identity: each of its roots is I. The roots are exactly
+    λ ``[k]``. A zero factor counts as the identity, and so does its root. Roots are exactly
     symmetric. A flag, ``[k]`` on the device, is False where a root is not finite or S F̂ S - I is
     large.
 
@@ -52,29 +45,19 @@ def inverse_roots(
     """
     damped = _damped(factors, damping, diagonal=diagonal)
     if diagonal or factors.shape[-1] == 1:
-        roots = [damped.pow(-(0.5 ** (1 + i))).to(factors.dtype) for i in range(halvings)]
-        good = torch.stack([root.isfinite().flatten(1).all(1) for root in roots]).all(0)
-        return tuple(roots), good
+        root = damped.rsqrt().to(factors.dtype)
+        return root, root.isfinite().flatten(1).all(1)
     if by_products is None:
         by_products = factors.device.type != "cpu"
-    find = _by_products if by_products else _by_eigenvectors
-    roots, good = find(damped, halvings, factors.dtype)
-    return tuple(roots), good
-
-
-def residual(factors: Tensor, damping: Tensor, roots: Tensor) -> Tensor:
-    """Return an upper estimate of the spectral norm of S F̂ S - I, ``[k]``, S about F̂^-½.
-
-    The estimate is at most n^¼ times the norm, but for rounding: in float32, some 1e-6 times the
-    root of the condition number of F̂. It is NaN if F̂ is not positive definite.
-    """
-    return _residual(_triangle(_damped(factors, damping, diagonal=False), roots.dtype), roots)
+    return (_by_products if by_products else _by_eigenvectors)(damped, factors.dtype)
 
 
 def _residual(lower: Tensor, roots: Tensor) -> Tensor:
-    """Return the residual for F̂ = L Lᵀ.
+    """Return an upper estimate of the spectral norm of S F̂ S - I for F̂ = L Lᵀ, ``[k]``.
 
-    S L is nearly orthogonal. S F̂ would be rounded far more, by the condition number of F̂.
+    The estimate is at most n^¼ times the norm, but for rounding: in float32, some 1e-6 times the
+    root of the condition number of F̂. S L is nearly orthogonal. S F̂ would be rounded far more, by
+    the condition number of F̂.
     """
     turn = product(roots, lower)
     rest = product(turn, turn.mT)
@@ -98,9 +81,7 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     return damped
 
 
-def _by_eigenvectors(
-    damped: Tensor, halvings: int, dtype: torch.dtype
-) -> tuple[list[Tensor], Tensor]:
+def _by_eigenvectors(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return inverse roots and flags by one decomposition, in the dtype of ``damped``.
 
     In float32, errors of eigenvalues are some 1e-7 of the largest one: too much for small ones.
@@ -110,36 +91,24 @@ def _by_eigenvectors(
     try:  # the solver would stop for all factors at one that is not finite
         values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
     except LinAlgError:
-        return _by_products(damped, halvings, dtype)
+        return _by_products(damped, dtype)
     values.masked_fill_(fine.logical_not()[:, None], torch.nan)
     # Rounded roots have a residual of about eps times the root of the condition number.
     good = values[:, 0] > (torch.finfo(dtype).eps / _TOLERANCE) ** 2 * values[:, -1]
-    roots = []
-    for _ in range(halvings):
-        values = values.sqrt()
-        # Float32 products would leave a residual above 1e-3 where the condition number is 1e6.
-        root = torch.bmm(vectors / values[:, None], vectors.mT)
-        roots.append(_symmetric(root.to(dtype)))
-    return roots, good
+    # Float32 products would leave a residual above 1e-3 where the condition number is 1e6.
+    root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT)
+    return _symmetric(root.to(dtype)), good
 
 
-def _by_products(damped: Tensor, halvings: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def _by_products(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return inverse roots and flags, by Cholesky factors L and their polar factors P.
 
-    F̂ = L Lᵀ has the roots F̂^½ = L Pᵀ and F̂^-½ = P L⁻¹. F̂^-¼ is the root of F̂^-½, and so on.
+    F̂ = L Lᵀ has the root F̂^-½ = P L⁻¹.
     """
-    first = lower = _triangle(damped, dtype)
-    polar = _polar(lower, _POLYNOMIALS)
-    inverse = torch.linalg.solve_triangular(lower, polar, upper=False, left=False)
-    roots = [_symmetric(inverse)]
-    for start in _STARTS[1:halvings]:
-        lower = _triangle(roots[-1].to(damped.dtype), dtype)
-        polar = _polar(lower, _POLYNOMIALS[start:])
-        roots.append(_symmetric(product(lower, polar.mT)))
-    whole = roots[-1]  # errors of all roots show in its power
-    for _ in range(halvings - 1):
-        whole = product(whole, whole)
-    return roots, _residual(first, whole) <= _TOLERANCE  # False for NaN
+    lower = _triangle(damped, dtype)
+    root = torch.linalg.solve_triangular(lower, _polar(lower), upper=False, left=False)
+    root = _symmetric(root)
+    return root, _residual(lower, root) <= _TOLERANCE  # False for NaN
 
 
 def _triangle(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,14 +120,14 @@ def _triangle(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return lower.to(dtype).masked_fill_((info != 0)[:, None, None], torch.nan)
 
 
-def _polar(lower: Tensor, polynomials: tuple[Polynomial, ...]) -> Tensor:
+def _polar(lower: Tensor) -> Tensor:
     """Return the polar factor of L."""
     # The spectral norm of L Lᵀ is at most each of these norms.
     gram = product(lower, lower.mT)
     bound = torch.minimum(gram.flatten(1).norm(dim=1), gram.abs().sum(2).amax(1))
     scale = (_BELOW_ONE * bound.rsqrt())[:, None, None]
     polar, gram = lower * scale, gram.mul_(scale.square())
-    for left, polynomial in zip(reversed(range(len(polynomials))), polynomials, strict=True):
+    for left, polynomial in zip(reversed(range(len(_POLYNOMIALS))), _POLYNOMIALS, strict=True):
         polar = product(orthogonalizer(gram, [polynomial]), polar)
         if left:
             gram = product(polar, polar.mT)

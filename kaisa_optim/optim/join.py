@@ -13,13 +13,10 @@ if TYPE_CHECKING:
     from .mixin import KFACMixin
 
 if torch.distributed.is_available():
-    from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+    from torch.distributed.algorithms.join import Join, JoinHook
+    from torch.distributed.algorithms.join import Joinable as Joinable
 else:
     Joinable = JoinHook = object  # type: ignore[assignment, misc]
-
-__all__ = ["Joinable", "StepsOn", "joined_gradients", "refuse_join_of_the_model_alone"]
-
-Settings = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 class StepsOn(JoinHook):
@@ -41,7 +38,7 @@ class StepsOn(JoinHook):
 
 
 def joined_gradients(optimizer: KFACMixin) -> dict[Tensor, Tensor]:
-    """Return the gradients that a rank without data takes from one that has data."""
+    """Return the gradients that a rank without data takes, as the settings, from one with data."""
     kfac, has_joined = optimizer.preconditioner, optimizer._has_joined
     ranks = kfac.ranks
     if ranks.world == 1 or not optimizer._join_config.enable:
@@ -49,31 +46,23 @@ def joined_gradients(optimizer: KFACMixin) -> dict[Tensor, Tensor]:
     if not has_joined:
         Join.notify_join_context(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = _settings(optimizer), [p.grad is not None for p in parameters]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    shared = {name: getattr(kfac, name) for name in SHARED}
+    mine = groups, shared, [p.grad is not None for p in parameters]
     told = ranks.gather_objects(None if has_joined else mine, "joining")
     if all(told):
         return {}
     root = next(rank for rank, said in enumerate(told) if said)
-    settings, graded = told[root]
+    groups, shared, graded = told[root]
     if has_joined:
-        _adopt(optimizer, settings)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for name, value in shared.items():
+            setattr(kfac, name, value)
     taken = [p for p, has in zip(parameters, graded, strict=True) if has]
     new = {p: p.grad if ranks.rank == root else torch.empty_like(p) for p in taken}
     ranks.broadcast_from(root, list(new.values()), "gradients")
     return new if has_joined else {}
-
-
-def _settings(optimizer: KFACMixin) -> Settings:
-    """Return the values that schedulers may have changed on the ranks that go on."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return groups, {name: getattr(optimizer.preconditioner, name) for name in SHARED}
-
-
-def _adopt(optimizer: KFACMixin, settings: Settings) -> None:
-    for group, values in zip(optimizer.param_groups, settings[0], strict=True):
-        group.update(values)
-    for name, value in settings[1].items():
-        setattr(optimizer.preconditioner, name, value)
 
 
 def refuse_join_of_the_model_alone(optimizer: KFACMixin) -> None:

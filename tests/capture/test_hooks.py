@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.capture.hooks import Capture
+from kaisa_optim.capture.hooks import Capture, Facts, decide
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
 from tests.support.watch import (
@@ -280,6 +280,38 @@ def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
         seen.append(bool(opt.preconditioner.sums.of_layer))
         opt.step()
     assert seen == [i % 3 == 0 for i in range(7)]
+
+
+@pytest.mark.parametrize("rule", [{}, EIGEN], ids=["polar", "eigen"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_unfrozen_layer_gathers_in_its_next_pass(alone, rule):
+    """Also if its module is called without the model, between two slots to gather."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].requires_grad_(False)
+    options = {"factor_update_steps": 10, "staggered": False, **rule}
+    opt = KFACSGD(model, lr=0.1, **options)
+    for i in range(12):
+        opt.zero_grad()
+        if i == 11:
+            model[1].requires_grad_(True)
+        out = model[1](normal(5, 4, seed=i)) if alone and i == 11 else model(normal(5, 4, seed=i))
+        out.square().mean().backward()
+        seen = {
+            layer.name for layer, x in opt.preconditioner.sums.of_layer.items() if x.a is not None
+        }
+        assert seen == ({"1"} if i == 11 else {"0"} if i < 11 and seen else set())
+        opt.step()
+    assert opt.preconditioner.factors("1")[0].abs().sum() > 0
+
+
+def test_what_a_hook_does_with_a_call():
+    """Training, gathering, counting, paused, checkpointed, one after the other."""
+    assert decide(Facts(False, True, True, False, True)) == "skip"
+    assert decide(Facts(True, False, False, False, False)) == "skip"
+    assert decide(Facts(True, False, True, False, False)) == "watch"
+    assert decide(Facts(True, True, True, False, False)) == "tap"
+    assert decide(Facts(True, True, True, True, False)) == "skip"
+    assert decide(Facts(True, False, False, True, True)) == "tap"
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -307,7 +307,7 @@ def broken_decompositions(error: Exception) -> Iterator[None]:
     with (
         mock.patch.object(eigen, "eigendecompose", fails),
         mock.patch.object(kronecker, "damped_inverse", fails),
-        mock.patch.object(roots, "inverse_roots", fails),
+        mock.patch.object(roots, "inverse_root", fails),
     ):
         yield
 
@@ -435,7 +435,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_agree"),
     "sums": (Ranks, "_add_up"),
     "passing on": (Ranks, "_pass_on"),
-    "decomposition": (roots, "inverse_roots"),
+    "decomposition": (roots, "inverse_root"),
     "state": (exchange, "share_state"),
     "gradients": (exchange.GradientExchange, "updates"),
 }

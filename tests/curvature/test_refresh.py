@@ -49,7 +49,7 @@ ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
 SOLVERS: dict[str, tuple[Any, str]] = {
     "eigen": (eigen, "eigendecompose"),
     "inverse": (kronecker, "damped_inverse"),
-    "polar": (roots, "inverse_roots"),
+    "polar": (roots, "inverse_root"),
 }
 LinAlgError = torch.linalg.LinAlgError
 
@@ -521,8 +521,8 @@ class Planted:
             return result
         if self.raises:
             raise LinAlgError("planted") if self.raises is True else self.raises
-        if self.real.__name__ == "inverse_roots":
-            result[0][0][:] = torch.nan
+        if self.real.__name__ == "inverse_root":
+            result[0][:] = torch.nan
             return result
         parts = result if isinstance(result, tuple) else (result,)
         parts[-1][:] = torch.nan

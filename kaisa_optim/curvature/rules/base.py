@@ -141,8 +141,11 @@ class Rule(ABC):
 
         ``None`` stands for a tensor that a diagonal factor does not have.
         """
-        found = (group.state("g", name, slots), group.state("a", name, slots))
-        g, a = [x if x is None or self._in_half(x.dtype, like) else x.to(like.dtype) for x in found]
+        g, a = group.states(name, slots)
+        if g is not None and g.dtype != like.dtype and not self._in_half(g.dtype, like):
+            g = g.to(like.dtype)
+        if a is not None and a.dtype != like.dtype and not self._in_half(a.dtype, like):
+            a = a.to(like.dtype)
         return g, a
 
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:

@@ -46,7 +46,7 @@ class PolarRule(TriangleRule):
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None
-        (root,), good = roots.inverse_roots(factors, damping, 1, diagonal=diagonal)
+        root, good = roots.inverse_root(factors, damping, diagonal=diagonal)
         return (root if diagonal else root.masked_fill_(~good[:, None, None], torch.nan),)
 
     def apply(
