@@ -42,6 +42,7 @@ from .tap import (
     is_transformed,
     tap_for_mode,
 )
+from .witness import Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
@@ -178,6 +179,7 @@ class Capture:
         self._looked: int | None = None  # the backward pass that last ran _drop_gone
         # Layers with sums since the last reset, each with the tensors that hold its gradient.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
+        self.witness = Witness(layers)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
@@ -411,7 +413,7 @@ class Capture:
         todo = decide(facts)
         if todo == "skip" or is_transformed() or has_tangent(output):
             return output
-        record, part, checkpointed = None, WHOLE, facts.checkpointed
+        record, part, whole, checkpointed = None, WHOLE, False, facts.checkpointed
         gathers = gathers and not facts.paused
         if facts.counts and not facts.paused:
             forward_pass = self._passes.current(layer, x)
@@ -422,12 +424,14 @@ class Capture:
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
+                whole = covers[0] and self.witness.watches(layer, forward_pass, anchor)
             self._note_order(layer, forward_pass, x)
             record = functools.partial(self._backward, Call(passage, blocks, part, gathers))
+        whole = whole or checkpointed
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)
-        held = self._inputs.as_used(layer, x, WHOLE if checkpointed else part) if kept else None
+        held = self._inputs.as_used(layer, x, WHOLE if whole else part) if kept else None
         probe = self._probe if gathers else None
         self.tapped |= gathers
         # The mark would raise the output's version, and a selective checkpoint that keeps the
@@ -503,6 +507,8 @@ class Capture:
             elif call.gathers:
                 found = moments()
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
+            if call.gathers and covers[0]:
+                self.witness.add(layer, passage.anchor, x, grad, call.blocks)
 
     def _reach(self, passage: Passage) -> None:
         """Note that a pass that trains comes to a layer."""

@@ -44,6 +44,8 @@ class CoverageReport:
     total: int
     left: dict[str, Left]  # the largest first
     skipped: dict[str, str]  # left by an option, or by the kind of optimizer, and why
+    # Layers of whose gradient a share comes from no call that K-FAC reads, and that share.
+    elsewhere: dict[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:

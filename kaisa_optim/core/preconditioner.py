@@ -229,6 +229,7 @@ class Preconditioner:
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
         self.status.note_answers(agreed)
+        self.status.note_strange(agreed, capture)
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):

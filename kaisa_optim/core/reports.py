@@ -182,7 +182,8 @@ def coverage(registry: Registry) -> CoverageReport:
     asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
     total = sum(sizes.values())
     away = sum(sizes.get(name, 0) for name in {*left, *asked})
-    return CoverageReport(total - away, total, left, asked)
+    elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
+    return CoverageReport(total - away, total, left, asked, elsewhere)
 
 
 def poor_coverage(found: CoverageReport) -> str:

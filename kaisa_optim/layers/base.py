@@ -188,6 +188,18 @@ class RowsOfModule(CoveredModule):
         """Return rows ∂L/∂s of the gradient of the module's output."""
         raise NotImplementedError
 
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        """Return Σ g aᵀ ``[blocks, outputs, inputs]`` of one call; ``None`` where rows do not tell.
+
+        It is the call's part of the weight's gradient.
+        """
+        try:
+            a, g = self.input_rows(x, grad), self.output_rows(x, grad)
+        except NotImplementedError:  # a kind that knows shorter ways to its moments
+            return None
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        return g.flatten(1, 2).to(dtype).mT @ a.flatten(1, 2).to(dtype)
+
     def unbatched(self, x: Tensor) -> bool:
         """Return whether this input is a single example without a batch dimension."""
         return False

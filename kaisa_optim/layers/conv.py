@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import grad as gradients
 
 from ..linalg.moments import (
     bordered,
@@ -34,6 +35,7 @@ _ALL = slice(None)
 _Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_GRADIENTS = gradients.conv1d_weight, gradients.conv2d_weight, gradients.conv3d_weight
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
@@ -187,6 +189,15 @@ class ConvLayer(_Spatial):
         reach = zip(module.kernel_size, module.dilation, strict=True)
         uneven = module.padding == "same" and any(d * (k - 1) % 2 for k, d in reach)
         self.keeps_another = module.padding_mode == "circular" or uneven
+
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        module = self.module
+        assert isinstance(module, _Conv) and self.weight is not None
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        x, grad = self._padded(self._batched(x)).to(dtype), self._batched(grad).to(dtype)
+        geometry = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
+        made = _GRADIENTS[self.dims - 1](x, self.weight.shape, grad, **geometry)
+        return self.weight_view(made).flatten(2)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module

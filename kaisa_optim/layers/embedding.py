@@ -48,6 +48,12 @@ class EmbeddingLayer(Layer):
         # No gradient reaches the padding vector: such a row is zero on both sides.
         return rows if padding is None else rows * (tokens != padding)[None, :, :, None]
 
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        rows = self.output_rows(x, grad)[0].flatten(0, 1)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        table = rows.new_zeros(self.inputs, self.outputs)
+        return table.index_add_(0, self._tokens(x).flatten().long(), rows).mT[None]
+
     def input_moment(
         self,
         x: Tensor,

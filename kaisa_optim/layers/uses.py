@@ -135,6 +135,10 @@ class GroupedUse(ProductUse):
         counts = [end - start for start, end in itertools.pairwise(ends)]
         return rows[: ends[-1]].split(counts)
 
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        both = zip(self._groups(grad), self._groups(x), strict=True)
+        return torch.stack([(g.mT @ a).float() for g, a in both])
+
     def moments(
         self,
         x: Tensor | None,

@@ -24,6 +24,7 @@ class LayerState:
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
+    elsewhere: float = 0.0  # share of the gradient that no call makes that K-FAC reads; if named
     deferred: bool = False  # the last refresh was unchecked: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
@@ -53,6 +54,7 @@ class StepReport(NamedTuple):
     checksum: int = 0  # of values that must be alike on all ranks
     terms: float = 0.0  # K of this rank
     lacks_half_products: bool = False
+    strange: bool = False  # a layer's gradient was found to have other sources than its rows
     gradients: Sequence[bool] = ()  # whether each layer has a gradient
     stale: Sequence[float] = ()  # flags of the deferred layers' factors
     rows: Sequence[float] = ()  # number of rows of each section of each layer
@@ -85,6 +87,7 @@ class AgreedStep:
     trained: float = 0.0
     checksums: tuple[float, float] = (0.0, 0.0)  # sum of checksums, and sum of their squares
     lacks_half_products: float = 0.0
+    strange: float = 0.0
     gradients: Mapping[str, float] = field(default_factory=dict)  # ranks with a gradient
     stale: Sequence[float] = ()
     rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section
@@ -104,7 +107,8 @@ class AgreedStep:
         head, flags, stale, counts, givers = (
             totals[start:end] for start, end in itertools.pairwise([0, *starts])
         )
-        failed, captured, has_gradients, drawn, trained, checksum, terms, lacks, squares = head
+        failed, captured, has_gradients, drawn, trained, checksum, terms, *flags_of_all = head
+        lacks, strange, squares = flags_of_all
         ends = list(itertools.accumulate(sections.values()))
         places = zip(sections, [0, *ends[:-1]], ends, strict=True)
         seen = {name: slice(*place) for name, *place in places if any(counts[slice(*place)])}
@@ -120,6 +124,7 @@ class AgreedStep:
             trained=trained,
             checksums=(checksum, squares),
             lacks_half_products=lacks,
+            strange=strange,
             gradients=dict(zip(sections, flags, strict=True)),
             stale=stale,
             rows={name: list(counts[place]) for name, place in seen.items()},
