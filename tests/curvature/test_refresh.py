@@ -126,19 +126,6 @@ def test_layers_in_one_stack_keep_to_themselves(method):
                 assert not moved.any()
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_new_damping_reaches_the_eigenbasis_at_once_unless_the_product_is_stored(stored):
-    model = network()
-    options = {**EVERY_STEP, "inv_update_steps": 100, "factor_update_steps": 100}
-    opt = KFACSGD(model, 1.0, damping=0.1, compute_eigenvalue_outer_product=stored, **options)
-    train(model, opt, [0])
-    opt.param_groups[0]["damping"] = 0.3
-    before = values(model)
-    train(model, opt, [1])
-    moved = moved_matrix(before, model, "0")
-    assert_near(moved, expected(opt, "0", "eigen", 0.1 if stored else 0.3), rtol=1e-6)
-
-
 # ---- storage ----
 
 SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
