@@ -260,41 +260,6 @@ def test_entries_are_flat_tensors_beside_the_bases(method, of_base, tmp_path):
         (torch.optim.SGD, KFACSGD, {"lr": 0.05}),
         (torch.optim.SGD, KFACSGD, {"lr": 0.05, "momentum": 0.9}),
         (torch.optim.Adam, KFACAdam, {"lr": 0.01}),
-        (LARS, with_kfac(LARS), {"lr": 0.5}),
-    ],
-)
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_plain_checkpoint_loads_and_steps(plain, cls, settings, trained, tmp_path):
-    """Into a new K-FAC optimizer, or into one whose own averages must then be forgotten."""
-    model = network()
-    base = plain(model.parameters(), **settings)
-    train(model, base, range(3))
-    saved = disk(base.state_dict(), tmp_path / "state")
-    other, opt = pair(cls, **settings, **EVERY_STEP, damping=0.1)
-    if trained:
-        train(other, opt, range(5, 8))
-    other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0', '2'") as record:
-        opt.load_state_dict(saved)
-    assert len(record) == 1
-    assert opt.param_groups[0]["damping"] == 0.1
-    assert_same(opt.state_dict()["state"], base.state_dict()["state"])
-    probe = Probe(model, damping=0.1)
-    for i in range(3, 6):
-        v = probe.step(model, i)
-        for name, p in model.named_parameters():
-            p.grad = v[name]
-        base.step()
-        train(other, opt, [i])
-        assert_near(other, model, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("plain", "cls", "settings"),
-    [
-        (torch.optim.SGD, KFACSGD, {"lr": 0.05}),
-        (torch.optim.SGD, KFACSGD, {"lr": 0.05, "momentum": 0.9}),
-        (torch.optim.Adam, KFACAdam, {"lr": 0.01}),
         (torch.optim.Adam, KFACAdam, {"lr": 0.01, "foreach": True}),
     ],
 )
@@ -319,26 +284,6 @@ def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_p
     _, again = pair(cls, **settings, **METHODS["eigen"])
     quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
     assert_same(factors(again), factors(opt))
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("method", ["polar", "eigen"])
-def test_a_kfac_checkpoint_without_its_keys_loads_into_the_plain_base(method, base):
-    cls, settings = BASES[base]
-    model, opt = pair(cls, **settings, **METHODS[method])
-    train(model, opt, range(3))
-    state = opt.base_state_dict()
-    assert not any(str(key).startswith("kfac") for x in state["state"].values() for key in x)
-    assert not {"damping", "factor_decay", "kl_clip_lr"} & state["param_groups"][0].keys()
-    plain = cls._base(model.parameters(), **settings)
-    plain.load_state_dict(state)
-    for p in model.parameters():
-        for key in plain.state[p].keys() & opt.state[p].keys():
-            assert_same(plain.state[p][key], opt.state[p][key])
-    before = values(model)
-    train(model, plain, range(3, 5))
-    moved = difference(before, model).values()
-    assert all(torch.isfinite(by).all() and by.any() for by in moved)
 
 
 @pytest.mark.parametrize("base", ["Adam", "LAMB"])

@@ -165,23 +165,6 @@ def test_the_bases_switches_are_passed_through(base, settings):
     assert_near(model, hand.model, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("base", "extra"),
-    [(torch.optim.SGD, {"foreach": True}), (torch.optim.Adam, {}), (torch.optim.RAdam, {})],
-)
-def test_maximize(base, extra, method):
-    """Maximizing −L goes where minimizing L goes."""
-    model, minimized = network(), network()
-    opt = with_kfac(base)(model, lr=0.1, maximize=True, **METHODS[method], **extra)
-    for i in range(3):
-        opt.zero_grad()
-        backward(model, i, lambda loss: -loss)
-        opt.step()
-    train(minimized, with_kfac(base)(minimized, lr=0.1, **METHODS[method]), range(3))
-    assert_near(model, minimized)
-
-
 def test_capturable_is_left_to_the_base():
     """On the CPU the base refuses it, in its own words."""
     model = network()

@@ -572,32 +572,6 @@ def test_zero_grad_drops_gradients_and_statistics(set_to_none, method):
     assert_same(factors(opt), factors(fresh))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_closure_runs_once_with_gradients_before_its_factors_are_used(method):
-    model, expected = network(), network()
-    opt = KFACSGD(model, lr=0.1, **METHODS[method])
-    calls = []
-
-    def closure():
-        assert torch.is_grad_enabled()
-        opt.zero_grad()
-        calls.append(opt.preconditioner.steps)
-        return backward(model, len(calls) - 1)
-
-    with torch.no_grad():
-        losses = [opt.step(closure) for _ in range(3)]
-    assert calls == [0, 1, 2]
-    by_hand = KFACSGD(expected, lr=0.1, **METHODS[method])
-    expected_losses = []
-    for i in range(3):
-        by_hand.zero_grad()
-        expected_losses.append(backward(expected, i))
-        assert by_hand.step() is None
-    assert_same(losses, expected_losses)
-    assert_same(model, expected)
-    assert_same(factors(opt), factors(by_hand))
-
-
 def test_step_does_not_track_gradients():
     model = network()
     opt = KFACSGD(model, lr=0.1)
