@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
 CONTRACT = ROOT / "tests" / "CONTRACT.md"
 
+# Modules without a test file of their own.
+NO_NAMESAKE = {"errors.py": "tests of each error hold the texts that it forms"}
+
 MOST_LINES_OF_A_CLASS = 400
 MOST_PUBLIC_NAMES_OF_A_CLASS = 12
 MOST_ATTRIBUTES_OF_A_CLASS = 20
@@ -232,6 +235,19 @@ def test_rules_answer_for_themselves():
             ):
                 asked = {n for n in re.findall(r"\w+", ast.unparse(node.args[-1])) if n in names}
                 assert not asked, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_each_module_has_a_test_file_of_its_name():
+    package, tests = ROOT / "kaisa_optim", ROOT / "tests"
+    lacking = set()
+    for path in FILES:
+        own = path.relative_to(package)
+        namesake = tests / own.with_name(f"test_{own.name}")
+        if path.name != "__init__.py" and not namesake.exists():
+            lacking.add(str(own))
+        elif namesake.exists():
+            assert re.search(r"^def test_", namesake.read_text(), flags=re.M), namesake
+    assert lacking == NO_NAMESAKE.keys()
 
 
 def test_the_contract_names_tests_that_exist():

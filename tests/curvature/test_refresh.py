@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -505,44 +504,6 @@ def test_what_is_no_failure_of_a_solver_is_raised(planted, method, error, before
         opt.step()
     assert raised.value is error
     assert len(planted.seen) == before + 1
-
-
-def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
-    """Of four equal layers one fails; the others are as they would be."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
-    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method]}
-    twin = copy.deepcopy(model)
-    opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
-    train(model, opt, [0])
-    train(twin, reference, [0])
-    bad: list[Tensor] = []
-
-    def fails(matrices: Tensor) -> bool:
-        """The A of layer 2: by its content, whatever the batch around it."""
-        if not bad or size_of(matrices) != 5:
-            return False
-        return any((m.double() - bad[0]).norm() < 1e-5 for m in matrices)
-
-    opt.zero_grad()
-    backward(model, 1)
-    with torch.no_grad():  # the running average that the step will make
-        a = opt.preconditioner.factors("2")[0][0]
-        gathered = next(g for x, g in opt.preconditioner.sums.of_layer.items() if x.name == "2")
-        new = gathered.a[0] / 8
-        share = 0.05 / (1 - 0.95**2)
-        bad.append((a + share * (new - a)).double())
-    planted.fails = fails
-    kept = [t.clone() for t in state_of(opt, "2")]
-    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state") as record:
-        opt.step()
-    assert len(record) == 1
-    planted.fails = lambda matrices: False
-    train(twin, reference, [1])
-    for name in ("0", "1", "3", "4"):
-        assert_near(state_of(opt, name), state_of(reference, name), rtol=1e-4, atol=1e-5)
-    # The part that failed is the old one; its other side may have been refreshed.
-    assert_same(state_of(opt, "2")[: len(kept) // 2], kept[: len(kept) // 2])
 
 
 def state_of(opt: Any, name: str) -> list[Tensor]:
