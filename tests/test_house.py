@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
 CONTRACT = ROOT / "tests" / "CONTRACT.md"
 
+# Modules without a test file of their own.
+NO_NAMESAKE = {"errors.py": "tests of each error hold the texts that it forms"}
+
 MOST_LINES_OF_A_CLASS = 400
 MOST_PUBLIC_NAMES_OF_A_CLASS = 12
 MOST_ATTRIBUTES_OF_A_CLASS = 20
@@ -41,6 +44,16 @@ RETIRED = {
     *("hand_out", "lay_out", "forget", "go_on", "papers", "parted", "SecondOrder", "Tracking"),
     *("Statistics", "_turn", "_turns", "turns_of", "unseen_layers", "_handed_out"),
 }
+# Words with another word's meaning, and what stands for it. Each is refused as a whole identifier.
+AMBIGUOUS = {
+    **{"grad_worker": "gradient worker", "grad_workers": "gradient worker"},
+    **{"inv_worker": "owner", "inverse_worker": "owner", "peer": "receiver", "peers": "receiver"},
+    **{"stats": "sums", "statistics": "sums", "covariance": "average", "second_order": "state"},
+    **{"context": "values", "manager": "registry", "cfg": "options", "process": "rank"},
+}
+# Classes of one name in two modules.
+TWO_MEANINGS = {"MuonStep", "Shards", "Sums"}
+MOST_USERS = 4  # a class that as many other modules import stands in the glossary
 
 
 def definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
@@ -138,7 +151,53 @@ def test_no_retired_word(path):
     named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     named |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     named |= {name.rsplit(".", 1)[-1] for name, _ in definitions(path)}
-    assert not named & RETIRED
+    assert not named & (RETIRED | AMBIGUOUS.keys())
+
+
+def glossary() -> dict[str, str]:
+    """Return the glossary's words, and the modules in which their classes are defined."""
+    page = (ROOT / "docs" / "how" / "architecture.md").read_text()
+    part = page[page.index("## Glossary") :].partition("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in part.splitlines() if row.startswith("| ")][1:]
+    return {
+        word.strip(" `"): module.strip(" `")
+        for words, module, _ in rows
+        for word in words.split(",")
+    }
+
+
+def test_words_of_the_glossary_are_defined_where_it_says():
+    words = glossary()
+    assert {"owner", "gradient worker", "receiver", "slot", "average", "state"} <= words.keys()
+    for word, module in words.items():
+        assert bool(module) == word[0].isupper(), word
+        if module:
+            assert word in dict(definitions(ROOT / "kaisa_optim" / module)), (word, module)
+
+
+def test_a_class_that_many_modules_use_is_in_the_glossary():
+    users: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and path.name != "__init__.py":
+                for alias in node.names:
+                    users.setdefault(alias.name, set()).add(str(path))
+    for path in FILES:
+        floor = path.relative_to(ROOT / "kaisa_optim").parts[0]
+        for name, node in definitions(path):
+            if floor in ("core", "plan", "curvature", "capture", "comm"):
+                many = len(users.get(name, set()) - {str(path)}) >= MOST_USERS
+                assert not (many and isinstance(node, ast.ClassDef)) or name in glossary(), name
+
+
+def test_a_class_has_a_name_of_its_own():
+    found = [
+        name
+        for path in FILES
+        for name, node in definitions(path)
+        if isinstance(node, ast.ClassDef) and "." not in name and not name.startswith("_")
+    ]
+    assert {name for name in found if found.count(name) > 1} == TWO_MEANINGS
 
 
 def chains(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
@@ -232,6 +291,19 @@ def test_rules_answer_for_themselves():
             ):
                 asked = {n for n in re.findall(r"\w+", ast.unparse(node.args[-1])) if n in names}
                 assert not asked, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_each_module_has_a_test_file_of_its_name():
+    package, tests = ROOT / "kaisa_optim", ROOT / "tests"
+    lacking = set()
+    for path in FILES:
+        own = path.relative_to(package)
+        namesake = tests / own.with_name(f"test_{own.name}")
+        if path.name != "__init__.py" and not namesake.exists():
+            lacking.add(str(own))
+        elif namesake.exists():
+            assert re.search(r"^def test_", namesake.read_text(), flags=re.M), namesake
+    assert lacking == NO_NAMESAKE.keys()
 
 
 def test_the_contract_names_tests_that_exist():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import grad as gradients
+from torch.nn import grad as of_weights
 
 from ..linalg.moments import (
     bordered,
@@ -35,7 +35,7 @@ _ALL = slice(None)
 _Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-_GRADIENTS = gradients.conv1d_weight, gradients.conv2d_weight, gradients.conv3d_weight
+_GRADIENTS = of_weights.conv1d_weight, of_weights.conv2d_weight, of_weights.conv3d_weight
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
     EVERY_STEP,
-    as_on_a_gpu,
     assert_near,
     assert_same,
     backward,
@@ -124,19 +121,6 @@ def test_layers_in_one_stack_keep_to_themselves(method):
                 assert_near(moved, expected(opt, f"parts.{k}", method, dampings[k]), rtol=1e-6)
             else:
                 assert not moved.any()
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_new_damping_reaches_the_eigenbasis_at_once_unless_the_product_is_stored(stored):
-    model = network()
-    options = {**EVERY_STEP, "inv_update_steps": 100, "factor_update_steps": 100}
-    opt = KFACSGD(model, 1.0, damping=0.1, compute_eigenvalue_outer_product=stored, **options)
-    train(model, opt, [0])
-    opt.param_groups[0]["damping"] = 0.3
-    before = values(model)
-    train(model, opt, [1])
-    moved = moved_matrix(before, model, "0")
-    assert_near(moved, expected(opt, "0", "eigen", 0.1 if stored else 0.3), rtol=1e-6)
 
 
 # ---- storage ----
@@ -335,26 +319,6 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
     assert len(batches) > 2 and max(batches) < 5
 
 
-def test_sums_that_were_left_out_are_named_a_step_later_where_no_host_waits():
-    model = network()
-    how = {"compute_method": "inverse", "inv_update_steps": 4, "staggered": False, "kl_clip": None}
-    opt = KFACSGD(model, lr=0.0, factor_update_steps=1, **how)
-    with as_on_a_gpu():
-        train(model, opt, range(3))
-        before = copy.deepcopy(model.state_dict())
-        handle = model[1].register_forward_hook(lambda m, i, out: out * math.nan)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, opt, range(3, 5))  # of which the last one refreshes
-        handle.remove()
-        model.load_state_dict(before)  # NaN times a rate of zero is NaN
-        with pytest.warns(UserWarning, match="statistics that were not finite have been left out"):
-            train(model, opt, range(5, 6))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, opt, range(6, 12))
-
-
 @pytest.mark.parametrize("widest", [3, 16384])
 @pytest.mark.parametrize("how", [{}, {"compute_method": "inverse"}])
 def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
@@ -425,65 +389,6 @@ def test_half_precision_averages_over_many_steps():
     for name, pair in results[torch.float32].items():
         for exact, rounded in zip(pair, results[torch.bfloat16][name], strict=True):
             assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
-
-
-class Zoo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(11, 4)
-        self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x).mT
-        return self.head(self.conv(x).mean(2))
-
-
-ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
-    "words": (1, (11, True), 4),
-    "conv": (2, (2 * 3 + 1, False), 3),
-    "head": (1, (7, False), 3),
-}
-
-
-@pytest.mark.parametrize("method", ALWAYS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_memory_usage_adds_up_to_the_byte(method, dtype):
-    model = Zoo()
-    opt = KFACSGD(model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **ALWAYS[method])
-    kfac = opt.preconditioner
-
-    def pass_backward() -> None:
-        x = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(0))
-        F.cross_entropy(model(x), torch.arange(5) % 3).backward()
-
-    pass_backward()
-    size, full = (4 if dtype is None else 2), 4
-    a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
-    in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
-    assert kfac.memory_usage()["pending"] == in_average * full
-    opt.step()
-    usage = kfac.memory_usage()
-    assert usage["pending"] == 0
-    slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
-    wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
-    if method == "polar" or "inverse" in method:
-        wanted["roots" if method == "polar" else "inverses"] = in_average * size
-        wanted["counters"] += slots * 4  # notes on those that have failed
-    else:
-        wanted["eigenvectors"] = (in_average - 11) * size
-        wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full
-    if method == "outer product":
-        wanted["eigenvalue_products"] = sum(b * a * g for b, (a, _), g in ZOO_SLOTS.values()) * size
-    assert usage == {**wanted, "total": sum(wanted.values()), "pending": 0}
-    # What the optimizer holds, each storage once; the counts beside it are of the checkpoint's.
-    held: dict[int, int] = {}
-    for entry in opt.state.values():
-        for key, tensor in entry.items():
-            if key.startswith("kfac") and not key.endswith(("step", "status")):
-                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert sum(held.values()) == usage["total"]
 
 
 def test_a_wide_side_is_a_vector():
@@ -601,44 +506,6 @@ def test_what_is_no_failure_of_a_solver_is_raised(planted, method, error, before
     assert len(planted.seen) == before + 1
 
 
-def test_a_failure_of_one_in_a_stack_is_its_own(planted, method):
-    """Of four equal layers one fails; the others are as they would be."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 3))
-    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method]}
-    twin = copy.deepcopy(model)
-    opt, reference = KFACSGD(model, **options), KFACSGD(twin, **options)
-    train(model, opt, [0])
-    train(twin, reference, [0])
-    bad: list[Tensor] = []
-
-    def fails(matrices: Tensor) -> bool:
-        """The A of layer 2: by its content, whatever the batch around it."""
-        if not bad or size_of(matrices) != 5:
-            return False
-        return any((m.double() - bad[0]).norm() < 1e-5 for m in matrices)
-
-    opt.zero_grad()
-    backward(model, 1)
-    with torch.no_grad():  # the running average that the step will make
-        a = opt.preconditioner.factors("2")[0][0]
-        gathered = next(g for x, g in opt.preconditioner.sums.of_layer.items() if x.name == "2")
-        new = gathered.a[0] / 8
-        share = 0.05 / (1 - 0.95**2)
-        bad.append((a + share * (new - a)).double())
-    planted.fails = fails
-    kept = [t.clone() for t in state_of(opt, "2")]
-    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state") as record:
-        opt.step()
-    assert len(record) == 1
-    planted.fails = lambda matrices: False
-    train(twin, reference, [1])
-    for name in ("0", "1", "3", "4"):
-        assert_near(state_of(opt, name), state_of(reference, name), rtol=1e-4, atol=1e-5)
-    # The part that failed is the old one; its other side may have been refreshed.
-    assert_same(state_of(opt, "2")[: len(kept) // 2], kept[: len(kept) // 2])
-
-
 def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
     kfac = opt.preconditioner
@@ -715,19 +582,6 @@ def test_other_errors_are_not_swallowed(method, planted):
     planted.fails = fails
     with pytest.raises(MemoryError):
         train(model, opt, [0])
-
-
-def test_an_inverse_of_an_indefinite_average_is_told():
-    """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
-    model = network()
-    opt = KFACSGD(model, lr=0.1, damping=1e-4, **ALWAYS["inverse"])
-    train(model, opt, [0])
-    kept = [t.clone() for t in state_of(opt, "0")]
-    a = opt.preconditioner.store.owned.by_key[opt.preconditioner.layers["0"], "a"]
-    a["average"].sub_(10 * torch.eye(5).double())
-    with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
-        train(model, opt, [1])
-    assert_same(state_of(opt, "0")[:1], kept[:1])
 
 
 # ---- statistics that are not finite ----
@@ -813,13 +667,6 @@ def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method)
     for name in ("0", "2"):
         wanted = expected(opt, name, method, 0.1)
         assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
-
-
-def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
-    mean_a, mean_g = torch.tensor([torch.inf, 0.0, 4.0]), torch.tensor([1.0, 1.0, 1.0])
-    of_a, of_g = kronecker.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
-    torch.testing.assert_close(of_a, torch.tensor([0.1, 0.1, 0.2]))
-    torch.testing.assert_close(of_g, torch.tensor([0.1, 0.1, 0.05]))
 
 
 @pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")

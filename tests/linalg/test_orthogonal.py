@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kaisa_optim.linalg import kronecker, orthogonal
+from kaisa_optim.linalg import orthogonal
 from tests.support import reference as ref
 from tests.support.reference import MUON_POLYNOMIAL as POLYNOMIAL
 from tests.support.reference import muon_direction, muon_ratio
@@ -52,24 +51,6 @@ def test_in_half_precision_it_is_about_the_same(g, a):
     whole, half = (muon(momentum, in_half=half) for half in (False, True))
     assert half.dtype == torch.float32
     assert 0 < (whole - half).norm() / whole.norm() < 0.03
-
-
-@given(sizes, sizes, st.integers(0, 99), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_softened_directions(g, a, seed, kept):
-    """T_G D T_A with T = αI + (1 - α) R, roots as matrices or as diagonals."""
-    generator = torch.Generator().manual_seed(seed)
-    root_g, root_a = (
-        torch.randn(2, n, n, generator=generator, dtype=torch.float64) for n in (g, a)
-    )
-    root_g, root_a = root_g + root_g.mT, root_a + root_a.mT
-    direction = torch.randn(2, g, a, generator=generator, dtype=torch.float64)
-    for of_g, of_a in itertools.product((root_g, root_g.diagonal(0, 1, 2)), (root_a, root_a[:, 0])):
-        found = kronecker.softened(direction.clone(), of_g, of_a, kept)
-        for one, d, r, s in zip(found, direction, of_g, of_a, strict=True):
-            r, s = (x.diag() if x.dim() == 1 else x for x in (r, s))
-            eye_g, eye_a = (torch.eye(len(x), dtype=torch.float64) for x in (r, s))
-            outer = kept * eye_g + (1 - kept) * r, kept * eye_a + (1 - kept) * s
-            assert_near(one, outer[0] @ d @ outer[1], 1e-10, 1e-10)
 
 
 # ---- nearly equal singular values ----

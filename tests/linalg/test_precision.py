@@ -14,7 +14,7 @@ from kaisa_optim import KFACSGD
 from kaisa_optim.capture import hooks as capture
 from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import eigen, precision
-from tests.linalg.test_half_rows import off
+from tests.linalg.test_moments import off
 from tests.support.training import EVERY_STEP, network, train
 
 SETTINGS = "highest", "high", "medium"

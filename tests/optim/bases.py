@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
-from tests.support.training import EVERY_STEP, Probe, classes_in, network
+from tests.support.training import EVERY_STEP, Probe, backward, classes_in, network
 
 REFUSED = {"LBFGS", "SparseAdam"}
 TORCH_BASES = [c for c in classes_in(torch.optim, Optimizer) if c.__name__ not in REFUSED]
@@ -96,3 +96,27 @@ def dynamic(*args: Any, **kwargs: Any) -> Any:
 
 def over_lars(*args: Any, **kwargs: Any) -> Any:
     return with_kfac(LARS)(*args, **kwargs)
+
+
+def gradients(i: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(500 + i)
+    shapes = {name: p.shape for name, p in network().named_parameters()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def give(model: nn.Module, opt: Any, i: int) -> dict[str, Tensor]:
+    """Step on gradients that are set by hand, beside the statistics of a batch."""
+    opt.zero_grad()
+    backward(model, i)
+    made = gradients(i)
+    for name, p in model.named_parameters():
+        p.grad = made[name].clone()
+    opt.step()
+    return made
+
+
+def by_name(opt: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {name: opt.state[p] for name, p in model.named_parameters()}

@@ -21,11 +21,11 @@ from kaisa_optim.curvature.lengths import (
     SGDLength,
     Stepped,
 )
+from tests.optim.bases import by_name, give, gradients
 from tests.support.training import (
     ANEW,
     assert_near,
     assert_same,
-    backward,
     difference,
     network,
     train,
@@ -64,26 +64,6 @@ def built(base: str, model: nn.Module, **changed: Any) -> Any:
     return with_kfac(cls)(model, **{**settings, **ANEW, **changed})
 
 
-def gradients(i: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(500 + i)
-    shapes = {name: p.shape for name, p in network().named_parameters()}
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in shapes.items()
-    }
-
-
-def give(model: nn.Module, opt: Any, i: int) -> dict[str, Tensor]:
-    """Step on gradients that are set by hand, beside the statistics of a batch."""
-    opt.zero_grad()
-    backward(model, i)
-    made = gradients(i)
-    for name, p in model.named_parameters():
-        p.grad = made[name].clone()
-    opt.step()
-    return made
-
-
 class Seen(NamedTuple):
     """Directions and momenta of one block, ``[g, a]``."""
 
@@ -115,10 +95,6 @@ def watched() -> Iterator[dict[str, Seen]]:
 def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
     """A layer's weight with its bias as the last column."""
     return torch.cat([parts[f"{layer}.weight"], parts[f"{layer}.bias"][:, None]], 1)
-
-
-def by_name(opt: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
-    return {name: opt.state[p] for name, p in model.named_parameters()}
 
 
 # ---- checkpoints of a plain base ----
@@ -225,51 +201,6 @@ def test_the_momentum_and_the_count_are_the_bases(cls, settings):
         assert opt.param_groups[0].get("step") == plain.param_groups[0].get("step")
 
 
-# ---- weight decay ----
-
-
-RATE, DECAY = 1e-3, 0.1
-
-
-def twins(base: str, **changed: Any) -> tuple[dict[str, Tensor], list[tuple[Any, Any]]]:
-    """Weights in mid-run, and two equal runs after one step more: the second one decays them."""
-    model = network()
-    opt = built(base, model, **changed)
-    for i in range(3):
-        give(model, opt, i)
-    before = values(model)
-    pairs = [(model, opt), copy.deepcopy((model, opt))]
-    for (own, its), decay in zip(pairs, (0.0, DECAY), strict=True):
-        its.param_groups[0].update(lr=RATE, weight_decay=decay)
-        give(own, its, 3)
-    return before, pairs
-
-
-@pytest.mark.parametrize("base", [name for name in BASES if name != "LAMB"])
-def test_weights_decay_apart_from_their_directions(base):
-    """Decay of either kind, coupled or not, is lr · decay · p: no part of momenta or lengths."""
-    before, ((model, opt), (decayed, other)) = twins(base)
-    after = values(model)
-    assert any((after[n] - before[n]).abs().max() > 0 for n in NAMES)
-    for name, p in decayed.named_parameters():
-        assert_near(p.detach(), after[name] - RATE * DECAY * before[name], 1e-13, 1e-15)
-    for name, entry in by_name(other, decayed).items():
-        assert_same(entry, by_name(opt, model)[name])
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-def test_lamb_decays_before_the_trust_ratio(coupled):
-    before, ((model, _), (decayed, _)) = twins("LAMB", adam_w_mode=not coupled)
-    for name, p in decayed.named_parameters():
-        direction, old = (before[name] - values(model)[name]) / RATE, before[name]
-        if coupled:
-            old = old * (1 - RATE * DECAY)
-        else:
-            direction = direction + DECAY * old
-        trust = old.norm() / direction.norm()
-        assert_near(p.detach(), old - RATE * trust * direction, 1e-9, 1e-12)
-
-
 # ---- rates ----
 
 
@@ -291,14 +222,6 @@ def at_rates(base: str, first: list[str], share: float) -> dict[str, Tensor]:
     before = values(model)
     give(model, opt, 0)
     return difference(before, model)
-
-
-@pytest.mark.parametrize("base", [name for name in BASES if "SGD" not in name])
-def test_each_layer_steps_at_its_own_rate(base):
-    first = ["0.weight", "0.bias"]
-    one, ten = (at_rates(base, first, share) for share in (1.0, 10.0))
-    for name in NAMES:
-        assert_near(ten[name], one[name] * (1 if name in first else 10), 1e-9, 1e-14)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -339,34 +262,6 @@ def test_sgds_layers_have_one_scale(momentum, other):
     assert_near(fell, fall, 1e-9, 1e-14)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_tensor_rate_is_as_good_as_a_number(base):
-    model, other = network(), network()
-    start = BASES[base][1]["lr"]
-    rate = torch.tensor(start, dtype=torch.float64)
-    decay = {"weight_decay": 0.1}
-    opt, with_tensor = built(base, model, **decay), built(base, other, lr=rate, **decay)
-    for i in range(3):
-        give(model, opt, i)
-        give(other, with_tensor, i)
-        assert_near(other, model, 1e-12, 1e-14)
-        opt.param_groups[0]["lr"] = start / (i + 2)
-        rate.fill_(start / (i + 2))
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_maximizing_is_minimizing_the_negated_loss(base):
-    model, minimized = network(), network()
-    opt, other = built(base, model, maximize=True), built(base, minimized)
-    for i in range(4):
-        opt.zero_grad()
-        backward(model, i, lambda loss: -loss)
-        opt.step()
-        train(minimized, other, [i])
-    assert_near(model, minimized, 1e-12, 1e-14)
-    assert difference(values(network()), model)["0.weight"].abs().max() > 0
-
-
 # ---- any other base ----
 
 
@@ -393,17 +288,6 @@ def test_another_bases_state_is_that_of_its_raw_steps(case):
             decay = settings["lr"] * 0.1 * matrix(before, layer)
             assert direction.abs().max() > 0 or case == "RAdam"
             assert_near(matrix(moved, layer), direction + decay, 1e-9, 1e-12)
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_base_trains(case):
-    cls, settings = OTHERS[case]
-    model = network()
-    opt = with_kfac(cls)(model, **settings, **ANEW)
-    first = float(backward(model, 0))
-    train(model, opt, [0] * 60)
-    model.zero_grad()
-    assert float(backward(model, 0)) < 0.5 * first
 
 
 # ---- parameters that come and go ----

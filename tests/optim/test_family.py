@@ -165,23 +165,6 @@ def test_the_bases_switches_are_passed_through(base, settings):
     assert_near(model, hand.model, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("base", "extra"),
-    [(torch.optim.SGD, {"foreach": True}), (torch.optim.Adam, {}), (torch.optim.RAdam, {})],
-)
-def test_maximize(base, extra, method):
-    """Maximizing −L goes where minimizing L goes."""
-    model, minimized = network(), network()
-    opt = with_kfac(base)(model, lr=0.1, maximize=True, **METHODS[method], **extra)
-    for i in range(3):
-        opt.zero_grad()
-        backward(model, i, lambda loss: -loss)
-        opt.step()
-    train(minimized, with_kfac(base)(minimized, lr=0.1, **METHODS[method]), range(3))
-    assert_near(model, minimized)
-
-
 def test_capturable_is_left_to_the_base():
     """On the CPU the base refuses it, in its own words."""
     model = network()
@@ -199,76 +182,6 @@ def test_the_bases_own_errors_come_through():
 
 
 # ---- arguments ----
-
-
-@pytest.mark.parametrize(
-    ("first", "said"),
-    [
-        (nn.Linear, "the class Linear"),
-        ("resnet50", "'resnet50'"),
-        (network().state_dict(), "of type OrderedDict"),
-        (network, "<function network at .*>"),
-        (3, "3"),
-    ],
-    ids=["class", "name", "state_dict", "function", "number"],
-)
-def test_what_is_no_model(first, said):
-    text = rf"^Invalid model: {said}; .*KFACSGD\(model, \.\.\.\), or as model="
-    with pytest.raises(ValueError, match=text):
-        KFACSGD(first, lr=0.1)
-    with pytest.raises(ValueError, match=text):
-        KFACSGD(network().parameters(), lr=0.1, model=first)
-
-
-def test_a_model_is_needed_once_and_with_parameters():
-    for arguments in ({}, {"lr": 0.1}, {"model": network()}):
-        with pytest.raises(TypeError, match=r"KFACAdam\(\) needs the model first: KFACAdam\(model"):
-            KFACAdam(**arguments)
-    with pytest.raises(ValueError, match="Invalid model: no model was given, but parameters"):
-        KFACSGD(network().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"Invalid model: the first argument .*leave out model="):
-        KFACSGD(network(), lr=0.1, model=network())
-    with pytest.raises(ValueError, match="Invalid model: this Sequential has no parameters; pass"):
-        KFACSGD(nn.Sequential(nn.Tanh()), lr=0.1)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        KFACSGD([], lr=0.1, model=network())
-
-
-@pytest.mark.parametrize("params", [torch.zeros(()), torch.zeros(3), 5])
-def test_what_is_no_iterable_of_parameters_is_refused_as_by_the_base(params):
-    said = []
-    for make in (torch.optim.Adam, lambda params: KFACAdam(params, model=network())):
-        with pytest.raises(TypeError) as found:
-            make(params)
-        said.append(str(found.value))
-    assert said[0] == said[1]
-
-
-def test_an_argument_of_a_subclass_is_named_with_it():
-    class Mine(KFACSGD):
-        pass
-
-    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* did you mean damping\?"):
-        Mine(network(), lr=0.1, dampin=0.1)
-
-
-def test_a_base_that_may_know_more_names_receives_them():
-    class Open(torch.optim.SGD):
-        def __init__(self, params, lr, **rest):
-            self.dampning = rest.pop("dampning")
-            super().__init__(params, lr, **rest)
-
-    class Between(torch.optim.SGD):
-        def __init__(self, params, lr, special):
-            super().__init__(params, lr)
-            self.special = special
-
-    class Diamond(KFACSGD, Between):
-        pass
-
-    opt = with_kfac(Open)(network(), lr=0.1, dampning=0.5, momentum=0.9)
-    assert opt.dampning == 0.5 and opt.param_groups[0]["momentum"] == 0.9
-    assert Diamond(network(), lr=0.1, special=3).special == 3
 
 
 # ---- copies ----

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules import polar
-from kaisa_optim.linalg import decompose, orthogonal
+from kaisa_optim.linalg import orthogonal
 from tests.support.training import early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
@@ -215,25 +215,6 @@ def batches(step: int) -> Tensor:
 
 
 exponents = st.integers(-6, 6)
-
-
-@bases
-@property_test
-@given(seed=seeds, exponent=exponents, side=st.sampled_from("ag"))
-def test_scales_of_factors_change_nothing(base, seed, exponent, side):
-    start = mlp(seed=seed).double()
-    one, other = copy.deepcopy(start), copy.deepcopy(start)
-    trained(one, OPTIMIZERS[base](one, max_factor_size=5), batches)
-    real = decompose.decompose
-
-    def scaled(factors: Tensor, *rest: Any, **how: Any) -> Any:
-        size = 4 if side == "g" else 6  # of which there are diagonal factors, too
-        factors = factors * 10.0**exponent if factors.shape[1] == size else factors
-        return real(factors, *rest, **how)
-
-    with mock.patch.object(decompose, "decompose", scaled):
-        trained(other, OPTIMIZERS[base](other, max_factor_size=5), batches)
-    assert_alike(one, other, start)
 
 
 @bases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -166,3 +167,16 @@ def test_under_autocast_units_change_nothing(cls, monkeypatch):
     assert asked
     for key, expected in factors(plain).items():
         assert off(factors(opt)[key], expected.double()) < 1e-4
+
+
+def test_packing_loses_nothing():
+    for n in range(1, 18):
+        matrices = torch.randn(3, n, n, dtype=torch.float64)
+        matrices = matrices + matrices.mT
+        matrices[1, 0, n - 1] = matrices[1, n - 1, 0] = math.nan
+        matrices[2, n // 2, n // 2] = math.inf
+        packed = moments.pack(matrices)
+        assert packed.shape == (3, moments.packed_size(n)) == (3, n * (n + 1) // 2)
+        unpacked = moments.unpack(packed, n)
+        assert torch.equal(unpacked.isnan(), matrices.isnan())
+        assert torch.equal(unpacked.nan_to_num(7.0), matrices.nan_to_num(7.0))

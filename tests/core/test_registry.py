@@ -1,0 +1,162 @@
+"""The layers of a model and their groups, and how both change during training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACSGD
+from tests.support.training import (
+    EVERY_STEP,
+    METHODS,
+    Probe,
+    assert_near,
+    assert_same,
+    backward,
+    difference,
+    factors,
+    network,
+    train,
+    values,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("damping", (0.1, 0.2)), ("factor_decay", (0.9, 0.8))]
+)
+def test_weight_and_bias_in_groups_that_differ(name, values):
+    def groups(model: nn.Module, one: float, other: float) -> list:
+        rest = list(model[2].parameters())
+        return [
+            {"params": [model[0].weight, *rest], name: one},
+            {"params": [model[0].bias], name: other},
+        ]
+
+    wanted = rf"Invalid {name}: layer '0' .*\[{min(values)}, {max(values)}\].*the same {name}"
+    model = network()
+    with pytest.raises(ValueError, match=wanted):
+        KFACSGD(groups(model, *values), lr=0.1, model=model)
+    # Set later, it is an error of the step.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1][name] = values[1]
+    backward(model, 0)
+    with pytest.raises(ValueError, match=wanted):
+        opt.step()
+    # Other options of the two groups may differ.
+    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
+    opt.param_groups[1]["lr"] = 0.05
+    opt.param_groups[1]["weight_decay"] = 0.1
+    opt.zero_grad()
+    backward(model, 0)
+    opt.step()
+
+
+def test_weight_and_bias_may_differ_in_lr_and_weight_decay():
+    model = network()
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP)
+    before, v = values(model), Probe(model).step(model, 0)
+    train(model, opt, [0])
+    for name, change in difference(before, model).items():
+        expected = 0.5 * v[name] if name.endswith("bias") else v[name] + 0.1 * before[name]
+        assert_near(change, expected)
+
+
+def test_an_added_bias_has_the_scheduled_values_of_its_step():
+    model = network()
+    opt = KFACSGD(
+        [model[0].weight, *model[2].parameters()],
+        lr=0.1,
+        model=model,
+        damping=lambda step: 0.1 * 0.9**step,
+        factor_decay=lambda step: 0.9 + 0.01 * step,
+    )
+    train(model, opt, range(3))
+    opt.add_param_group({"params": [model[0].bias]})
+    for now in range(2, 5):
+        for group in copy.deepcopy(opt).param_groups + opt.param_groups:
+            assert group["damping"] == pytest.approx(0.1 * 0.9**now)
+            assert group["factor_decay"] == pytest.approx(0.9 + 0.01 * now)
+        train(model, opt, [now + 1])
+
+
+def test_a_schedule_that_ends_leaves_a_late_group_out():
+    model = network()
+    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
+    train(model, opt, range(3))
+    with pytest.raises(IndexError):
+        opt.add_param_group({"params": model[2].parameters(), "damping": lambda step: [0.1][step]})
+    assert len(opt.param_groups) == 1
+    train(model, opt, [3])
+
+
+def test_an_added_bias_with_another_damping_is_refused():
+    model = network()
+    opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
+    train(model, opt, [0])
+    with pytest.raises(ValueError, match="Invalid damping"):
+        opt.add_param_group({"params": [model[0].bias], "damping": 0.5})
+    opt.add_param_group({"params": [model[0].bias]})
+    train(model, opt, [1])
+    assert opt.preconditioner.factors("0")[0].shape == (1, 5, 5)
+
+
+def test_a_weight_frozen_after_training_began():
+    model, expected = network(), network()
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    train(model, opt, range(2))
+    model[0].weight.requires_grad_(False)
+    expected.load_state_dict(model.state_dict())
+    expected[0].weight.requires_grad_(False)
+    v, before = Probe(expected).step(expected, 2), values(model)
+    train(model, opt, [2])
+    moved = difference(before, model)
+    assert not moved["0.weight"].any()
+    assert_near(moved["0.bias"], 0.1 * v["0.bias"])
+    copied = copy.deepcopy(opt)  # the state of the frozen weight has a new home
+    assert_same(factors(copied), factors(opt))
+
+
+def test_a_replaced_head():
+    model = network()
+    opt = KFACSGD(model, lr=1.0, momentum=0.0, **EVERY_STEP)
+    probe = Probe(model)
+    for i in range(2):
+        probe.step(model, i)
+        train(model, opt, [i])
+    old = model[2]
+    model[2] = nn.Linear(6, 3, dtype=torch.float64)
+    opt.add_param_group({"params": model[2].parameters()})
+    assert list(opt.preconditioner.layers) == ["0", "2"]
+    old_values = values(old)
+    expected, before = Probe(model).step(model, 2), values(model)
+    train(model, opt, [2])
+    moved = difference(before, model)
+    for name in ("2.weight", "2.bias"):  # the body goes on with its running averages
+        assert_near(moved[name], expected[name])
+    assert not torch.allclose(moved["0.weight"], expected["0.weight"])
+    assert_same(values(old), old_values)
+    twin_model, twin = copy.deepcopy((model, opt))
+    train(model, opt, [3])
+    train(twin_model, twin, [3])
+    assert_same(twin_model, model)
+    assert not any(str(k).startswith("kfac") for k in opt.state.get(old.weight, {}))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_replaced_without_a_word_is_not_trained(method):
+    """As with any torch optimizer; the body trains on."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1, **METHODS[method])
+    train(model, opt, [0])
+    model[2] = nn.Linear(6, 3, dtype=torch.float64)
+    before = values(model)
+    train(model, opt, range(1, 3))
+    moved = difference(before, model)
+    assert moved["0.weight"].abs().max() > 0
+    assert not moved["2.weight"].any()

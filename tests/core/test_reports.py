@@ -1,0 +1,138 @@
+"""What users are told of layers, factors and coverage."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACMuon
+from tests.core.test_coverage import UNCOVERED, Mixed, quiet
+from tests.support.watch import exact, seeded
+
+
+def test_one_notice_lists_what_is_not_covered():
+    net = seeded(Mixed)
+    with pytest.warns(UserWarning) as caught:
+        opt = exact(net)
+    (notice,) = [str(w.message) for w in caught]
+    assert sorted(opt.preconditioner.uncovered) == sorted(UNCOVERED)
+    for name in UNCOVERED:
+        assert f"  {name}: " in notice
+    assert "other.weight: 27, no layer kind is registered for Other" in notice
+    # The line that built the optimizer.
+    assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
+
+
+def test_repr_always_lists_what_is_not_covered():
+    net = seeded(Mixed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = exact(net, skip_layers=["^out$"])
+        rounding = exact(net, statistics_precision="medium")
+    text = repr(opt.preconditioner)
+    before, covered, raw, skipped = (
+        text.replace("raw gradients:", "|")
+        .replace("skipped:", "|")
+        .replace("covered:", "|")
+        .split("|")
+    )
+    assert "eigen" in before and "0 steps taken" in before
+    assert "statistics every 10, refreshes every 50 steps, all layers at once\n" in before
+    told = "every 10 in medium precision, refreshes every 50 steps, up to 1 layer at a time\n"
+    assert f"statistics {told}" in repr(rounding.preconditioner)
+    assert "layer: A 4, G 3" in covered and "out" not in covered
+    assert all(f"{name}: " in raw for name in UNCOVERED)
+    assert "out.weight: matches '^out$'" in skipped and "out.bias: matches '^out$'" in skipped
+
+
+@pytest.mark.parametrize(
+    ("staggered", "interval", "told"),
+    [
+        (False, 50, "all layers at once"),
+        (True, 50, "up to 1 layer at a time"),  # as there is one rank
+        (3, 50, "up to 3 layers at a time"),
+        (True, 2, "up to 4 layers at a time"),  # for 7 to have their turn
+        (True, 1, "all layers at once"),
+    ],
+)
+def test_repr_tells_how_many_layers_are_refreshed_at_once(staggered, interval, told):
+    net = seeded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(7))))
+    opt = quiet(net, staggered=staggered, inv_update_steps=interval)
+    assert f"refreshes every {interval} steps, {told}\n" in repr(opt.preconditioner)
+
+
+def test_repr_tells_parts_of_a_module_and_what_is_frozen():
+    net = seeded(lambda: nn.Sequential(nn.Conv1d(4, 6, 1, groups=2), nn.Linear(6, 2)))
+    opt = quiet(net)
+    text = repr(opt.preconditioner)
+    assert "0: A 3, G 3, for each of 2 parts of its outputs\n" in text and "frozen" not in text
+    net[1].weight.requires_grad_(False)
+    assert "1: A 7, G 2 (weight frozen)" in repr(opt.preconditioner)
+    net[1].requires_grad_(False)
+    assert "1: A 7, G 2 (weight and bias frozen)" in repr(opt.preconditioner)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "named"),
+    [
+        ("cpu", {}, ["0: A has 4101 columns", "1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4100}, ["1: G has 4097 columns"]),
+        ("cpu", {"max_factor_size": 4096}, []),
+        ("cpu", {"compute_method": "inverse"}, []),
+        ("meta", {}, []),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
+    with torch.device(device):
+        net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+    net[0].requires_grad_(not frozen)  # it may be trained later
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exact(net, **options)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == (1 if named else 0)
+    for text in texts:
+        lines = text.split("\n")
+        assert lines[1:-1] == [f"  {name}" for name in named]
+        assert "max_factor_size" in text and 'compute_method="inverse"' in text
+        assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
+
+
+def test_no_eigenvectors_of_a_metric_are_warned_of():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = KFACMuon(nn.Linear(2, 4100), lr=0.1)
+    assert list(opt.preconditioner.layers) == [""] and not caught
+
+
+def test_coverage_as_data_and_in_one_line(caplog):
+    net = seeded(Mixed)
+    with caplog.at_level("INFO", logger="kaisa_optim"), pytest.warns(UserWarning) as caught:
+        opt = exact(net, skip_layers=["^out$"])
+    report = opt.preconditioner.coverage()
+    assert (report.covered, report.total) == (12, 49) and report.share == 12 / 49
+    assert list(report.left) == ["other.weight", "scale", "prelu.weight"]  # the largest first
+    assert report.left["other.weight"].size == 27
+    assert report.skipped.keys() == {"out.weight", "out.bias"}
+    line = (
+        "K-FAC covers 24.5 % of 49 parameters; the base optimizer updates the rest "
+        "(other.weight, scale, prelu.weight ...): print(optimizer.preconditioner)"
+    )
+    assert str(report) == line and caplog.messages == [line]
+    assert str(caught[0].message).endswith("\nK-FAC covers 24.5 % of 49 parameters")
+    whole = quiet(nn.Linear(3, 2)).preconditioner.coverage()
+    assert str(whole) == "K-FAC covers 100 % of 8 parameters"
+    assert "K-FAC covers 24.5 % of 49 parameters\n" in repr(opt.preconditioner)
+
+
+def test_factors_of_an_unknown_layer_and_of_one_without_statistics():
+    opt = quiet(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(KeyError, match="no covered layer 'nine'; there are 0"):
+        opt.preconditioner.factors("nine")
+    with pytest.raises(KeyError, match="layer '0' has no statistics yet"):
+        opt.preconditioner.factors("0")

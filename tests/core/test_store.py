@@ -1,0 +1,121 @@
+"""The factors' tensors on a rank: what they take, and that they outlive a move of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kaisa_optim import KFACSGD
+from tests.core.test_coverage import quiet
+from tests.curvature.test_refresh import ALWAYS
+from tests.support.training import assert_same, difference, factors, network, train, values
+
+
+def test_model_moved_to_another_dtype_after_steps():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=2, staggered=False)
+    train(model, opt, range(3))
+    kept = {name: [f.double() for f in fs] for name, fs in factors(opt).items()}
+    model.to(torch.float64)
+    before = values(model)
+    train(model, opt, [3])  # not due for factors
+    assert all(f.dtype == torch.float64 for fs in factors(opt).values() for f in fs)
+    assert_same({name: list(fs) for name, fs in factors(opt).items()}, kept)
+    assert all(change.abs().max() > 0 for change in difference(before, model).values())
+    train(model, opt, range(4, 6))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_model_moved_to_bfloat16_keeps_float32_factors():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, staggered=False)
+    train(model, opt, range(3))
+    kept = factors(opt)
+    model.to(torch.bfloat16)
+    train(model, opt, [3])
+    assert all(f.dtype == torch.float32 for fs in factors(opt).values() for f in fs)
+    assert_same(factors(opt), kept)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_counts_bytes(method, dtype):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    opt = quiet(net, compute_method=method, factor_dtype=dtype, inv_dtype=dtype)
+    usage = opt.preconditioner.memory_usage()
+    size = 4 if dtype is None else 2
+    entries = 16 + 4 + 9 + 4
+    assert usage["factors"] == entries * size
+    if method == "inverse":
+        assert usage["inverses"] == entries * size
+    else:
+        assert usage["eigenvectors"] == entries * size
+        assert usage["eigenvalues"] == (4 + 2 + 3 + 2) * 4
+    assert usage["pending"] == 0
+    parts = (v for k, v in usage.items() if k not in ("total", "pending"))
+    assert usage["total"] == sum(parts)
+    net(torch.randn(5, 3)).sum().backward()
+    pending = opt.preconditioner.memory_usage()
+    assert pending["pending"] == entries * 4
+    assert pending["total"] == usage["total"]
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 4)
+        self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x).mT
+        return self.head(self.conv(x).mean(2))
+
+
+ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
+    "words": (1, (11, True), 4),
+    "conv": (2, (2 * 3 + 1, False), 3),
+    "head": (1, (7, False), 3),
+}
+
+
+@pytest.mark.parametrize("method", ALWAYS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_adds_up_to_the_byte(method, dtype):
+    model = Zoo()
+    opt = KFACSGD(model, lr=0.1, factor_dtype=dtype, inv_dtype=dtype, **ALWAYS[method])
+    kfac = opt.preconditioner
+
+    def pass_backward() -> None:
+        x = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(0))
+        F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+
+    pass_backward()
+    size, full = (4 if dtype is None else 2), 4
+    a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
+    in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
+    assert kfac.memory_usage()["pending"] == in_average * full
+    opt.step()
+    usage = kfac.memory_usage()
+    assert usage["pending"] == 0
+    slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
+    wanted = {"factors": in_average * size, "counters": slots * (full + 4)}
+    if method == "polar" or "inverse" in method:
+        wanted["roots" if method == "polar" else "inverses"] = in_average * size
+        wanted["counters"] += slots * 4  # notes on those that have failed
+    else:
+        wanted["eigenvectors"] = (in_average - 11) * size
+        wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full
+    if method == "outer product":
+        wanted["eigenvalue_products"] = sum(b * a * g for b, (a, _), g in ZOO_SLOTS.values()) * size
+    assert usage == {**wanted, "total": sum(wanted.values()), "pending": 0}
+    # What the optimizer holds, each storage once; the counts beside it are of the checkpoint's.
+    held: dict[int, int] = {}
+    for entry in opt.state.values():
+        for key, tensor in entry.items():
+            if key.startswith("kfac") and not key.endswith(("step", "status")):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(held.values()) == usage["total"]

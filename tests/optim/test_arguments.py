@@ -1,0 +1,133 @@
+"""The arguments of a public class: its docstring, its signature, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pydoc
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim.core.options import OPTIONS, SECTIONS
+from tests.support.training import network
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACMuon], ids=lambda c: c.__name__)
+def test_the_docstring_tells_each_argument_once(cls):
+    text = inspect.getdoc(cls)
+    said = re.findall(r"^    (\w+): \S", text, flags=re.M)
+    taken = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
+    assert set(said) == taken and len(said) == len(set(said))
+    assert all(f"\n{section}:\n" in text for section in SECTIONS)
+    shown = pydoc.plain(pydoc.render_doc(cls))
+    assert all(line.strip() in shown for line in text.splitlines())
+
+
+def test_help_is_plain_and_ends_with_a_point():
+    for option in OPTIONS.values():
+        assert option.help.endswith(".") and "|" not in option.help, option.name
+        assert dataclasses.asdict(option)["annotation"], option.name
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "said"),
+    [
+        (KFACSGD, "dampning", r"; did you mean damping\?"),  # SGD's dampening is as near
+        (KFACLAMB, "dampnig", r"; did you mean damping\?"),
+        (KFACSGD, "momentm", r"; did you mean momentum\?"),
+        (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
+        (with_kfac(torch.optim.RAdam), "graftin", r"; did you mean grafting\?"),
+        (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
+        (KFACMuon, "kl_klip", r"; help\(KFACMuon\) lists"),  # it has no kl_clip
+        (KFACMuon, "nesterow", r"; did you mean nesterov\?"),
+        (KFACAdam, "momentum", "; here it is the first of betas"),
+        (KFACSGD, "allreduce_bucket_cap_mb", "; it is called bucket_cap_mb here"),
+        (KFACSGD, "loglevel", r'; leave it out: .*getLogger\("kaisa_optim"\)'),
+        (KFACSGD, "refresh_lag", "; leave it out: decompositions are in use at once"),
+        (KFACAdam, "moments", '; leave it out: .*compute_method="polar"'),
+        (KFACAdam, "nesterov", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "eigenvalue_correction", '; leave it out: .*compute_method="polar"'),
+        (KFACSGD, "early_refreshes", "; leave it out: steps 5, 10, 25 and 50 refresh everything"),
+        (KFACSGD, "truncation", '; leave it out: .*compute_method="inverse"'),
+        (KFACSGD, "basis_tolerance", '; leave it out: .*compute_method="inverse"'),
+        (KFACSGD, "orthogonal", '; leave it out: .*compute_method="polar"'),
+    ],
+)
+def test_an_argument_that_there_is_not(cls, name, said):
+    text = rf"^{cls.__name__}\(\) got an unexpected keyword argument '{name}'{said}"
+    with pytest.raises(TypeError, match=text):
+        cls(network(), lr=0.1, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (nn.Linear, "the class Linear"),
+        ("resnet50", "'resnet50'"),
+        (network().state_dict(), "of type OrderedDict"),
+        (network, "<function network at .*>"),
+        (3, "3"),
+    ],
+    ids=["class", "name", "state_dict", "function", "number"],
+)
+def test_what_is_no_model(first, said):
+    text = rf"^Invalid model: {said}; .*KFACSGD\(model, \.\.\.\), or as model="
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(first, lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        KFACSGD(network().parameters(), lr=0.1, model=first)
+
+
+def test_a_model_is_needed_once_and_with_parameters():
+    for arguments in ({}, {"lr": 0.1}, {"model": network()}):
+        with pytest.raises(TypeError, match=r"KFACAdam\(\) needs the model first: KFACAdam\(model"):
+            KFACAdam(**arguments)
+    with pytest.raises(ValueError, match="Invalid model: no model was given, but parameters"):
+        KFACSGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Invalid model: the first argument .*leave out model="):
+        KFACSGD(network(), lr=0.1, model=network())
+    with pytest.raises(ValueError, match="Invalid model: this Sequential has no parameters; pass"):
+        KFACSGD(nn.Sequential(nn.Tanh()), lr=0.1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        KFACSGD([], lr=0.1, model=network())
+
+
+@pytest.mark.parametrize("params", [torch.zeros(()), torch.zeros(3), 5])
+def test_what_is_no_iterable_of_parameters_is_refused_as_by_the_base(params):
+    said = []
+    for make in (torch.optim.Adam, lambda params: KFACAdam(params, model=network())):
+        with pytest.raises(TypeError) as found:
+            make(params)
+        said.append(str(found.value))
+    assert said[0] == said[1]
+
+
+def test_an_argument_of_a_subclass_is_named_with_it():
+    class Mine(KFACSGD):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* did you mean damping\?"):
+        Mine(network(), lr=0.1, dampin=0.1)
+
+
+def test_a_base_that_may_know_more_names_receives_them():
+    class Open(torch.optim.SGD):
+        def __init__(self, params, lr, **rest):
+            self.dampning = rest.pop("dampning")
+            super().__init__(params, lr, **rest)
+
+    class Between(torch.optim.SGD):
+        def __init__(self, params, lr, special):
+            super().__init__(params, lr)
+            self.special = special
+
+    class Diamond(KFACSGD, Between):
+        pass
+
+    opt = with_kfac(Open)(network(), lr=0.1, dampning=0.5, momentum=0.9)
+    assert opt.dampning == 0.5 and opt.param_groups[0]["momentum"] == 0.9
+    assert Diamond(network(), lr=0.1, special=3).special == 3

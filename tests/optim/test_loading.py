@@ -1,0 +1,152 @@
+"""States of other optimizers: what loads from them and into them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
+from tests.core.test_checkpoint import BASES, METHODS, disk, pair, quietly_load
+from tests.support.training import assert_same, factors, network, train
+
+
+@pytest.mark.parametrize(
+    ("plain", "cls", "settings"),
+    [
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05}),
+        (torch.optim.SGD, KFACSGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.Adam, KFACAdam, {"lr": 0.01}),
+        (torch.optim.Adam, KFACAdam, {"lr": 0.01, "foreach": True}),
+    ],
+)
+def test_a_kfac_checkpoint_loads_into_the_plain_base(plain, cls, settings, tmp_path):
+    """Of the papers' methods, whose entries are the base's own."""
+    model, opt = pair(cls, **settings, **METHODS["eigen"])
+    train(model, opt, range(3))
+    saved = disk(opt.state_dict(), tmp_path / "state")
+    base = plain(model.parameters(), **settings)
+    base.load_state_dict(saved)
+    expected = network()
+    expected.load_state_dict(model.state_dict())
+    by_hand = plain(expected.parameters(), **settings)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        own = {k: v.clone() for k, v in opt.state[p].items() if not k.startswith("kfac")}
+        if own:
+            by_hand.state[q].update(own)
+    train(model, base, range(3, 6))
+    train(expected, by_hand, range(3, 6))
+    assert_same(model, expected)
+    # And back again: the factors of then are still there.
+    _, again = pair(cls, **settings, **METHODS["eigen"])
+    quietly_load(again, disk(base.state_dict(), tmp_path / "back"))
+    assert_same(factors(again), factors(opt))
+
+
+@pytest.mark.parametrize("base", ["Adam", "LAMB"])
+def test_an_exported_second_moment_is_the_mean_over_its_block(base):
+    cls, settings = BASES[base]
+    model, opt = pair(cls, **settings)
+    train(model, opt, range(3))
+    state = opt.base_state_dict()["state"]
+    for weight, bias, entries in ((0, 1, 4 * 6 + 6), (2, 3, 6 * 3 + 3)):
+        mean = opt.state[list(model.parameters())[weight]]["kfac_square_sum"] / entries
+        for index, p in zip((weight, bias), list(model.parameters())[weight:], strict=False):
+            second = state[index]["exp_avg_sq"]
+            assert second.shape == p.shape and second.dtype == p.dtype
+            assert_same(second, mean.expand(p.shape))
+    # And a load takes the sums from it.
+    _, again = pair(cls, **settings)
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind"):
+        again.load_state_dict(copy.deepcopy({**opt.base_state_dict()}))
+    assert_same(again.state_dict()["state"], state)
+
+
+HeavySGD = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loads", "lacking"),
+    [
+        (torch.optim.SGD, KFACAdam, "betas, eps, which Adam reads"),
+        (KFACAdam, KFACSGD, "momentum, dampening, which SGD reads"),
+        (torch.optim.Adam, KFACLAMB, ".*max_grad_norm.*, which LAMB reads"),
+        (HeavySGD, KFACAdam, "betas, eps, which Adam reads"),  # whose entries Adam trips over
+        (LAMB, KFACAdam, "step', which Adam reads"),  # it is in LAMB's groups
+        (HeavySGD, with_kfac(torch.optim.RMSprop), "alpha, eps, which RMSprop reads"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(saved, loads, lacking):
+    """In the load, and not by a KeyError in it or in the next step."""
+    model = network()
+    other = saved(model if saved is KFACAdam else model.parameters(), lr=0.01)
+    train(model, other, [0])
+    model, target = pair(loads, lr=0.01)
+    train(model, target, range(2))
+    twin, untouched = copy.deepcopy((model, target))
+    with pytest.raises(ValueError, match=f"Invalid state_dict: its .* lack .?{lacking}"):
+        target.load_state_dict(other.state_dict())
+    train(model, target, range(2, 4))
+    train(twin, untouched, range(2, 4))
+    assert_same(twin, model)
+
+
+NO_STATES = {
+    "nothing": (lambda model, opt: None, "it is of type NoneType"),
+    "a list": (lambda model, opt: [opt.state_dict()], "it is of type list"),
+    "empty": (lambda model, opt: {}, "it has no 'state' and no 'param_groups'"),
+    "a model's": (lambda model, opt: model.state_dict(), "no 'state' and no 'param_groups'"),
+    "a checkpoint": (lambda model, opt: {"state": opt.state_dict()}, "it has no 'param_groups'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_is_no_optimizers_state_is_refused(name):
+    make, what = NO_STATES[name]
+    model = network()
+    opt = KFACAdam(model, lr=0.01)
+    train(model, opt, range(2))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=rf"Invalid state_dict: .*{what}.*state_dict\(\) has"):
+        opt.load_state_dict(make(model, opt))
+    assert_same(opt.state_dict(), before)
+
+
+def test_a_users_hook_may_make_a_state_of_what_is_none():
+    model = network()
+    opt = KFACSGD(model, lr=0.01)
+    train(model, opt, range(2))
+    whole = {"optimizer": copy.deepcopy(opt.state_dict())}
+    opt.register_load_state_dict_pre_hook(lambda _, loaded: loaded["optimizer"])
+    opt.load_state_dict(whole)
+    assert_same(opt.state_dict(), whole["optimizer"])
+
+
+def test_its_own_state_loads_after_that_of_another_class():
+    """Torch leaves "differentiable" in the defaults, and the other's groups bring it along."""
+    model = network()
+    opt = KFACMuon(model, lr=0.02)
+    train(model, opt, range(2))
+    own, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+    train(model, opt, [2])
+    expected = copy.deepcopy(model)
+    other = torch.optim.AdamW(model.parameters())
+    train(model, other, [0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what begins anew
+        opt.load_state_dict(other.state_dict())
+    opt.load_state_dict(own)
+    model.load_state_dict(weights)
+    train(model, opt, [2])
+    assert_same(model, expected)
+
+
+def test_another_number_of_groups_is_torchs_error():
+    _, opt = pair(KFACSGD, lr=0.1)
+    other = network()
+    target = KFACSGD([{"params": layer.parameters()} for layer in other[::2]], model=other)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        target.load_state_dict(opt.state_dict())
