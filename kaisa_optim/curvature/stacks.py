@@ -76,6 +76,7 @@ class Factor:
         self.tensors = stack.tensors
         self.slots = slice(stack.count, stack.count + layer.blocks)
         self.name = layer.name, side  # as plans name it
+        self.place = stack.key.device, stack.key.dtype
         stack.factors.append(self)
         stack.count += layer.blocks
 
@@ -243,7 +244,7 @@ def per_block(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor:
     """Return a number of each layer, repeated for each of its blocks."""
-    values, blocks = [value_of(x) for x in layers], [x.blocks for x in layers]
+    values, blocks = [*map(value_of, layers)], [x.blocks for x in layers]
     if len(set(values)) == 1:
         return torch.full((sum(blocks),), values[0], dtype=like.dtype, device=like.device)
     numbers = torch.tensor(values, dtype=like.dtype, device="cpu")
@@ -255,7 +256,7 @@ def common_or_each(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor | float:
     """Return one number if it is the same for all, else a tensor with one for each block."""
-    values = {value_of(layer) for layer in layers}
+    values = set(map(value_of, layers))
     return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 

@@ -178,11 +178,12 @@ def chunks(
     chunk: list[Any] = []
     size = 0
     for item in items:
-        if chunk and size + size_of(item) > limit:
+        own = size_of(item)
+        if chunk and size + own > limit:
             yield chunk
             chunk, size = [], 0
         chunk.append(item)
-        size += size_of(item)
+        size += own
     if chunk:
         yield chunk
 
