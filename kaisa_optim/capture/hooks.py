@@ -34,12 +34,12 @@ from .tap import (
     Passage,
     Tap,
     accumulates_into,
-    anchor_of,
     check_layout,
     has_tangent,
     is_checkpointed,
     is_substituted,
     is_transformed,
+    passage,
     tap_for_mode,
 )
 
@@ -388,15 +388,18 @@ class Capture:
         gathers = gathers and not facts.paused
         if facts.counts and not facts.paused:
             forward_pass = self._passes.current(layer, x)
-            anchor = anchor_of(layer, covers)
-            passage = Passage(layer, forward_pass, anchor, covers, graph_task())
+            here = passage(layer, forward_pass, covers, graph_task())
             if todo == "watch":
-                self._watch(passage, output)
+                self._watch(here, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
-            self._note_order(layer, forward_pass, x)
-            record = functools.partial(self._backward, Call(passage, blocks, part, gathers))
+            order = layer.sequence_first(x)
+            if order is not None and forward_pass.examples == order[0] != order[1]:
+                # K counts positions as examples. A model may take examples first and transpose
+                # them itself: then K is right.
+                self.misread = self.misread or (layer.name, *order)
+            record = functools.partial(self._backward, Call(here, blocks, part, gathers))
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)
@@ -408,15 +411,6 @@ class Capture:
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
-
-    def _note_order(self, layer: Layer, forward_pass: ForwardPass, x: Tensor) -> None:
-        """Note a layer whose positions K counts as examples.
-
-        A model may take examples first and transpose them itself: then K is right.
-        """
-        order = layer.sequence_first(x)
-        if order is not None and forward_pass.examples == order[0] != order[1]:
-            self.misread = self.misread or (layer.name, *order)
 
     def _watch(self, passage: Passage, output: Tensor) -> None:
         """Notice a backward pass without a tap, in a quarter of a tap's time.

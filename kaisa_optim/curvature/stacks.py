@@ -128,15 +128,16 @@ class LayerGroup:
             return WHOLE
         return joined([self.slots[layer] for layer in members], self.g.key.device)
 
-    def states(self, name: str, slots: Slots = WHOLE) -> tuple[Tensor | None, Tensor | None]:
-        """Return a tensor of the factors G and of A; ``None`` where a diagonal factor has none."""
+    def states(self, name: str, members: list[Layer]) -> tuple[Tensor | None, Tensor | None]:
+        """Return these layers' tensors of G and of A; ``None`` where a diagonal factor has none."""
         if name not in self._views:
             g, a = self.g.tensors.get(name), self.a.tensors.get(name)
             views = None if g is None else g[self.g_slots], None if a is None else a[self.a_slots]
             self._views[name] = views
         g, a = self._views[name]
-        if slots is WHOLE:
+        if len(members) == len(self.layers):
             return g, a
+        slots = self.slots_of(members)
         return None if g is None else g[slots], None if a is None else a[slots]
 
     def common_or_each(
