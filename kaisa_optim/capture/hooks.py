@@ -371,7 +371,8 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
-        primary, covers, again = layer.primary, layer.covers_now(), self._passes.again()
+        primary, covers, outer = layer.primary, layer.covers_now(), graph_task()
+        again = None if outer is None else self._passes.again()
         changed = primary.covers_now() != primary.covers  # frozen or unfrozen
         gathers = primary in self.wanted or primary in self.missing or changed
         facts = Facts(
@@ -388,7 +389,7 @@ class Capture:
         gathers = gathers and not facts.paused
         if facts.counts and not facts.paused:
             forward_pass = self._passes.current(layer, x)
-            here = passage(layer, forward_pass, covers, graph_task())
+            here = passage(layer, forward_pass, covers, outer)
             if todo == "watch":
                 self._watch(here, output)
                 return output
@@ -446,19 +447,16 @@ class Capture:
         if drawing is None and not accumulates_into(passage.anchor):
             return
         layer, covers, device = passage.layer, passage.covers, grad.device.type
-
-        def moments(known_a: Tensor | None = None) -> Moments:
-            dtype = torch.promote_types(passage.own.dtype, torch.float32)
-            how = PassSettings(self._reduce, dtype, call.blocks, call.part)
-            return layer.moments(x, grad, covers, how, known_a)
-
+        dtype = torch.promote_types(passage.own.dtype, torch.float32)
+        how = PassSettings(self._reduce, dtype, call.blocks, call.part)
         in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
         precision = statistics_precision(self._precision, device, in_half=in_half)
         with self._lock, torch.no_grad(), precision, without_autocast(device):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments
-                    new = moments(None if known is None else known.a)
+                    known_a = None if known is None else known.a
+                    new = layer.moments(x, grad, covers, how, known_a)
                     if drawn in drawing:
                         new.g.add_(drawing[drawn][1].g)
                     drawing[drawn] = passage.forward_pass, new
@@ -468,7 +466,7 @@ class Capture:
             if call.gathers and drawn.ever:
                 found = drawn.take()
             elif call.gathers:
-                found = moments()
+                found = layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
 
     def _reach(self, passage: Passage) -> None:

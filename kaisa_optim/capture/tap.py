@@ -147,11 +147,12 @@ def passage(layer: Layer, forward_pass: ForwardPass, covers: Covers, outer: int 
     """Return the passage with the parameter into which this forward's backward accumulates."""
     own = layer.weight if covers[0] else layer.bias
     assert own is not None
-    anchor: Tensor | None = own
+    anchor: Tensor = own
     if is_sharded(own):
         # While a layer runs, the whole parameter stands in the place of its sharded one.
-        anchor = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
-        assert anchor is not None
+        whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
+        assert whole is not None
+        anchor = whole
     return Passage(layer, forward_pass, anchor, own, covers, outer)
 
 

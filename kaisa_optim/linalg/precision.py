@@ -34,22 +34,19 @@ class _OfProcess:
 
     def begin(self, level: int) -> None:
         with self._lock:
-            self._take(min((level, *self._begun)))
+            before = self._change(min((level, *self._begun)))
+            self._found = before if self._found is None else self._found
             self._begun.append(level)
 
     def end(self, level: int) -> None:
         with self._lock:
             self._begun.remove(level)
             if self._begun:
-                self._take(min(self._begun))
+                before = self._change(min(self._begun))
+                self._found = before if self._found is None else self._found
             elif self._found is not None:
                 found, self._found = self._found, None
                 self._put_back(found)
-
-    def _take(self, level: int) -> None:
-        before = self._change(level)
-        if self._found is None:
-            self._found = before
 
 
 class _Asked(threading.local):
