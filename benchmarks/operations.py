@@ -161,7 +161,9 @@ class Bare:
         for group in self.groups:
             names = {layer.name for layer in group.layers}
             for root, n in zip(
-                group.states("root"), (group.g.key.size, group.a.key.size), strict=True
+                group.states("root", group.layers),
+                (group.g.key.size, group.a.key.size),
+                strict=True,
             ):
                 if root.dim() == 2:
                     continue
@@ -246,7 +248,7 @@ def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
 
 
 def _direction(group: Any, momentum: Tensor) -> Tensor:
-    g, a = group.states("root")
+    g, a = group.states("root", group.layers)
     white = torch.bmm(g, momentum)
     white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
     white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)

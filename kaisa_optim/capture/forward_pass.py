@@ -224,7 +224,7 @@ class ForwardPasses:
 
     def again(self) -> ForwardPass | None:
         """Return the forward pass that a reentrant checkpoint recomputes a part of, if any."""
-        if graph_task() is None:
+        if torch._C._current_graph_task_id() == -1:
             return None
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
@@ -253,6 +253,8 @@ class ForwardPasses:
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
+        if self._loose is None and not self._left_open:
+            return
         # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
         if self._loose is not None:
             self._left_open.append(self._loose)

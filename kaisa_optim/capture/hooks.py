@@ -34,12 +34,12 @@ from .tap import (
     Passage,
     Tap,
     accumulates_into,
-    anchor_of,
     check_layout,
     has_tangent,
     is_checkpointed,
     is_substituted,
     is_transformed,
+    passage,
     tap_for_mode,
 )
 from .witness import Witness
@@ -400,7 +400,8 @@ class Capture:
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
-        primary, covers, again = layer.primary, layer.covers_now(), self._passes.again()
+        primary, covers, outer = layer.primary, layer.covers_now(), graph_task()
+        again = None if outer is None else self._passes.again()
         changed = primary.covers_now() != primary.covers  # frozen or unfrozen
         gathers = primary in self.wanted or primary in self.missing or changed
         facts = Facts(
@@ -417,16 +418,19 @@ class Capture:
         gathers = gathers and not facts.paused
         if facts.counts and not facts.paused:
             forward_pass = self._passes.current(layer, x)
-            anchor = anchor_of(layer, covers)
-            passage = Passage(layer, forward_pass, anchor, covers, graph_task())
+            here = passage(layer, forward_pass, covers, outer)
             if todo == "watch":
-                self._watch(passage, output)
+                self._watch(here, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
-                whole = covers[0] and self.witness.watches(layer, forward_pass, anchor)
-            self._note_order(layer, forward_pass, x)
-            record = functools.partial(self._backward, Call(passage, blocks, part, gathers))
+                whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
+            order = layer.sequence_first(x)
+            if order is not None and forward_pass.examples == order[0] != order[1]:
+                # K counts positions as examples. A model may take examples first and transpose
+                # them itself: then K is right.
+                self.misread = self.misread or (layer.name, *order)
+            record = functools.partial(self._backward, Call(here, blocks, part, gathers))
         whole = whole or checkpointed
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
@@ -439,15 +443,6 @@ class Capture:
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
-
-    def _note_order(self, layer: Layer, forward_pass: ForwardPass, x: Tensor) -> None:
-        """Note a layer whose positions K counts as examples.
-
-        A model may take examples first and transpose them itself: then K is right.
-        """
-        order = layer.sequence_first(x)
-        if order is not None and forward_pass.examples == order[0] != order[1]:
-            self.misread = self.misread or (layer.name, *order)
 
     def _watch(self, passage: Passage, output: Tensor) -> None:
         """Notice a backward pass without a tap, in a quarter of a tap's time.
@@ -483,19 +478,16 @@ class Capture:
         if drawing is None and not accumulates_into(passage.anchor):
             return
         layer, covers, device = passage.layer, passage.covers, grad.device.type
-
-        def moments(known_a: Tensor | None = None) -> Moments:
-            dtype = torch.promote_types(passage.own.dtype, torch.float32)
-            how = PassSettings(self._reduce, dtype, call.blocks, call.part)
-            return layer.moments(x, grad, covers, how, known_a)
-
+        dtype = torch.promote_types(passage.own.dtype, torch.float32)
+        how = PassSettings(self._reduce, dtype, call.blocks, call.part)
         in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
         precision = statistics_precision(self._precision, device, in_half=in_half)
         with self._lock, torch.no_grad(), precision, without_autocast(device):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments
-                    new = moments(None if known is None else known.a)
+                    known_a = None if known is None else known.a
+                    new = layer.moments(x, grad, covers, how, known_a)
                     if drawn in drawing:
                         new.g.add_(drawing[drawn][1].g)
                     drawing[drawn] = passage.forward_pass, new
@@ -505,7 +497,7 @@ class Capture:
             if call.gathers and drawn.ever:
                 found = drawn.take()
             elif call.gathers:
-                found = moments()
+                found = layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
             if call.gathers and covers[0]:
                 self.witness.add(layer, passage.anchor, x, grad, call.blocks)

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, Moments
 from ..layers.sampling import Part
-from ..layers.saving import UNKNOWN, pack_hook, saving_hooks
+from ..layers.saving import UNKNOWN, pack_hook, saving_hooks, top_hooks
 from .forward_pass import ForwardPass
 
 Covers = tuple[bool, bool]
@@ -82,12 +82,9 @@ class Passage(NamedTuple):
     layer: Layer
     forward_pass: ForwardPass
     anchor: Tensor  # the parameter that its gradients go to
+    own: Tensor  # that parameter, or the sharded one that it stands for
     covers: Covers
     outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
-
-    @property
-    def own(self) -> Tensor:
-        return own_parameter(self.layer, self.covers)
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,21 +143,17 @@ def is_substituted(module: nn.Module, layer: Layer) -> bool:
     return is_parametrized(module, "weight")
 
 
-def own_parameter(layer: Layer, covers: Covers) -> Tensor:
+def passage(layer: Layer, forward_pass: ForwardPass, covers: Covers, outer: int | None) -> Passage:
+    """Return the passage with the parameter into which this forward's backward accumulates."""
     own = layer.weight if covers[0] else layer.bias
     assert own is not None
-    return own
-
-
-def anchor_of(layer: Layer, covers: Covers) -> Tensor:
-    """Return the parameter into which the backward of this forward will accumulate."""
-    own = own_parameter(layer, covers)
-    if not is_sharded(own):
-        return own
-    # While a layer runs, the whole parameter stands in the place of its sharded one.
-    whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
-    assert whole is not None
-    return whole
+    anchor: Tensor = own
+    if is_sharded(own):
+        # While a layer runs, the whole parameter stands in the place of its sharded one.
+        whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
+        assert whole is not None
+        anchor = whole
+    return Passage(layer, forward_pass, anchor, own, covers, outer)
 
 
 def is_transformed() -> bool:
@@ -191,6 +184,8 @@ def is_checkpointed() -> bool:
     Both runs must save the same tensors, though other layers may gather by then: under a
     checkpoint every output is tapped, and the record of the first forward decides.
     """
+    if top_hooks is not None and top_hooks(False) is None:
+        return False
     hooks = saving_hooks()
     return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own
 

@@ -228,7 +228,8 @@ class GradientStack:
             start = stacked.storage_offset() + there.offset
             room.copy_(stacked.as_strided(there.size, there.stride, start))
             if self._are_whole:
-                result[i::kinds] = self._by_layer(room)
+                one_each = len(room) == len(self.layers)
+                result[i::kinds] = room.unbind() if one_each else self._by_layer(room)
                 continue
             layouts = self._layouts[i::kinds]  # the blocks of each layer lie side by side
             numbers = room.as_strided((room.numel(),), (1,))

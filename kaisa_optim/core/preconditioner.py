@@ -319,6 +319,8 @@ class Preconditioner:
     # ---- values that must be alike on all ranks ----
 
     def _common(self, groups: list[Group]) -> dict[str, Any]:
+        if self.ranks.world == 1:
+            return {}  # nobody to compare them with
         values, parameters = reports.of_groups(groups), self.hyperparameters
         values |= {"steps": self.steps} | {name: getattr(parameters, name) for name in SHARED}
         values |= parameters.scheduled_intervals(self.steps + 1)
@@ -443,7 +445,8 @@ class Preconditioner:
 def name_unseen(capture: Capture, registry: Registry) -> None:
     """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
-    capture.missing = {x for x in layers if states[x.name].waits}
+    without = [x for x in layers if not states[x.name].has_average]
+    capture.missing = {x for x in without if states[x.name].waits}
     capture.sought |= {x for x in capture.missing if states[x.name].unseen and not x.intercepts()}
 
 
@@ -462,9 +465,7 @@ def choose(
     # Leave out layers without a pass for long: else ranks might exchange in every step.
     limit = _GIVEN_UP * interval
     capture.wanted = frozenset(
-        layer
-        for layer in registry.active
-        if layer.name in wanted or 0 < states[layer.name].missed < limit
+        [x for x in registry.active if x.name in wanted or 0 < states[x.name].missed < limit]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,6 +24,7 @@ from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
 
+_requires_grad = operator.attrgetter("requires_grad")
 logger = logging.getLogger("kaisa_optim")
 
 
@@ -148,7 +150,7 @@ class Registry:
         """Return a function that reads the groups' value for an active layer."""
         value, *others = {group[name] for group in groups}
         if not others:
-            return lambda layer: value
+            return dict.fromkeys(self.layers.values(), value).__getitem__
         return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
 
     # ---- changes ----
@@ -234,8 +236,10 @@ class Registry:
         """
         changed = []
         for layer in self.layers.values():
-            covers = gathered.get(layer) or layer.covers_now()
-            if any(covers) and covers != layer.covers:
+            covers = gathered.get(layer)
+            if covers is None and [*map(_requires_grad, layer.trainable)] != layer.flags:
+                covers = layer.covers_now()
+            if covers is not None and any(covers) and covers != layer.covers:
                 logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
                 layer.cover(covers)
                 changed.append(layer)

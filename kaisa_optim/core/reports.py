@@ -198,11 +198,10 @@ def poor_coverage(found: CoverageReport) -> str:
     return f"{text}:\n{found.named()}\n{found.amount}"
 
 
-def poor_uses(kfac: Preconditioner) -> str:
-    """Return a warning, once the search for calls is over, if too many parameters are left."""
-    over = any([x.unseen >= PATIENCE and not x.has_average for x in kfac.registry.states.values()])
-    found = coverage(kfac.registry) if over else None
-    return poor_coverage(found) if found is not None else ""
+def given_up(registry: Registry) -> list[str]:
+    """Return the layers for whose calls the search is over, without any."""
+    states = registry.states.items()
+    return [name for name, x in states if x.unseen >= PATIENCE and not x.has_average]
 
 
 def _wide_factors(registry: Registry, rule: Rule) -> str:

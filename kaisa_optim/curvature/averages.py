@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,7 @@ from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
-from .stacks import Factor, Factors, Key, StackKey, common_or_each, sent
+from .stacks import Factor, Factors, Key, StackKey, common_or_each, per_block, sent
 
 Number = Tensor | float  # a tensor has one entry a block
 DecayOf = Callable[[Layer], float]
@@ -55,7 +56,7 @@ class RunningAverages:
         stacks = owned.stacks.values()
         own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision():
-            for factors in grouped(own, lambda f: (f.key.device, f.key.dtype)).values():
+            for factors in grouped(own, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
                 self._update(factors, values, agreed, decay_of, number)
 
@@ -77,26 +78,26 @@ class RunningAverages:
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():
-            for value, broken in zip(values, (~finite).split(blocks), strict=True):
-                value.masked_fill_(_each(broken, value), 0)
-        weights = [factor["weight"] for factor in factors]
+            for value, broken in zip(values, _each(~finite, values), strict=True):
+                value.masked_fill_(broken, 0)
+        weights = [f.tensors["weight"][f.slots] for f in factors]
         rows = has_rows(layers, agreed, like)
         taken = finite if rows is None else finite & rows
         decays = keep_and_take(layers, decay_of, like)
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
-        steps = [_each(x, y) for x, y in zip(step.split(blocks), values, strict=True)]
-        _approach(factors, values, steps, number)
-        rejected = [factor["rejected"] for factor in factors]
+        _approach(factors, values, _each(step, values), number)
+        rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
             if not all(agreed.rows[factor.layer.name]):
                 _stand_in(factor)
 
 
-def _each(numbers: Tensor, matrices: Tensor) -> Tensor:
-    """Return numbers of blocks in a shape that goes with the blocks' matrices, or diagonals."""
-    return numbers[(slice(None), *(None,) * (matrices.dim() - 1))]
+def _each(numbers: Tensor, matrices: list[Tensor]) -> list[Tensor]:
+    """Return numbers of blocks in shapes that go with the blocks' matrices, or diagonals."""
+    parts = zip(numbers.split([len(x) for x in matrices]), matrices, strict=True)
+    return [part[:, None, None] if x.dim() == 3 else part[:, None] for part, x in parts]
 
 
 def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
@@ -111,19 +112,19 @@ def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
 
 def _divide_by_means(factors: list[Factor], values: list[Tensor], traces: Tensor) -> None:
     """Divide values of G, in place, by their mean eigenvalues."""
-    parts = traces.split([factor.layer.blocks for factor in factors])
+    parts = _each(traces, values)
     own = [x for x in zip(factors, values, parts, strict=True) if x[0].side == "g"]
     if own:
-        matrices = [value for _, value, _ in own]
-        torch._foreach_div_(matrices, [_each(part, value) for _, value, part in own])
-        torch._foreach_mul_(matrices, [float(factor.key.size) for factor, _, _ in own])
+        of, matrices, divisors = zip(*own, strict=True)
+        torch._foreach_div_(matrices, divisors)
+        torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
 
 
 def _approach(
     factors: list[Factor], values: list[Tensor], steps: list[Tensor], number: int
 ) -> None:
     """Move averages towards new values."""
-    averages = [factor["average"] for factor in factors]
+    averages = [f.tensors["average"][f.slots] for f in factors]
     if averages[0].dtype == values[0].dtype:
         torch._foreach_lerp_(averages, values, steps)
         return
@@ -141,8 +142,8 @@ def _stand_in(factor: Factor) -> None:
     """
     average, seen = factor["average"], factor["weight"] > 0
     shares = seen.to(average.dtype) / seen.sum().clamp(min=1)
-    mean = (average * _each(shares, average)).sum(0)
-    average.copy_(torch.where(_each(seen, average), average, mean))
+    mean = (average * _each(shares, [average])[0]).sum(0)
+    average.copy_(torch.where(_each(seen, [average])[0], average, mean))
 
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:
@@ -161,10 +162,10 @@ def keep_and_take(
     layers: Sequence[Layer], decay_of: DecayOf, like: StackKey
 ) -> tuple[Number, Number]:
     """Return β and 1 - β, each rounded once: an average's bits never depend on its neighbours."""
-    return (
-        common_or_each(layers, decay_of, like),
-        common_or_each(layers, lambda layer: 1 - decay_of(layer), like),
-    )
+    decay = common_or_each(layers, decay_of, like)
+    if not isinstance(decay, Tensor):
+        return decay, 1 - decay
+    return decay, per_block(layers, lambda layer: 1 - decay_of(layer), like)
 
 
 def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple[Tensor, Tensor]:

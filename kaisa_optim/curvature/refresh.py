@@ -7,7 +7,7 @@ makes all attempts.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg import decompose
 from ..linalg.precision import full_precision
-from ..plan.routes import chunks
+from ..plan.routes import chunks, grouped
 from ..plan.step_plan import RefreshReport, StepPlan
 from .notes import Notes
 from .rules.base import Rule, stored
@@ -92,10 +92,14 @@ class Refresher:
             report.rejected.add(layer)
             if nothing:
                 report.empty.add(layer)
-        for stack in owned.stacks.values():
-            mine = [f for f in stack.factors if f.layer.name not in report.empty]
-            for names, attempts in ((plan.decompose, False), (plan.attempt, True)):
-                for some in _batches(stack, [f for f in mine if f.name in names]):
+        mine = [f for f in owned.by_key.values() if f.layer.name not in report.empty]
+        for names, attempts in ((plan.decompose, False), (plan.attempt, True)):
+            due = grouped([f for f in mine if f.name in names], operator.attrgetter("key"))
+            for key, factors in due.items():
+                at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
+                one = key.size if key.diagonal else key.size**2
+                for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
+                    stack = owned.stacks[key]
                     report.failed |= self._renew(stack, some, applied, shifts, attempts=attempts)
 
     def _renew(
@@ -158,12 +162,6 @@ class Refresher:
 
     def forget_answers(self) -> None:
         self._notes.clear()
-
-
-def _batches(stack: FactorStack, factors: list[Factor]) -> Iterable[list[Factor]]:
-    """Return factors in batches that are decomposed together."""
-    at_once = _AT_ONCE_ON_CPUS if stack.key.device.type == "cpu" else _AT_ONCE
-    return chunks(factors, lambda f: math.prod(f.key.shape(f.layer.blocks)), at_once)
 
 
 def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:

@@ -76,6 +76,7 @@ class Factor:
         self.tensors = stack.tensors
         self.slots = slice(stack.count, stack.count + layer.blocks)
         self.name = layer.name, side  # as plans name it
+        self.place = stack.key.device, stack.key.dtype
         stack.factors.append(self)
         stack.count += layer.blocks
 
@@ -127,15 +128,16 @@ class LayerGroup:
             return WHOLE
         return joined([self.slots[layer] for layer in members], self.g.key.device)
 
-    def states(self, name: str, slots: Slots = WHOLE) -> tuple[Tensor | None, Tensor | None]:
-        """Return a tensor of the factors G and of A; ``None`` where a diagonal factor has none."""
+    def states(self, name: str, members: list[Layer]) -> tuple[Tensor | None, Tensor | None]:
+        """Return these layers' tensors of G and of A; ``None`` where a diagonal factor has none."""
         if name not in self._views:
             g, a = self.g.tensors.get(name), self.a.tensors.get(name)
             views = None if g is None else g[self.g_slots], None if a is None else a[self.a_slots]
             self._views[name] = views
         g, a = self._views[name]
-        if slots is WHOLE:
+        if len(members) == len(self.layers):
             return g, a
+        slots = self.slots_of(members)
         return None if g is None else g[slots], None if a is None else a[slots]
 
     def common_or_each(
@@ -243,7 +245,7 @@ def per_block(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor:
     """Return a number of each layer, repeated for each of its blocks."""
-    values, blocks = [value_of(x) for x in layers], [x.blocks for x in layers]
+    values, blocks = [*map(value_of, layers)], [x.blocks for x in layers]
     if len(set(values)) == 1:
         return torch.full((sum(blocks),), values[0], dtype=like.dtype, device=like.device)
     numbers = torch.tensor(values, dtype=like.dtype, device="cpu")
@@ -255,7 +257,7 @@ def common_or_each(
     layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
 ) -> Tensor | float:
     """Return one number if it is the same for all, else a tensor with one for each block."""
-    values = {value_of(layer) for layer in layers}
+    values = set(map(value_of, layers))
     return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 

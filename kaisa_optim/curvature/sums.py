@@ -142,12 +142,12 @@ class FactorSums:
             return 1.0
         if not isinstance(self.loss_terms, str):
             return self.loss_terms if self.of_layer else 0.0
-        return self.terms_of(set().union(*(sums.passes for sums in self.of_layer.values())))
+        return self.terms_of(set().union(*[sums.passes for sums in self.of_layer.values()]))
 
     def terms_of(self, passes: Iterable[ForwardPass]) -> float:
         """Return how many examples or positions these forward passes had."""
         assert isinstance(self.loss_terms, str)
-        return float(sum(getattr(one, self.loss_terms) for one in passes))
+        return float(sum([getattr(one, self.loss_terms) for one in passes]))
 
     # ---- at a step ----
 
@@ -160,17 +160,18 @@ class FactorSums:
         parts: list[Tensor] = []
         scales: list[float] = []
         for layer, side in keys:
-            sums, key = self.of_layer.get(layer), stack_key(layer, side)
+            sums = self.of_layer.get(layer)
             total = None if sums is None else sums.a if side == "a" else sums.g
-            shape = (layer.blocks, width(key)) if self.packed else key.shape(layer.blocks)
             if sums is None or total is None:
+                key = stack_key(layer, side)
+                shape = (layer.blocks, width(key)) if self.packed else key.shape(layer.blocks)
                 shares.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
                 continue
             setattr(sums, side, None)
             if total.shape[0] < layer.blocks:
-                total = total.expand(shape).clone()
+                total = total.expand(layer.blocks, *total.shape[1:]).clone()
             shares.append(total)
-            parts += [total] if layer.sections == 1 else total.chunk(layer.sections)
+            parts += [total] if len(sums.count) == 1 else total.chunk(len(sums.count))
             scales += self._scales(layer, side, sums, agreed)
         if parts:
             torch._foreach_mul_(parts, scales)
@@ -186,7 +187,7 @@ class FactorSums:
             return [1 / max(1, count) for count in agreed.rows[layer.name]]
         # Drawn gradients belong to the sum of the terms, and not to their mean.
         own = 1.0 if agreed.drawn else agreed.own_terms**2
-        return [own / agreed.terms if agreed.terms else 0.0] * layer.sections
+        return [own / agreed.terms if agreed.terms else 0.0] * len(sums.count)
 
 
 def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:

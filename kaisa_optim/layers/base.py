@@ -251,13 +251,10 @@ class MomentsOfRows(RowsOfModule):
         ``known_a`` is the input's moment, where an earlier pass has made it.
         """
         reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
+        here, own = None if x is None else part.of(x), part.of(grad)
         wide = self.has_diagonal_g(covers)
         moment_g, *counts = self._output_moment(
-            None if x is None else part.of(x),
-            part.of(grad),
-            reduce=reduce,
-            diagonal=wide,
-            dtype=dtype,
+            here, own, reduce=reduce, diagonal=wide, dtype=dtype
         )
         moment_g = part.weighted(moment_g)
         batch, positions = part.whole_counts(*counts)
@@ -265,10 +262,16 @@ class MomentsOfRows(RowsOfModule):
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:
             moment_a = known_a
-        elif covers[0] and x is not None:
-            moment_a = self._shared_moment(
-                x, grad, part, reduce=reduce, diagonal=diagonal, append_one=covers[1], dtype=dtype
-            )
+        elif covers[0] and x is not None and here is not None:
+            asked = {"reduce": reduce, "diagonal": diagonal, "append_one": covers[1]}
+            # Layers with one input, as query and key, make its moment once.
+            key, said = self.input_rows_key(), (part, *asked.values(), dtype)
+            found = None if key is None else self.shared.find(x, (key, *said))
+            if found is None:
+                found = part.weighted(self.input_moment(here, own, dtype=dtype, **asked))
+                if key is not None:
+                    self.shared.keep(x, (key, *said), found)
+            moment_a = found
         else:
             blocks_seen = moment_g.shape[0]
             shape = (blocks_seen, self.a_dim_of(covers)) if diagonal else (blocks_seen, 1, 1)
@@ -283,17 +286,6 @@ class MomentsOfRows(RowsOfModule):
                 f"positions, features], here [{self.blocks}, batch, positions, {features}]"
             )
             raise invalid_because(f"{type(self).__name__}.{method}", why)
-
-    def _shared_moment(self, x: Tensor, grad: Tensor, part: Part, **asked: Any) -> Tensor:
-        """Return the input's moment; layers with one input, as query and key, make it once."""
-        key = self.input_rows_key()
-        said = key, part, *asked.values()
-        moment = None if key is None else self.shared.find(x, said)
-        if moment is None:
-            moment = part.weighted(self.input_moment(part.of(x), part.of(grad), **asked))
-            if key is not None:
-                self.shared.keep(x, said, moment)
-        return moment
 
     def _output_moment(
         self,

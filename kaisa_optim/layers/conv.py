@@ -58,7 +58,7 @@ class _Spatial(Layer):
         return x.dim() == self.dims + 1
 
     def _batched(self, tensor: Tensor) -> Tensor:
-        return tensor[None] if self.unbatched(tensor) else tensor
+        return tensor[None] if tensor.dim() == self.dims + 1 else tensor
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""

@@ -21,11 +21,6 @@ class Part(NamedTuple):
     whole: int = 1
     taken: int = 1
 
-    @property
-    def weight(self) -> float:
-        """The number by which a sum over the part is multiplied to stand for the whole."""
-        return self.whole / self.taken
-
     def of(self, tensor: Tensor) -> Tensor:
         """Return a view of a whole tensor; a tensor that is this part already stays as it is."""
         if self.stride == 1 or tensor.shape[self.dim] == self.taken:
@@ -34,7 +29,7 @@ class Part(NamedTuple):
 
     def weighted(self, total: Tensor) -> Tensor:
         """Scale a sum over the part in place, so that it stands for the whole."""
-        return total if self.weight == 1 else total.mul_(self.weight)
+        return total if self.whole == self.taken else total.mul_(self.whole / self.taken)
 
     def whole_counts(self, batch: int, positions: int) -> tuple[int, int]:
         """Return the whole's numbers of examples and positions, given the part's."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .products import products_for
+from .products import Products, added, product, products_for
 
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
@@ -79,7 +79,8 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
     if not in_half and columns > _LONG * rows:
         for start in range(0, len(polynomials), _IN_A_ROW):
             some = polynomials[start : start + _IN_A_ROW]
-            wide = multiply(orthogonalizer(multiply(wide, wide.mT), some), wide)
+            gram = multiply(wide, wide.mT)
+            wide = multiply(orthogonalizer(gram, some, (multiply, add)), wide)
         return wide
     for a, b, c in polynomials:
         gram = multiply(x, x.mT)
@@ -88,9 +89,11 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
     return x.to(wide.dtype)
 
 
-def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+def orthogonalizer(
+    gram: Tensor, polynomials: Sequence[Polynomial], by: Products = (product, added)
+) -> Tensor:
     """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
-    multiply, add = products_for(gram, gram.shape[1] ** 3)
+    multiply, add = by
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
         factor = add(gram, gram, gram, beta=b, alpha=c)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,75 +34,61 @@ class _OfProcess:
 
     def begin(self, level: int) -> None:
         with self._lock:
-            self._take(min((level, *self._begun)))
+            before = self._change(min((level, *self._begun)))
+            self._found = before if self._found is None else self._found
             self._begun.append(level)
 
     def end(self, level: int) -> None:
         with self._lock:
             self._begun.remove(level)
             if self._begun:
-                self._take(min(self._begun))
+                before = self._change(min(self._begun))
+                self._found = before if self._found is None else self._found
             elif self._found is not None:
                 found, self._found = self._found, None
                 self._put_back(found)
-
-    def _take(self, level: int) -> None:
-        before = self._change(level)
-        if self._found is None:
-            self._found = before
 
 
 class _Asked(threading.local):
     """The precision in which this thread takes statistics."""
 
-    def __init__(self) -> None:
-        self._begun = ["highest"]
-
-    @property
-    def setting(self) -> str:
-        return self._begun[-1]
-
-    def begin(self, setting: str) -> None:
-        self._begun.append(setting)
-
-    def end(self, setting: str) -> None:
-        self._begun.pop()
+    setting = "highest"
 
 
 _asked = _Asked()
-_Level = tuple[Any, Any]  # an object that begins and ends, and its level
+_Levels = tuple[tuple[_OfProcess, int], ...]
 
 
-class _Levels(AbstractContextManager[None]):
-    """Begin each object at its level, and end them, the last one first.
+class _Precision(AbstractContextManager[None]):
+    """Begin each setting at its level, and end them, the last one first.
 
     This runs in each layer's backward pass: ``contextmanager`` and ``ExitStack`` take longer.
     """
 
-    def __init__(self, levels: Sequence[_Level]) -> None:
+    def __init__(self, levels: _Levels, asked: str | None = None) -> None:
         self._levels = levels
+        self._begun: list[tuple[_OfProcess, int]] = []
+        self._asked = asked or _asked.setting
 
     def __enter__(self) -> None:
-        begun = 0
+        self._former, _asked.setting = _asked.setting, self._asked
         try:
             for of, level in self._levels:
                 of.begin(level)
-                begun += 1
+                self._begun.append((of, level))
         except BaseException:
-            self._end(begun)
+            self.__exit__()
             raise
 
     def __exit__(self, *raised: object) -> None:
-        self._end(len(self._levels))
-
-    def _end(self, begun: int) -> None:
-        """End the first ``begun`` objects, also if one of them raises."""
-        if begun:
-            of, level = self._levels[begun - 1]
-            try:
+        _asked.setting = self._former
+        try:
+            while self._begun:
+                of, level = self._begun.pop()
                 of.end(level)
-            finally:
-                self._end(begun - 1)
+        finally:
+            if self._begun:  # one of them has raised
+                self.__exit__()
 
 
 def full_precision(device: str | None = None) -> AbstractContextManager[None]:
@@ -110,7 +96,7 @@ def full_precision(device: str | None = None) -> AbstractContextManager[None]:
 
     With a ``device``, settings of other device types stay as they are, which takes less time.
     """
-    return _Levels(_process("highest", device, 0))
+    return _Precision(_levels("highest", device, 0))
 
 
 def statistics_precision(
@@ -122,12 +108,14 @@ def statistics_precision(
     precision take TF32 there under any setting: TF32 holds all of their digits and rounds nothing.
     """
     tf32 = device == "cuda" and (in_half or setting != "highest")
-    return _Levels([(_asked, setting), *_process(setting, device, int(tf32))])
+    return _Precision(_levels(setting, device, int(tf32)), setting)
 
 
-def _process(setting: str, device: str | None, level: int) -> list[_Level]:
+@functools.cache  # asked for each layer
+def _levels(setting: str, device: str | None, level: int) -> _Levels:
     """Return the levels of products, and of convolutions on a device of this type."""
-    return [(_MATMULS, _SETTINGS.index(setting)), *((x, level) for x in _convolutions(device))]
+    convolutions = _OF_DEVICES.get(device or "", (_CUDNN, _ONEDNN))
+    return (_MATMULS, _SETTINGS.index(setting)), *[(of, level) for of in convolutions]
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -154,15 +142,12 @@ def _matmul_backends() -> list[Any]:
     return [backend for backend in both if hasattr(backend, "fp32_precision")]
 
 
-def _older() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None  # torch refuses to answer where its newer settings differ
-
-
 def _change_matmuls(level: int) -> tuple[str | None, list[str]] | None:
-    setting, older = _SETTINGS[level], _older()
+    setting = _SETTINGS[level]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None  # torch refuses to answer where its newer settings differ
     # A backend may differ from the older setting; at "highest", no backend is less precise.
     if older == setting == "highest":
         return None
@@ -234,11 +219,7 @@ def _put_back_onednn(found: Any) -> None:
 _MATMULS = _OfProcess(_change_matmuls, _put_back_matmuls)
 _CUDNN = _OfProcess(_change_cudnn, _put_back_cudnn)
 _ONEDNN = _OfProcess(_change_onednn, _put_back_onednn)
-_OF_DEVICES = {"cuda": (_CUDNN,), "cpu": (_ONEDNN,)}
-
-
-def _convolutions(device: str | None) -> Sequence[_OfProcess]:
-    return _OF_DEVICES.get(device or "", (_CUDNN, _ONEDNN))
+_OF_DEVICES: dict[str, tuple[_OfProcess, ...]] = {"cuda": (_CUDNN,), "cpu": (_ONEDNN,)}
 
 
 def _set(backend: Any, value: str) -> None:

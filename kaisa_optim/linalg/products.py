@@ -68,13 +68,8 @@ def onednn_linear() -> Callable[[Tensor, Tensor], Tensor]:
 
 def _linear_for(like: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Return oneDNN's product if matrices like this one should take it."""
-    if like.dtype != torch.float32 or like.device.type != "cpu" or _onednn_is_off():
-        return None
-    return _onednn()
-
-
-def _onednn_is_off() -> bool:
-    return not torch._C._get_mkldnn_enabled()
+    on_cpu = like.dtype == torch.float32 and like.device.type == "cpu"
+    return _onednn() if on_cpu and torch._C._get_mkldnn_enabled() else None
 
 
 def multiplies_slowly(like: Tensor) -> bool:
@@ -90,8 +85,8 @@ def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
     """
     if dtype != torch.bfloat16 or like.dtype != torch.float32:
         return False
-    on_cpu = like.device.type == "cpu"
-    return _multiplies_brain_floats(like.device) and not (on_cpu and _onednn_is_off())
+    off = like.device.type == "cpu" and not torch._C._get_mkldnn_enabled()
+    return not off and _multiplies_brain_floats(like.device)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._of_settings = self._of_order = self._of_uses = False  # whether each was given
+        self._left: Any = None  # the parameters left over when their share was last looked at
 
     def look(self, optimizer: KFACMixin) -> None:
         """Warn of a setting that has no effect, or not the expected one."""
@@ -37,7 +38,10 @@ class Notices:
         if found:
             self._of_order = True
             agreement.warn(kfac.ranks, found, level_of_caller())
-        found = "" if self._of_uses or not kfac.plan.exchanges else reports.poor_uses(kfac)
+        left = reports.given_up(kfac.registry), kfac.registry.uncovered
+        found = ""
+        if left[0] and left != self._left and not self._of_uses and kfac.plan.exchanges:
+            self._left, found = left, reports.poor_coverage(reports.coverage(kfac.registry))
         if found:
             self._of_uses = True
             agreement.warn(kfac.ranks, found, level_of_caller())

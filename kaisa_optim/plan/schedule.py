@@ -83,7 +83,7 @@ class Schedule:
 
     def rounds_begun(self, step: int, interval: int) -> int:
         """Return how many slots each layer has had; the step's number alone tells."""
-        return step // interval + sum(early <= step for early in self._early)
+        return step // interval + sum(map(step.__ge__, self._early))
 
     def gathering_slots(self, interval: int) -> Slots:
         """Return the layers that gather in each slot; the sums of slots have about equal sizes."""

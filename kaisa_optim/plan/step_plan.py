@@ -143,7 +143,7 @@ class RefreshReport:
 
     def numbers(self, layers: Sequence[str]) -> list[float]:
         parts = self.failed, self.empty, self.rejected
-        return [self.error is not None, *(name in part for part in parts for name in layers)]
+        return [self.error is not None, *[name in part for part in parts for name in layers]]
 
     @classmethod
     def of(cls, layers: Sequence[str], totals: Sequence[float]) -> RefreshReport:

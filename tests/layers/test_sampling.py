@@ -100,7 +100,7 @@ def test_which_rows_are_taken(sizes, fraction, turn, expected):
     numbers = torch.arange(sizes[dim]).view(-1, *(1,) * (len(sizes) - 1 - dim))
     found = part.of(numbers.expand(1, *sizes)).unique().tolist()
     assert (found, part.counts) == (taken, dim)
-    assert part.weight == sizes[dim] / len(taken)
+    assert part.whole / part.taken == sizes[dim] / len(taken)
     whole = [*sizes, 1][:2]
     counts = [len(taken) if i == dim else n for i, n in enumerate(whole)]
     assert part.whole_counts(*counts) == tuple(whole)

@@ -23,7 +23,6 @@ from ..stacks import (
     Factors,
     Key,
     LayerGroup,
-    Slots,
     by_place,
     per_block,
 )
@@ -136,12 +135,14 @@ class Rule(ABC):
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
         return not all(products.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
-    def _states(self, group: LayerGroup, name: str, slots: Slots, like: Tensor) -> tuple[Any, Any]:
-        """Return a tensor of G and of A, ready for arithmetic with ``like``.
+    def _states(
+        self, group: LayerGroup, name: str, members: list[Layer], like: Tensor
+    ) -> tuple[Any, Any]:
+        """Return these layers' tensors of G and of A, ready for arithmetic with ``like``.
 
         ``None`` stands for a tensor that a diagonal factor does not have.
         """
-        g, a = group.states(name, slots)
+        g, a = group.states(name, members)
         if g is not None and g.dtype != like.dtype and not self._in_half(g.dtype, like):
             g = g.to(like.dtype)
         if a is not None and a.dtype != like.dtype and not self._in_half(a.dtype, like):

@@ -41,8 +41,7 @@ class CholeskyRule(TriangleRule):
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
-        slots = group.slots_of(members)
-        g, a = self._states(group, "inverse", slots, gradient)
+        g, a = self._states(group, "inverse", members, gradient)
         return kronecker.apply_inverse(gradient, g, a)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import eigen, kronecker
 from ...plan.moves import Sizes, TensorSpec
-from ..stacks import AppliedFactors, LayerGroup, Slots, at
+from ..stacks import AppliedFactors, LayerGroup, at
 from .base import DampingOf, Rule, StepValues, stored
 
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
@@ -42,19 +42,18 @@ class EigenRule(Rule):
     def apply(
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
-        slots = group.slots_of(members)
-        bases = self._states(group, "vectors", slots, gradient)
+        bases = self._states(group, "vectors", members, gradient)
         projected = kronecker.into_basis(gradient, *bases)
         if projected is gradient:  # both factors are diagonal, and the caller needs the gradient
             projected = gradient.clone()
-        self._divide(group, projected, members, slots, values)
+        self._divide(group, projected, members, values)
         return kronecker.out_of_basis(projected, *bases)
 
     def _divide(
-        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
+        self, group: LayerGroup, new: Tensor, members: list[Layer], values: StepValues
     ) -> None:
         damping = group.common_or_each(members, values.damping_of)
-        g, a = self._states(group, "values", slots, new)
+        g, a = self._states(group, "values", members, new)
         new.div_(kronecker.damped_product(g, a, damping))
 
 
@@ -77,6 +76,7 @@ class StoredProductRule(EigenRule):
                 scale[group.slots[layer]] = stored(product.reciprocal_(), scale.dtype)
 
     def _divide(
-        self, group: LayerGroup, new: Tensor, members: list[Layer], slots: Slots, values: StepValues
+        self, group: LayerGroup, new: Tensor, members: list[Layer], values: StepValues
     ) -> None:
-        new.mul_(at(group.tensors["scale"], slots).to(new.dtype))
+        scale = at(group.tensors["scale"], group.slots_of(members))
+        new.mul_(scale.to(new.dtype))

@@ -53,8 +53,7 @@ class PolarRule(TriangleRule):
         self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
     ) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
-        slots = group.slots_of(members)
-        g, a = self._states(group, "root", slots, gradient)
+        g, a = self._states(group, "root", members, gradient)
         white = kronecker.apply_inverse(gradient, g, a)
         half = self._in_half(torch.bfloat16, white) and not orthogonal.narrow(white)
         found = orthogonal.orthogonalized(white, in_half=half)
