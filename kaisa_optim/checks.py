@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import invalid
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: Any) -> TypeGuard[float]:
     """Return whether a value is a real number; True and False are none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 

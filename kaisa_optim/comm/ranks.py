@@ -295,7 +295,7 @@ class Ranks:
             scales = self._common_scales(terms, kind)
             terms = list(torch._foreach_div(terms, list(scales.unbind())))
         flat = torch.zeros(bucket.size, dtype=wire, device=place.device)
-        targets = [flat[s : s + p.size] for s, p in zip(*self._starts(bucket), strict=True)]
+        targets = [flat[bucket.start[i] :][: x.size] for i, x in enumerate(bucket.items)]
         torch._foreach_copy_(targets, terms)
         ordered = [piece for pieces in bucket.to_add for piece in pieces]
         if any(a.stop != b.start for a, b in itertools.pairwise(ordered)):
@@ -305,9 +305,6 @@ class Ranks:
         received = torch.empty(self.world * mine, dtype=wire, device=place.device)
         work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
         return _Flight(bucket, flat, received, scales, work)
-
-    def _starts(self, bucket: Bucket[ReduceItem]) -> tuple[list[int], list[ReduceItem]]:
-        return [bucket.start[i] for i in range(len(bucket.items))], bucket.items
 
     def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
         """Return the largest magnitude of each item on any rank: float16 has few exponents."""
@@ -351,7 +348,7 @@ class Ranks:
             for piece in bucket.pieces if coming else ():
                 if piece.owner == self.rank != piece.adder:
                     incoming[piece.adder].append(own[piece.start - start : piece.stop - start])
-            for i, item in self._owned(bucket):
+            for i, item in [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]:
                 at = bucket.start[i] - start
                 mine[item.key] = own[at : at + item.size]
                 if factors is not None:
@@ -366,10 +363,6 @@ class Ranks:
             scaled, by = zip(*scales, strict=True)
             torch._foreach_mul_(scaled, by)
         return mine
-
-    def _owned(self, bucket: Bucket[ReduceItem]) -> list[tuple[int, ReduceItem]]:
-        """Return this rank's items of a bucket, with their numbers."""
-        return [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]
 
     def _move(self, flat: Tensor, moves: Moves, kind: str) -> _Move:
         """Send parts of ``flat`` to other ranks, and begin to take others in."""

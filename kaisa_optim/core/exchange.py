@@ -226,7 +226,16 @@ class GradientExchange:
         ready, mine = self.stepped()
         of_base = base.follow(ready, mine)
         updates = self.updates(replace(values, base=of_base))
-        self._finish(updates, of_base)
+        length = self._rule.length
+        assert length is not None
+        layers, terms = updates.all_terms() if length.terms else ([], torch.empty(0))
+        if layers:  # give all directions a length that goes by all of them
+            key = layers[0], len(layers)
+            if key not in self._blocks or self._blocks[key].layers != layers:
+                self._blocks[key] = Blocks(layers)
+            scales = length.finish(terms, self._blocks[key], of_base)
+            assert scales is not None
+            updates.scale(scales, self.shards_of)
         new = updates.by_parameter(self._registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
@@ -253,25 +262,6 @@ class GradientExchange:
                 if layer not in self._places:
                     self._places[layer] = Places.of(layer)
             found = self._stacks[layers[0]] = GradientStack(layers, self._places)
-        return found
-
-    def _finish(self, updates: Updates, base: OfBase) -> None:
-        """Give all directions a length that goes by all of them."""
-        length = self._rule.length
-        assert length is not None
-        if not length.terms:
-            return
-        layers, terms = updates.all_terms()
-        if layers:
-            scales = length.finish(terms, self._blocks_of(layers), base)
-            assert scales is not None
-            updates.scale(scales, self.shards_of)
-
-    def _blocks_of(self, layers: list[Layer]) -> Blocks:
-        key = layers[0], len(layers)
-        found = self._blocks.get(key)
-        if found is None or found.layers != layers:
-            found = self._blocks[key] = Blocks(layers)
         return found
 
     def _precondition(

@@ -462,8 +462,14 @@ def unstack(
             new.update(zip(parameters, copies, strict=True))
             continue
         for p, gradient in zip(parameters, like, strict=True):
-            if p not in new:
-                new[p] = gradient.clone() if p in in_parts else _room(p, gradient)
+            if p in new:
+                continue
+            if p in in_parts:
+                new[p] = gradient.clone()
+            else:  # laid out as the parameter: other layouts may lack its views
+                same = gradient.stride() == p.stride()
+                layout = torch.preserve_format if same else torch.contiguous_format
+                new[p] = torch.empty_like(gradient, memory_format=layout)
         targets += one.stack.parameter_parts([new[p] for p in parameters])
         sources += one.stack.matrix_parts(stacked)
     for dtype in dict.fromkeys(map(_dtype, targets)):
@@ -473,13 +479,6 @@ def unstack(
     for p in set(absent):
         del new[p]
     return new
-
-
-def _room(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return an empty tensor laid out as the parameter: other layouts may lack its views."""
-    same = gradient.stride() == parameter.stride()
-    layout = torch.preserve_format if same else torch.contiguous_format
-    return torch.empty_like(gradient, memory_format=layout)
 
 
 def blend(new: dict[Tensor, Tensor], share: float) -> None:

@@ -260,11 +260,17 @@ class Preconditioner:
         """
         layers, states, store = self.registry.layers, self.registry.states, self.store
         due = [layers[name] for name in plan.refresh]
-        keys_of = {x: [(x, side) for side in "ag" if plan.renews(x.name, side)] for x in due}
+        renewed = plan.decompose | plan.attempt
+        keys_of = {x: [(x, side) for side in "ag" if (x.name, side) in renewed] for x in due}
         keys = [key for own in keys_of.values() for key in own]
         self.registry.note(plan)
         try:
-            self._average(plan, agreed, values)
+            average, sums = [layers[name] for name in plan.average], self.sums
+            for arrived in exchange.reduce_to_owners(
+                self.ranks, self.registry, sums, average, agreed
+            ):
+                store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
+            sums.clear()
             shifts = exchange.damping_shifts(
                 self.ranks, self.registry, self.rule, store.owned, due, values.damping_of
             )
@@ -280,14 +286,6 @@ class Preconditioner:
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
             raise
-
-    def _average(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
-        """Take the sums of all ranks into their owners' averages."""
-        ranks, sums, layers, store = self.ranks, self.sums, self.registry.layers, self.store
-        average = [layers[name] for name in plan.average]
-        for arrived in exchange.reduce_to_owners(ranks, self.registry, sums, average, agreed):
-            store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
-        sums.clear()
 
     def _advance(self) -> None:
         if self.plan.exchanges:

@@ -294,16 +294,12 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
         return item[0] != "lr", str(item[0])  # others follow from lr
 
     return {
-        f"{name} of parameter group {i}": _number(value)
+        # 1 as 1.0: equal numbers must have equal texts
+        f"{name} of parameter group {i}": float(value) if is_real(value) else value
         for i, group in enumerate(groups)
         for name, value in sorted(group.items(), key=by_cause)
         if isinstance(value, plain)
     }
-
-
-def _number(value: Any) -> Any:
-    """Return 1 as 1.0: equal numbers must have equal texts."""
-    return float(value) if is_real(value) else value
 
 
 def described(found: Coverage) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from .stacks import (
     Factors,
     FactorStack,
     Key,
-    Slots,
     device_of,
     slots_of,
 )
@@ -130,7 +129,11 @@ class Refresher:
         there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
         state = applied.stacks[stack.key].tensors
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
-            _put(state[spec.name], there, result.to(device), fine)
+            kept = state[spec.name]
+            new = stored(result.to(device), kept.dtype)
+            if fine is not None:
+                new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
+            kept[there] = new
         if attempts:  # flag factors with a rejected sum, too: the next decomposition names them
             own["stale"][slots] = (~good | (own["rejected"][slots] > 0)).int()
         elif self._rule.checks_later:
@@ -162,14 +165,6 @@ class Refresher:
 
     def forget_answers(self) -> None:
         self._notes.clear()
-
-
-def _put(kept: Tensor, slots: Slots, new: Tensor, fine: Tensor | None) -> None:
-    """Store the new results that are ``fine``."""
-    new = stored(new, kept.dtype)
-    if fine is not None:
-        new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[slots])
-    kept[slots] = new
 
 
 def _rejections(owned: Factors, names: set[str]) -> dict[str, bool]:

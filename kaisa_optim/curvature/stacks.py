@@ -182,20 +182,18 @@ class AppliedFactors(Factors):
         self.groups: list[LayerGroup] = []
         self.group_of: dict[Layer, LayerGroup] = {}
         for members in alike(layers):
-            self._put_group(members)
-
-    def _put_group(self, layers: list[Layer]) -> None:
-        # First all A, then all G: each side stays one slice, even if both have one shape.
-        a_factors = [self.put(layer, "a") for layer in layers]
-        g_factors = [self.put(layer, "g") for layer in layers]
-        group = LayerGroup(self.stacks[g_factors[0].key], self.stacks[a_factors[0].key], layers)
-        for layer in layers:
-            self.group_of[layer] = group
-            group.slots[layer] = slice(group.count, group.count + layer.blocks)
-            group.count += layer.blocks
-        group.a_slots = slice(a_factors[0].slots.start, a_factors[-1].slots.stop)
-        group.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
-        self.groups.append(group)
+            # First all A, then all G: each side stays one slice, even if both have one shape.
+            a_factors = [self.put(layer, "a") for layer in members]
+            g_factors = [self.put(layer, "g") for layer in members]
+            stacks = self.stacks[g_factors[0].key], self.stacks[a_factors[0].key]
+            group = LayerGroup(*stacks, members)
+            for layer in members:
+                self.group_of[layer] = group
+                group.slots[layer] = slice(group.count, group.count + layer.blocks)
+                group.count += layer.blocks
+            group.a_slots = slice(a_factors[0].slots.start, a_factors[-1].slots.stop)
+            group.g_slots = slice(g_factors[0].slots.start, g_factors[-1].slots.stop)
+            self.groups.append(group)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()

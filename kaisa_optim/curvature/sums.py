@@ -89,7 +89,9 @@ class FactorSums:
             return  # an empty batch has no rows
         sums.drawn |= drawn
         sums.trained |= not drawn
-        moments = _on_layers_device(layer, moments)
+        device = device_of(layer)
+        if moments.g.device != device:  # DataParallel's replicas gather on other devices
+            moments = moments._replace(a=moments.a.to(device), g=moments.g.to(device))
         if self.loss_scale is not None and not drawn:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
@@ -250,14 +252,6 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
 def width(key: StackKey) -> int:
     """Return how many numbers of one block are sent."""
     return key.size if key.diagonal else packed_size(key.size)
-
-
-def _on_layers_device(layer: Layer, moments: Moments) -> Moments:
-    """Move moments to the layer's device: DataParallel's replicas gather on other devices."""
-    device = device_of(layer)
-    if moments.g.device == device:
-        return moments
-    return moments._replace(a=moments.a.to(device), g=moments.g.to(device))
 
 
 def _packed(moment: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ def _moment(rows: Tensor, append_one: bool) -> Tensor:
     k, count, n = rows.shape
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if not append_one and rows.device.type != "cpu" and not _halves(rows):
-        return _into(dtype, rows.mT, rows)
+        half = rows.dtype != dtype
+        return _into_float32(rows.mT, rows) if half else torch.bmm(rows.mT, rows)
     moment = rows.new_empty(k, n + append_one, n + append_one, dtype=dtype)
     is_half = _gram(rows, moment[:, :n, :n], append_one)
     if append_one:
@@ -157,11 +158,6 @@ def _halves(rows: Tensor) -> bool:
         least = _HALVED_MUCH_IN_HALF if rows.dtype.itemsize == 2 else _HALVED_MUCH_ON_GPUS
     much = count * n * n >= least
     return n >= _HALVED and count >= n // 4 and much and not _in_brain_floats(rows)
-
-
-def _into(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
-    """Return L R in ``dtype``, or in float32 from half precision."""
-    return torch.bmm(left, right) if left.dtype == dtype else _into_float32(left, right)
 
 
 def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -212,13 +212,9 @@ def _change_onednn(level: int) -> str | None:
     return before
 
 
-def _put_back_onednn(found: Any) -> None:
-    _set(_conv(torch.backends.mkldnn), found)
-
-
 _MATMULS = _OfProcess(_change_matmuls, _put_back_matmuls)
 _CUDNN = _OfProcess(_change_cudnn, _put_back_cudnn)
-_ONEDNN = _OfProcess(_change_onednn, _put_back_onednn)
+_ONEDNN = _OfProcess(_change_onednn, lambda found: _set(_conv(torch.backends.mkldnn), found))
 _OF_DEVICES: dict[str, tuple[_OfProcess, ...]] = {"cuda": (_CUDNN,), "cpu": (_ONEDNN,)}
 
 

@@ -206,7 +206,7 @@ class Account:
         got = [0] * self.grid.world
         columns = [0] * self.grid.columns
         for factor in itertools.chain(*(layer.factors for layer in refresh)):
-            if plan.renews(*factor.name):
+            if factor.name in plan.decompose or factor.name in plan.attempt:
                 size = self.sizes.state(factor)
                 columns[factor.owner % self.grid.columns] += size
                 got[factor.owner] -= size

@@ -171,9 +171,6 @@ class StepPlan:
         """Return whether some average or state changes; in most steps none does."""
         return bool(self.average or self.refresh)
 
-    def renews(self, layer: str, side: Side) -> bool:
-        return (layer, side) in self.decompose or (layer, side) in self.attempt
-
     @property
     def deferred(self) -> tuple[str, ...]:
         """The unchecked layers: in the next step, ranks learn whether the attempt succeeded."""

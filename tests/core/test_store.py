@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from tests.core.test_coverage import quiet
 from tests.curvature.test_refresh import ALWAYS
 from tests.support.training import assert_same, difference, factors, network, train, values
 
@@ -37,29 +36,6 @@ def test_model_moved_to_bfloat16_keeps_float32_factors():
     train(model, opt, [3])
     assert all(f.dtype == torch.float32 for fs in factors(opt).values() for f in fs)
     assert_same(factors(opt), kept)
-
-
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_memory_usage_counts_bytes(method, dtype):
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    opt = quiet(net, compute_method=method, factor_dtype=dtype, inv_dtype=dtype)
-    usage = opt.preconditioner.memory_usage()
-    size = 4 if dtype is None else 2
-    entries = 16 + 4 + 9 + 4
-    assert usage["factors"] == entries * size
-    if method == "inverse":
-        assert usage["inverses"] == entries * size
-    else:
-        assert usage["eigenvectors"] == entries * size
-        assert usage["eigenvalues"] == (4 + 2 + 3 + 2) * 4
-    assert usage["pending"] == 0
-    parts = (v for k, v in usage.items() if k not in ("total", "pending"))
-    assert usage["total"] == sum(parts)
-    net(torch.randn(5, 3)).sum().backward()
-    pending = opt.preconditioner.memory_usage()
-    assert pending["pending"] == entries * 4
-    assert pending["total"] == usage["total"]
 
 
 class Zoo(nn.Module):

@@ -715,32 +715,6 @@ def test_orders_change_nothing(data, n, method, sharing):
 
 
 @property_test
-@given(
-    data=st.data(),
-    n=widths,
-    method=balanced,
-    sharing=sharings,
-    c=st.sampled_from([0.01, 0.5, 3.0, 100.0]),
-)
-def test_a_scaled_loss_with_scaled_damping_scales_the_step(data, n, method, sharing, c):
-    """loss·c with damping·c² gives v/c: G and γ_G grow by c², A and γ_A not at all (π included)."""
-    seed = data.draw(seeds)
-    x, target = varied_batch(data, n)
-    nets = varied(seed), varied(seed)
-    options = {"weight_sharing": sharing}
-    opts = (
-        plain(nets[0], method, damping=0.1, **options),
-        KFACSGD(nets[1], lr=c, kl_clip=None, damping=0.1 * c**2, **ref.METHODS[method], **options),
-    )
-    _, steps = first_step(opts[0], nets[0], half_square(nets[0](x), target))
-    _, others = first_step(opts[1], nets[1], c * half_square(nets[1](x), target))
-    for name in COVERED:
-        ref.assert_close(
-            blocks(nets[1], name, others), blocks(nets[0], name, steps), 1e-8, what=name
-        )
-
-
-@property_test
 @given(data=st.data(), sizes=st.lists(widths, min_size=1, max_size=4), sharing=sharings)
 def test_micro_batches_are_one_batch(data, sizes, sharing):
     """k losses divided by k; ragged ones weighed by their share, as a user must."""

@@ -83,9 +83,6 @@ def moved_matrix(before: dict[str, Tensor], model: nn.Module, name: str) -> Tens
     return torch.cat([change[f"{name}.weight"], change[f"{name}.bias"][:, None]], 1)
 
 
-# ---- stacks ----
-
-
 class Parts(nn.Module):
     """Layers of equal shapes, of which a batch may use some."""
 
@@ -99,28 +96,6 @@ class Parts(nn.Module):
         for i in self.used:
             x = torch.tanh(self.parts[i](x))
         return x[:, :3]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_layers_in_one_stack_keep_to_themselves(method):
-    """Different dampings, a layer that is left out, and one that has not been used so far."""
-    model = Parts()
-    dampings = [0.1, 0.1, 0.02, 0.5, 0.5]
-    groups = [
-        {"params": part.parameters(), "damping": damping}
-        for part, damping in zip(model.parts, dampings, strict=True)
-    ]
-    opt = KFACSGD(groups, lr=1.0, model=model, **ALWAYS[method])
-    for i, used in enumerate([(0, 1, 2), (2, 0), (0, 3, 4), (4, 3, 2, 1, 0)]):
-        model.used = used
-        before = values(model)
-        train(model, opt, [i])
-        for k in range(5):
-            moved = moved_matrix(before, model, f"parts.{k}")
-            if k in used:
-                assert_near(moved, expected(opt, f"parts.{k}", method, dampings[k]), rtol=1e-6)
-            else:
-                assert not moved.any()
 
 
 # ---- storage ----
@@ -453,11 +428,6 @@ def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, An
 OF_CUSOLVER = RuntimeError(
     "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSsyevd( ... )`"
 )
-OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `...`"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate`"),
-]
 
 
 @pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
@@ -486,24 +456,6 @@ def test_failures_are_retried(method, planted, raises, good_from):
         jitter = (attempts[3] - attempts[2])[0]
         scale = attempts[2][0].diagonal().mean()
         assert_near(jitter, 1e-8 * scale * torch.eye(7).double(), rtol=1e-6, atol=1e-14)
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("error", OF_MEMORY, ids=["torch", "cusolver", "its start"])
-def test_what_is_no_failure_of_a_solver_is_raised(planted, method, error, before):
-    """At once, or in an attempt after one."""
-    model, opt, _, _ = pair_of_runs(method, planted)
-
-    def fails(matrices: Tensor) -> bool:
-        planted.raises = error if len(planted.seen) > before else OF_CUSOLVER
-        return True
-
-    planted.fails = fails
-    backward(model, 0)
-    with pytest.raises(RuntimeError) as raised:
-        opt.step()
-    assert raised.value is error
-    assert len(planted.seen) == before + 1
 
 
 def state_of(opt: Any, name: str) -> list[Tensor]:

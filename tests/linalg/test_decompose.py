@@ -55,24 +55,34 @@ def test_one_attempt_asks_no_second_time():
     assert len(solver.seen) == 1 and good.tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("error", "of_a_solver"),
-    [
-        (torch.linalg.LinAlgError("planted"), True),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling x"), True),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), False),
-        (RuntimeError("out of memory"), False),
-    ],
-    ids=str,
-)
-def test_errors_of_solvers_are_failures_and_others_are_raised(error, of_a_solver):
-    def solve(*_):
-        raise error
+def of_cusolver(status: str, call: str) -> RuntimeError:
+    return RuntimeError(f"cusolver error: CUSOLVER_STATUS_{status}, when calling `{call}( ... )`")
 
-    if of_a_solver:
-        _, good = decompose.attempt(batch(), None, solve, diagonal=False)
-        assert not good.any()
+
+SYEVD, CREATE = "cusolverDnSsyevd", "cusolverDnCreate"
+FAILURES = [torch.linalg.LinAlgError("planted"), of_cusolver("EXECUTION_FAILED", SYEVD)]
+OTHERS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    of_cusolver("ALLOC_FAILED", SYEVD),
+    of_cusolver("INTERNAL_ERROR", CREATE),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+@pytest.mark.parametrize("error", [None, *OTHERS], ids=str)
+@pytest.mark.parametrize("before", [0, 1])
+def test_errors_of_solvers_are_failures_and_others_are_raised(failure, error, before):
+    """At once, or in an attempt after one."""
+    calls = []
+
+    def solve(*_):
+        calls.append(1)
+        raise failure if error is None or len(calls) <= before else error
+
+    if error is None:
+        _, good = decompose.decompose(batch(), None, solve, diagonal=False)
+        assert not good.any() and len(calls) == 1 + 4 * len(good)
         return
     with pytest.raises(RuntimeError) as found:
-        decompose.attempt(batch(), None, solve, diagonal=False)
-    assert found.value is error
+        decompose.decompose(batch(), None, solve, diagonal=False)
+    assert found.value is error and len(calls) == before + 1

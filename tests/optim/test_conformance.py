@@ -62,6 +62,12 @@ def params_of(base: str, model: nn.Module) -> list[nn.Parameter]:
     return pick(model, trained_by(cls)) if cls is optim.Muon else list(model.parameters())
 
 
+def pick_of(base: str, of: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the parameters that a base takes."""
+    cls = CASES[base][0]
+    return {name: of[name] for name in trained_by(cls)} if cls is optim.Muon else of
+
+
 def built(base: str, model: nn.Module, method: str = "polar", **changed: Any) -> Any:
     cls, settings = CASES[base]
     options = {**settings, **METHODS[method], **changed}
@@ -161,12 +167,6 @@ def test_an_exported_state_goes_on_in_the_plain_base(base, method):
     train(model, own, range(3, 5))
     moved = pick_of(base, difference(before, model))
     assert all(by.isfinite().all() and by.any() for by in moved.values())
-
-
-def pick_of(base: str, of: dict[str, Tensor]) -> dict[str, Tensor]:
-    own = dict(network().named_parameters())
-    mine = [p.shape for p in params_of(base, network())]
-    return {name: by for name, by in of.items() if own[name].shape in mine}
 
 
 # ---- arguments of step and settings ----

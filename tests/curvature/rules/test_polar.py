@@ -20,7 +20,6 @@ from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules import polar
 from kaisa_optim.linalg import orthogonal
-from tests.support.training import early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
@@ -284,23 +283,6 @@ def test_a_momentum_of_zero_gives_no_step(base):
     opt.zero_grad()
     loss_of(model(batches(1))).backward()
     assert all(step.any() and step.isfinite().all() for step in taken(opt, model).values())
-
-
-def test_a_factor_of_zero_counts_as_the_identity():
-    """G of a step without gradients stays in use until the next refresh."""
-    model = nn.Linear(4, 3).double()
-    with early():
-        opt = KFACSGD(model, lr=0.1, damping=0.1, factor_update_steps=9, inv_update_steps=9)
-    for step in range(2):
-        opt.zero_grad()
-        loss_of(model(batches(step))).mul(step).backward()
-        with stepped_blocks() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
-            opt.step()
-    (momentum, direction) = (x[0] for x in found[""])
-    a, g = (x[0] for x in opt.preconditioner.factors(""))
-    assert not g.any() and momentum.any()
-    root = root_of(a, 0.1)
-    assert_close(direction, by_svd(momentum @ root) @ outer(root))
 
 
 # ---- kinds of layers ----
