@@ -25,7 +25,7 @@ from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, calling_module, first_tensor, graph_task
+from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
     Call,
     Covers,
@@ -42,6 +42,7 @@ from .tap import (
     passage,
     tap_for_mode,
 )
+from .uses import Uses
 from .witness import Witness
 
 _NOTHING = contextlib.nullcontext()
@@ -107,10 +108,6 @@ class _Hook:
         # A deepcopied or saved model carries a callable that does nothing, from the standard
         # library alone: the copy trains nothing here, and loads where this package is absent.
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def watched_by(mode: Any) -> frozenset[Layer]:
-    return mode.layers if isinstance(mode, WatchMode) else frozenset()
 
 
 class _OutputHook(_Hook):
@@ -188,11 +185,7 @@ class Capture:
         self.shared = Shared()
         for layer in layers:
             layer.shared = self.shared
-        # Modules in which calls with each layer's parameters are watched.
-        self._watched = {layer: layer.watched_in for layer in layers}
-        # Layers whose uses in the whole model are looked for in the next pass that gathers.
-        self.sought = {layer for layer in layers if not layer.intercepts()}
-        self._uses: dict[Layer, dict[nn.Module, None]] = {}  # modules in which they were found
+        self.uses = Uses(layers, self._passes)
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -233,8 +226,8 @@ class Capture:
         self._passes.starts(args, kwargs, counts=counts)
         self._missed = any([any(layer.covers_now()) for layer in self.missing])
         mode: TorchFunctionMode | None = None
-        if self.sought and counts and (self.wanted or self.misses()):
-            mode = WatchMode(list(self.sought), tap_for_mode(self._find), self._takes)
+        if self.uses.sought and counts and (self.wanted or self.misses()):
+            mode = self.uses.search(self._tap)
             mode.__enter__()
         self._passes.enter(mode)
 
@@ -243,33 +236,8 @@ class Capture:
         self._passes.ends()
         self._inputs.clear()
         if sought is not None and output is not None:  # no error broke the pass off
-            self.sought -= sought.layers
-            self._watch_found()
-
-    def _find(self, layer: Layer, output: Tensor, *call: Any) -> Tensor:
-        """Note the module that uses a layer's weight beside those that are watched, and tap."""
-        module = calling_module()
-        if module is not None:
-            self._uses.setdefault(layer.primary, {})[module] = None
-        return self._tap(layer, output, *call)
-
-    def _watch_found(self) -> None:
-        """Watch calls in the modules in which other uses were found."""
-        uses, self._uses = self._uses, {}
-        for layer, modules in uses.items():
-            for module in modules:
-                if module not in self._watched[layer]:
-                    self._watched[layer] = *self._watched[layer], module
-                    self._handles += self._watch_in(module, [layer])
-
-    def _takes(self, mode: WatchMode, layer: Layer) -> bool:
-        """Return whether a call with a layer's weight is left to this mode.
-
-        An inner mode goes first, and so does the hook of the layer's own module.
-        """
-        inner = next((m for m in reversed(self._passes.modes) if layer in watched_by(m)), None)
-        own = not layer.watched_in and calling_module() is layer.module
-        return inner is mode and not own
+            for layer, module in self.uses.found(sought):
+                self._handles += self._watch_in(module, [layer])
 
     def reset(self) -> None:
         """Start anew after a step, which has consumed the statistics."""
@@ -382,9 +350,8 @@ class Capture:
     def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
         """Run a module's forward under a mode that finds uses, if the pass gathers."""
         mode: TorchFunctionMode | None = None
-        layers = [layer for layer in layers if module in self._watched[layer]]
-        if layers and torch.is_grad_enabled() and self._concerns(layers):
-            mode = WatchMode(layers, tap_for_mode(self._tap), self._takes)
+        if torch.is_grad_enabled() and self._concerns(layers):
+            mode = WatchMode(layers, tap_for_mode(self._tap), self.uses.takes)
             mode.__enter__()
         self._passes.enter(mode)
 

@@ -229,7 +229,6 @@ class Preconditioner:
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
         self.status.note_answers(agreed)
-        self.status.note_strange(agreed, capture)
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
@@ -445,7 +444,7 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     layers, states = registry.layers.values(), registry.states
     without = [x for x in layers if not states[x.name].has_average]
     capture.missing = {x for x in without if states[x.name].waits}
-    capture.sought |= {x for x in capture.missing if states[x.name].unseen and not x.intercepts()}
+    capture.uses.seek(x for x in capture.missing if states[x.name].unseen)
 
 
 def choose(

@@ -17,7 +17,7 @@ from ..curvature.stacks import AppliedFactors, Factors
 from ..errors import invalid_because
 from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
-from ..plan.step_plan import PATIENCE, LayerState
+from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import Options
 from .registry import Registry, task_of
@@ -25,6 +25,7 @@ from .registry import Registry, task_of
 if TYPE_CHECKING:
     from .preconditioner import Preconditioner
 
+_NAMED = 5  # layers of a warning
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
 
 logger = logging.getLogger("kaisa_optim")
@@ -242,6 +243,31 @@ def name_layers_without_statistics(
                 "forward pass was paused()",
                 stacklevel=3,
             )
+
+
+def name_strange(
+    ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, found: Mapping[str, float]
+) -> None:
+    """Name layers whose gradients have other sources than their rows, as ranks have ``found``."""
+    if not agreed.strange:
+        return
+    new: dict[str, float] = {}
+    for shares in ranks.gather_objects(found, "naming gradients with other sources"):
+        for name, share in shares.items():
+            if not states[name].elsewhere:
+                new[name] = max(share, new.get(name, 0.0))
+    for name, share in new.items():
+        states[name].elsewhere = share
+    largest = sorted(new, key=lambda name: -new[name])
+    named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
+    more = ", ..." if len(new) > _NAMED else ""
+    agreement.warn(
+        ranks,
+        f"a part of some gradients comes from no call that K-FAC reads: {named}{more}; it may come "
+        "from a penalty, or from a use of the weight outside of the model's forward; the factors "
+        "are those of the calls that were seen",
+        stacklevel=3,
+    )
 
 
 def no_capture(step: int) -> RuntimeError:

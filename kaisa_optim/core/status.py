@@ -23,7 +23,6 @@ from .coverage import unwrapped
 from .gradients import with_gradient
 from .registry import Registry
 
-_NAMED = 5  # layers of a warning
 _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
 
 
@@ -146,6 +145,7 @@ class Status:
             own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, own)
         self._check_gradients(report, agreed)
+        reports.name_strange(self._ranks, self._registry.states, agreed, capture.witness.strange)
         if not self.proven:
             self._compare_weights()
 
@@ -157,29 +157,6 @@ class Status:
                 self._registry.states[name].stale.add(side)
         for name in agreed.answered:
             self._registry.states[name].deferred = False
-
-    def note_strange(self, agreed: AgreedStep, capture: Capture) -> None:
-        """Name the layers whose gradients have other sources than the rows that make factors."""
-        if not agreed.strange:
-            return
-        states, doing = self._registry.states, "naming gradients with other sources"
-        new: dict[str, float] = {}
-        for found in self._ranks.gather_objects(capture.witness.strange, doing):
-            for name, share in found.items():
-                if not states[name].elsewhere:
-                    new[name] = max(share, new.get(name, 0.0))
-        for name, share in new.items():
-            states[name].elsewhere = share
-        largest = sorted(new, key=lambda name: -new[name])
-        named = ", ".join(f"{name} ({100 * new[name]:.2g} %)" for name in largest[:_NAMED])
-        agreement.warn(
-            self._ranks,
-            f"of {len(new)} layers a part of the gradient comes from no call that K-FAC reads: "
-            f"{named}{', ...' if len(new) > _NAMED else ''}; it may come from a penalty, or from a "
-            "use of the weight outside of the model's forward; the factors are those of the calls "
-            "that were seen",
-            stacklevel=3,
-        )
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACAdam
 from kaisa_optim.capture.hooks import Capture
+from kaisa_optim.capture.uses import Uses
 from kaisa_optim.layers import Layer
 from kaisa_optim.layers.linear import LinearLayer
 from tests.layers.test_uses import Body, loss_of
@@ -155,7 +156,7 @@ TAP, ROWS = Capture._tap, LinearLayer.input_rows
 FAULTS = {
     "a call counts twice": (Capture, "_tap", _twice),
     "rows are read wrongly": (LinearLayer, "input_rows", _flipped),
-    "a second use is not seen": (Capture, "_takes", lambda *_: False),
+    "a second use is not seen": (Uses, "takes", lambda *_: False),
 }
 
 
