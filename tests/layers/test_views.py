@@ -13,7 +13,8 @@ MATRIX = {
     "transposed": (lambda w: w.mT, Place(ALL, True, None)),
     "rows": (lambda w: w[2:5], Place(ALL, False, 2)),
     "rows, transposed": (lambda w: w[2:5].mT, Place(ALL, True, 2)),
-    "columns": (lambda w: w[:, 1:3], None),
+    "first columns": (lambda w: w[:, :2], None),
+    "other columns": (lambda w: w[:, 1:3], None),
     "every second row": (lambda w: w[::2], None),
     "a row alone": (lambda w: w[1], None),
 }
