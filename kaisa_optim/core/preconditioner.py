@@ -237,6 +237,7 @@ class Preconditioner:
             raise reports.no_capture(self.steps)
         averages = any(state.has_average for state in states.values())
         if not (agreed.has_gradients or agreed.rows or averages):
+            self.status.note_idle()
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:

@@ -174,7 +174,8 @@ def coverage(registry: Registry) -> CoverageReport:
     """Return the report on the trained parameters that K-FAC covers now."""
     named = unwrapped(registry.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
-    sizes = {names[p]: p.numel() for p in registry.parameters if p in names}
+    trained = [p for p in registry.parameters if p in names and p.requires_grad]
+    sizes = {names[p]: p.numel() for p in trained}
     reasons = registry.uncovered | registry.unseen
     largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
     left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
@@ -270,6 +271,15 @@ def name_strange(
     )
 
 
+def no_gradients(step: int) -> str:
+    """Return a warning for steps that find no gradient at all."""
+    return (
+        f"step() was called {step} times, and no parameter of the optimizer has ever had a "
+        "gradient: nothing is trained; is the optimizer built on the model that runs, and not on "
+        "a copy of it?"
+    )
+
+
 def no_capture(step: int) -> RuntimeError:
     """Return the error for a step with gradients, but without statistics of any layer."""
     return RuntimeError(
@@ -314,7 +324,7 @@ def check_draws(options: Options) -> None:
 
 def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the plain values of parameter groups; errors name the first that differs."""
-    plain = (int, float, str, tuple, type(None))  # a tensor would have to be waited for
+    plain = (int, float, str, tuple, type(None))
 
     def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
         return item[0] != "lr", str(item[0])  # others follow from lr
@@ -323,9 +333,16 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
         # 1 as 1.0: equal numbers must have equal texts
         f"{name} of parameter group {i}": float(value) if is_real(value) else value
         for i, group in enumerate(groups)
-        for name, value in sorted(group.items(), key=by_cause)
+        for name, value in sorted(map(_on_host, group.items()), key=by_cause)
         if isinstance(value, plain)
     }
+
+
+def _on_host(item: tuple[str, Any]) -> tuple[str, Any]:
+    """Return an item with a number in a CPU tensor's place; the host would wait for another's."""
+    name, value = item
+    is_number = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
+    return (name, value.item()) if is_number else item
 
 
 def described(found: Coverage) -> dict[str, Any]:

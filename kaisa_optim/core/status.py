@@ -23,6 +23,7 @@ from .coverage import unwrapped
 from .gradients import with_gradient
 from .registry import Registry
 
+_IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
 
 
@@ -44,6 +45,7 @@ class Status:
         self._notes = Notes()  # checksums of weights, on their way to the host
         self._noted: tuple[list[str], Tensor] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
+        self._idle = 0  # steps before any gradient
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self._failure: Exception | None = None  # error of the base's step since the last exchange
         self.named: set[Layer] = set()  # layers that a message named as without statistics
@@ -157,6 +159,12 @@ class Status:
                 self._registry.states[name].stale.add(side)
         for name in agreed.answered:
             self._registry.states[name].deferred = False
+
+    def note_idle(self) -> None:
+        """Note a step before any gradient; users may take one to make the state."""
+        self._idle += 1
+        if self._idle == _IDLE:
+            agreement.warn(self._ranks, reports.no_gradients(_IDLE), stacklevel=5)
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and

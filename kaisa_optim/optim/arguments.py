@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checks import is_real
 from ..core.options import OPTIONS, PER_GROUP, SECTIONS, Option, differs, unexpected
 from ..errors import invalid, invalid_because
 from .muon import Muon
@@ -84,6 +85,21 @@ def separate(
             if name not in known:
                 raise unexpected(title, name, options_of(base), known)
     return theirs, ours
+
+
+def refuse_misplaced(title: str, params: Any, rest: tuple[Any, ...], named: Any) -> None:
+    """Refuse parameters in the second place, and a learning rate that is no number."""
+    second = rest[0] if rest else 0.0
+    if isinstance(second, Iterable) and not isinstance(second, Tensor | str):
+        why = (
+            f"parameters come first, and the model by name: {title}(parameters, model=model, ...); "
+            f"{title}(model, ...) takes all of the model's"
+        )
+        raise invalid_because("second argument", why)
+    lr = named if named is not None else second
+    if not is_real(lr) and not isinstance(lr, Tensor):
+        must = "it must be a number or a tensor; torch.optim.lr_scheduler.LambdaLR takes a function"
+        raise invalid("lr", lr, must)
 
 
 def find_model(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:

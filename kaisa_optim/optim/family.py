@@ -41,6 +41,10 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
 
     Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
     """
+    if isinstance(base, Optimizer):
+        name = type(base).__name__
+        why = f"this is an optimizer already; give its class: with_kfac({name})(model, ...)"
+        raise invalid_because("base", why)
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
         raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
     if issubclass(base, KFACMixin):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.comm.ranks import Ranks
 from tests.support.ranks import run
 
@@ -46,6 +46,23 @@ def with_a_scaler_on_one_rank() -> str:
 def test_a_scaler_on_one_rank_alone_is_named():
     for text in run(2, with_a_scaler_on_one_rank):
         assert text.startswith("Invalid grad_scaler: 'given' on rank 1, None on rank 0")
+
+
+def with_a_tensor_rate() -> str:
+    model = nn.Linear(3, 2)
+    opt = KFACAdam(model, lr=torch.tensor(0.1))
+    opt.param_groups[0]["lr"].fill_(0.1 if dist.get_rank() else 0.2)
+    model(torch.ones(4, 3)).sum().backward()
+    try:
+        opt.step()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_tensor_rate_that_one_rank_changed_is_named():
+    for text in run(2, with_a_tensor_rate):
+        assert "lr of parameter group 0" in text and "0.2" in text
 
 
 def builds_a_stage() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -72,8 +73,20 @@ def test_repr_tells_parts_of_a_module_and_what_is_frozen():
     assert "0: A 3, G 3, for each of 2 parts of its outputs\n" in text and "frozen" not in text
     net[1].weight.requires_grad_(False)
     assert "1: A 7, G 2 (weight frozen)" in repr(opt.preconditioner)
+    assert opt.preconditioner.coverage().total == 12 + 6 + 2
     net[1].requires_grad_(False)
     assert "1: A 7, G 2 (weight and bias frozen)" in repr(opt.preconditioner)
+    assert opt.preconditioner.coverage().total == 12 + 6
+
+
+def test_steps_of_an_optimizer_whose_model_never_runs_are_told_once():
+    model = seeded(lambda: nn.Linear(3, 2))
+    opt, runs = quiet(model), copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="no parameter of the optimizer has ever had") as caught:
+        for _ in range(6):
+            runs(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+            opt.step()
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(

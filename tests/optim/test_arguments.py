@@ -131,3 +131,19 @@ def test_a_base_that_may_know_more_names_receives_them():
     opt = with_kfac(Open)(network(), lr=0.1, dampning=0.5, momentum=0.9)
     assert opt.dampning == 0.5 and opt.param_groups[0]["momentum"] == 0.9
     assert Diamond(network(), lr=0.1, special=3).special == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "lr", "said"),
+    [
+        (lambda model: [list(model.parameters())], 0.1, "parameters come first, and the model by"),
+        (lambda model: [[{"params": model.parameters()}]], 0.1, "parameters come first"),
+        (lambda model: [], "1e-3", "Invalid lr: '1e-3'; it must be a number or a tensor"),
+        (lambda model: [], lambda step: 0.1, "it must be a number or a tensor; .*LambdaLR"),
+    ],
+    ids=["parameters", "groups", "text", "function"],
+)
+def test_arguments_in_the_wrong_place_are_told_where_they_belong(args, lr, said):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=said):
+        KFACSGD(model, *args(model), lr=lr)

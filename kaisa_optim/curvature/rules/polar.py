@@ -8,6 +8,7 @@ their mean eigenvalues and damped by a share λ, so that no scale of the loss or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision, roots
+from ...plan.moves import TensorSpec
 from ..lengths import SQUARE_SUM, Length, Sums
 from ..stacks import LayerGroup
 from .base import StepValues, TriangleRule, triangles
@@ -22,6 +24,8 @@ from .base import StepValues, TriangleRule, triangles
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
 _KEPT = 0.8
+
+_LARGEST = 1e9  # in a root: its entries are at most 1 / √λ
 
 
 class PolarRule(TriangleRule):
@@ -38,6 +42,12 @@ class PolarRule(TriangleRule):
         self.sizes = self.sizes._replace(
             of_gradient=length.kept, terms=length.terms, shard_sums=len(Sums._fields)
         )
+
+    def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
+        found = [*super().faults(spec, tensor)]
+        yield from found
+        if spec.name == "root" and not found and tensor.abs().max() > _LARGEST:
+            yield f"larger than {_LARGEST:g}, as no root of a damped factor is"
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
