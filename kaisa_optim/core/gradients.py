@@ -155,7 +155,7 @@ class GradientStack:
             gradients = [torch.zeros_like(p) if x is None else x for x, p in both]
         parts = gradients if self._are_whole else self.parameter_parts(gradients)
         if not self._are_alike or len(self.layers) == 1:
-            torch._foreach_copy_(self.matrix_parts(raw), parts)
+            torch._foreach_copy_([raw.as_strided(*view) for view in self._matrix], parts)
             return raw
         # Join the parts of all layers first: then one copy brings them to their places.
         kinds = len(self._matrix_of_each)

@@ -213,8 +213,9 @@ class Preconditioner:
         alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
         if alone or capture.wanted:
             return True
-        asks = any(state.deferred or state.waits for state in self.registry.states.values())
-        return asks or bool(due_layers(self.registry.states, self._slot()))
+        states = self.registry.states
+        asks = any([x.deferred or (not x.has_average and x.waits) for x in states.values()])
+        return asks or bool(due_layers(states, self._slot()))
 
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
@@ -235,9 +236,8 @@ class Preconditioner:
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise reports.no_capture(self.steps)
-        averages = any(state.has_average for state in states.values())
+        averages = any([state.has_average for state in states.values()])
         if not (agreed.has_gradients or agreed.rows or averages):
-            self.status.note_idle()
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
@@ -265,12 +265,11 @@ class Preconditioner:
         keys = [key for own in keys_of.values() for key in own]
         self.registry.note(plan)
         try:
-            average, sums = [layers[name] for name in plan.average], self.sums
-            for arrived in exchange.reduce_to_owners(
-                self.ranks, self.registry, sums, average, agreed
-            ):
+            average = [layers[name] for name in plan.average]
+            given = self.ranks, self.registry, self.sums, average, agreed
+            for arrived in exchange.reduce_to_owners(*given):
                 store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
-            sums.clear()
+            self.sums.clear()
             shifts = exchange.damping_shifts(
                 self.ranks, self.registry, self.rule, store.owned, due, values.damping_of
             )

@@ -45,7 +45,7 @@ class Status:
         self._notes = Notes()  # checksums of weights, on their way to the host
         self._noted: tuple[list[str], Tensor] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
-        self._idle = 0  # steps before any gradient
+        self._idle = 0  # steps before any gradient; -1 once there was one
         self._silent = 0  # gathering steps since a layer saw a backward pass
         self._failure: Exception | None = None  # error of the base's step since the last exchange
         self.named: set[Layer] = set()  # layers that a message named as without statistics
@@ -147,6 +147,7 @@ class Status:
             own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, own)
         self._check_gradients(report, agreed)
+        self._note_idle(agreed)
         reports.name_strange(self._ranks, self._registry.states, agreed, capture.witness.strange)
         if not self.proven:
             self._compare_weights()
@@ -159,12 +160,6 @@ class Status:
                 self._registry.states[name].stale.add(side)
         for name in agreed.answered:
             self._registry.states[name].deferred = False
-
-    def note_idle(self) -> None:
-        """Note a step before any gradient; users may take one to make the state."""
-        self._idle += 1
-        if self._idle == _IDLE:
-            agreement.warn(self._ranks, reports.no_gradients(_IDLE), stacklevel=5)
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
@@ -209,6 +204,12 @@ class Status:
                     "gradient be kept at zero",
                     stacklevel=2,
                 )
+
+    def _note_idle(self, agreed: AgreedStep) -> None:
+        """Count steps before any gradient; users may take one to make the state."""
+        self._idle = -1 if agreed.has_gradients or self._idle < 0 else self._idle + 1
+        if self._idle == _IDLE:
+            agreement.warn(self._ranks, reports.no_gradients(_IDLE), stacklevel=6)
 
     def _check_gradients(self, report: StepReport, agreed: AgreedStep) -> None:
         names = list(agreed.gradients)

@@ -104,9 +104,9 @@ class AgreedStep:
         """Read sums over the ranks of :meth:`StepReport.numbers`; ``sections`` are by layer."""
         lengths = len(mine.gradients), len(mine.stale), len(mine.rows), len(mine.rows)
         starts = list(itertools.accumulate(lengths, initial=len(totals) - sum(lengths)))
-        head, flags, stale, counts, givers = (
+        head, flags, stale, counts, givers = [
             totals[start:end] for start, end in itertools.pairwise([0, *starts])
-        )
+        ]
         failed, captured, has_gradients, drawn, trained, checksum, terms, *flags_of_all = head
         lacks, strange, squares = flags_of_all
         ends = list(itertools.accumulate(sections.values()))
