@@ -351,7 +351,7 @@ class Capture:
         """Run a module's forward under a mode that finds uses, if the pass gathers."""
         mode: TorchFunctionMode | None = None
         if torch.is_grad_enabled() and self._concerns(layers):
-            mode = WatchMode(layers, tap_for_mode(self._tap), self.uses.takes)
+            mode = WatchMode(layers, tap_for_mode(self._tap), self.uses)
             mode.__enter__()
         self._passes.enter(mode)
 

@@ -137,7 +137,7 @@ class Inputs:
 def is_substituted(module: nn.Module, layer: Layer) -> bool:
     """Return whether functional_call or a later parametrization stands in for the weight."""
     if layer.weight is not None and is_sharded(layer.weight):
-        return gathered_in(module, "weight", layer.weight) is None
+        return gathered_in(module, layer.names[0], layer.weight) is None
     if "weight" in module._parameters:
         return module._parameters["weight"] is not layer.weight
     return is_parametrized(module, "weight")
@@ -150,7 +150,7 @@ def passage(layer: Layer, forward_pass: ForwardPass, covers: Covers, outer: int 
     anchor: Tensor = own
     if is_sharded(own):
         # While a layer runs, the whole parameter stands in the place of its sharded one.
-        whole = gathered_in(layer.module, "weight" if covers[0] else "bias", own)
+        whole = gathered_in(layer.module, layer.names[not covers[0]], own)
         assert whole is not None
         anchor = whole
     return Passage(layer, forward_pass, anchor, own, covers, outer)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, WatchMode
 from .forward_pass import ForwardPasses, calling_module
 from .tap import tap_for_mode
@@ -24,6 +25,7 @@ class Uses:
         self._watched = {layer: layer.watched_in for layer in layers}
         # Layers whose uses are looked for in the next pass that gathers.
         self.sought = {layer for layer in layers if not layer.intercepts()}
+        self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
         self._found: dict[Layer, dict[nn.Module, None]] = {}
 
     def seek(self, layers: Iterator[Layer]) -> None:
@@ -39,7 +41,7 @@ class Uses:
             self._found.setdefault(layer.primary, {})[module] = None
             return tap(layer, output, *call)
 
-        return WatchMode(list(self.sought), tap_for_mode(noted), self.takes)
+        return WatchMode(list(self.sought), tap_for_mode(noted), self)
 
     def found(self, mode: WatchMode) -> Iterator[tuple[Layer, nn.Module]]:
         """End a search; yield layers with modules that are to be watched from now on."""
@@ -58,3 +60,10 @@ class Uses:
         modes = [m for m in self._passes.modes if isinstance(m, WatchMode) and layer in m.layers]
         own = not layer.watched_in and calling_module() is layer.module
         return modes[-1] is mode and not own
+
+    def gathered(self, layer: Layer) -> list[Tensor]:
+        """Return the whole parameters that stand in the places of a layer's sharded ones now."""
+        both = zip(layer.names, (layer.weight, layer.bias), strict=True)
+        sharded = [(name, p) for name, p in both if p is not None and is_sharded(p)]
+        wholes = [gathered_in(layer.module, name, p) for name, p in sharded]
+        return [whole for whole in wholes if whole is not None]

@@ -163,10 +163,6 @@ def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) ->
         reasons.update(why.items())
     elif not kind.intercepts() and kind.unsupported(module) is None:
         layers = kind.layers_of(name, module)
-    if any(is_sharded(p) for p in module._parameters.values()):
-        text = f"{type(module).__name__}: its weights are sharded, and their use can't be watched"
-        reasons.update((p, text) for layer in layers for p in (layer.weight, layer.bias))
-        return []
     for layer in layers:
         if layer.weight is not None:
             layer.watched_in, layer.by_use = (module,), True

@@ -6,7 +6,6 @@ from collections.abc import Mapping, MutableMapping
 
 from torch import Tensor
 
-from ..comm.sharding import is_sharded
 from ..layers import SCALES, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
 
 _MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
@@ -43,13 +42,10 @@ def tie(
 
 
 def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candidates]:
-    """Return the layers of each weight that several modules share, if each module has a layer.
-
-    Sharded weights are left out: calls see tensors that ``fully_shard`` gathers in their place.
-    """
+    """Return the layers of each weight that several modules share, if each module has a layer."""
     of_weight: dict[Tensor, Candidates] = {}
     for candidate in layers:
         weight = candidate[0].weight
-        if weight is not None and len(names[weight]) > 1 and not is_sharded(weight):
+        if weight is not None and len(names[weight]) > 1:
             of_weight.setdefault(weight, []).append(candidate)
     return [users for weight, users in of_weight.items() if len(users) == len(names[weight])]

@@ -97,6 +97,7 @@ class CoveredModule:
     module: nn.Module
     covers: tuple[bool, bool]  # weight and bias: trained, not frozen when statistics were taken
     parameters: tuple[nn.Parameter, ...]  # the covered ones, weight first
+    names = "weight", "bias"  # as the module calls its parameters
     number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
     blocks: int = 1

@@ -56,6 +56,9 @@ class MatrixLayer(SequenceRows, Layer):
     ) -> None:
         super().__init__(name, module)
         self.weight, self.bias = weight, bias
+        own = module._parameters.items()
+        weights, biases = ([name for name, p in own if p is x] for x in (weight, bias))
+        self.names = weights[0], (biases or [""])[0]
         self.watched_in = (module,)
         self.transposed = transposed
         self.input_dim = 0 if transposed else 1

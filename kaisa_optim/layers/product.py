@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 
 class Product(NamedTuple):
@@ -40,7 +41,7 @@ def product_of(module: nn.Module) -> Product | None:
     plain = not module._modules and not module._buffers
     if not plain or sorted(p.dim() for p in own.values()) not in ([2], [1, 2]):
         return None
-    if any(type(p) is not nn.Parameter for p in own.values()):
+    if any(isinstance(p, UninitializedParameter) for p in own.values()):
         return None
     matrix = next(name for name, p in own.items() if p.dim() == 2)
     vector = next((name for name, p in own.items() if p.dim() == 1), None)

@@ -30,7 +30,7 @@ class Use(Layer):
         Layer.__init__(self, primary.name, primary.module)
         # A bias beside the weight is added to the product by another call.
         self.weight, self.bias = primary.weight, primary.bias
-        self.trained, self.covers = primary.trained, primary.covers
+        self.trained, self.covers, self.names = primary.trained, primary.covers, primary.names
         self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
         self.shared = primary.shared
         self._primary, self._crossed = primary, crossed

@@ -8,7 +8,7 @@ result for the parameter's layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,20 +44,30 @@ class Found(NamedTuple):
         return place_of(self.view, self.whole)
 
 
+class Uses(Protocol):
+    """What a mode must know of the modules around it."""
+
+    sharded: frozenset[Layer]  # layers with parameters that are spread over ranks
+
+    def takes(self, mode: WatchMode, layer: Layer) -> bool:
+        """Return whether a call with a layer's weight is left to this mode."""
+
+    def gathered(self, layer: Layer) -> list[Tensor]:
+        """Return the whole parameters that stand in the places of a layer's sharded ones now."""
+
+
 class WatchMode(TorchFunctionMode):
     """Runs a module's forward, and taps the calls that use these layers' weights.
 
-    ``takes`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
+    ``uses`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
     selective checkpoint that begins within the forward, calls run as they are: such a checkpoint
     counts operations, and would not find the tap's own operations when it recomputes.
     """
 
-    def __init__(
-        self, layers: list[Layer], tap: Tap, takes: Callable[[WatchMode, Layer], bool]
-    ) -> None:
+    def __init__(self, layers: list[Layer], tap: Tap, uses: Uses) -> None:
         super().__init__()
         self.layers, self.tap = frozenset(layers), tap
-        self._takes = takes
+        self._uses = uses
         self._dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
         self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
         for layer in layers:
@@ -81,9 +91,21 @@ class WatchMode(TorchFunctionMode):
         known = self._layer_of.get(id(value))
         if known is None and value._is_view() and value.grad_fn is not None:
             known = self._layer_of.get(id(value._base))  # no_grad makes views that train nothing
-        if known is None or not self._takes(self, known[1]):
+        known = known or self._gathered(value)
+        if known is None or not self._uses.takes(self, known[1]):
             return None
         return Found(known[1], known[0], value)
+
+    def _gathered(self, value: Tensor) -> tuple[Tensor, Layer] | None:
+        """Return a whole parameter that stands in a sharded one's place now, and its layer."""
+        base = value._base if value._is_view() else value
+        if not self._uses.sharded or not isinstance(base, nn.Parameter):
+            return None
+        for layer in self._uses.sharded & self.layers:
+            if any(base is whole for whole in self._uses.gathered(layer)):
+                self._layer_of[id(base)] = found = base, layer
+                return found
+        return None
 
     def stands_in(self, value: Any, found: Found) -> None:
         """Note a tensor whose gradient is the parameter's."""
@@ -155,7 +177,10 @@ def _biased_product(
     if found is None:
         return out
     layer = found.layer
-    own = found.view is found.whole and bias is (layer.bias if layer.covers[1] else bias)
+    own = found.view is found.whole
+    if layer.covers[1]:
+        added = mode.find(bias)
+        own = own and added is not None and added.view is added.whole and added.layer is layer
     if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
         return mode.tap(layer, out, x, _ALL)
     return mode.product(found, out, x, uses.ProductUse, input_dim)

@@ -65,6 +65,6 @@ class PolarRule(TriangleRule):
         """Return the directions of these momenta, without their lengths."""
         g, a = self._states(group, "root", members, gradient)
         white = kronecker.apply_inverse(gradient, g, a)
-        half = self._in_half(torch.bfloat16, white) and not orthogonal.narrow(white)
+        half = not orthogonal.narrow(white) and self._in_half(torch.bfloat16, white)
         found = orthogonal.orthogonalized(white, in_half=half)
         return kronecker.softened(found, g, a, _KEPT)
