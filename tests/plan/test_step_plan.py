@@ -71,9 +71,9 @@ def test_reports_of_refreshes_are_read_back():
 
 
 def test_a_layer_waits_for_a_first_average_with_patience():
-    state = LayerState(unseen=PATIENCE - 1, deferred=True, levels=2)
+    state = LayerState(unseen=PATIENCE - 1, deferred=True)
     assert state.waits
     state.unseen += 1
     assert not state.waits
     state.reset()
-    assert state.waits and state.deferred and state.levels == 2
+    assert state.waits and state.deferred
