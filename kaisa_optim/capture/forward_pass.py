@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -133,15 +133,14 @@ def _is_running(frame: FrameType) -> bool:
     return here is frame
 
 
-def calling_module() -> nn.Module | None:
-    """Return the innermost module of this thread whose call runs."""
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules of this thread whose calls run, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (
-        frame.f_code.co_name == "_call_impl"
-        and frame.f_globals.get("__name__") == "torch.nn.modules.module"
-    ):
+    while frame is not None:
+        of_torch = frame.f_globals.get("__name__") == "torch.nn.modules.module"
+        if of_torch and frame.f_code.co_name == "_call_impl":
+            yield frame.f_locals["self"]
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
 
 
 class ForwardPasses:

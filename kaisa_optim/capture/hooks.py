@@ -189,6 +189,7 @@ class Capture:
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, self.witness.hooks.remove).atexit = False
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
         starts = _Hook(self._model_starts)
@@ -232,12 +233,26 @@ class Capture:
         self._passes.enter(mode)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        sought = self._leave()
+        self._exit(module, args, output)
         self._passes.ends()
         self._inputs.clear()
-        if sought is not None and output is not None:  # no error broke the pass off
-            for layer, module in self.uses.found(sought):
-                self._handles += self._watch_in(module, [layer])
+        self._watch_at(self.uses.noted())
+
+    def _watch_at(self, places: Iterable[tuple[Layer, nn.Module]]) -> None:
+        for layer, module in places:
+            self._handles += self._watch_in(module, [layer])
+
+    def look_around(self, model: nn.Module, layers: Iterable[Layer]) -> None:
+        """Watch calls of these layers, of which no call was seen, in all modules around them."""
+        self._watch_at(self.uses.around(model, layers))
+
+    def compared(self) -> bool:
+        """Read what was compared since the last step; return whether a layer has to be named.
+
+        First, its uses are looked for once more.
+        """
+        self.uses.sought |= self.witness.settle()
+        return bool(self.witness.unnamed)
 
     def reset(self) -> None:
         """Start anew after a step, which has consumed the statistics."""
@@ -248,6 +263,7 @@ class Capture:
         self.backwards = self.draws = 0
         self.tapped = False
         self.error = None
+        self.uses.reset()
         self._added.clear()
         self.was_paused = self._passes.paused > 0
 
@@ -259,6 +275,7 @@ class Capture:
 
     def detach(self) -> None:
         _remove(self._handles)
+        self.witness.hooks.remove()
 
     def break_off(self) -> None:
         """Leave calls of modules that were interrupted, and forget the last input's moment."""
@@ -356,14 +373,9 @@ class Capture:
         self._passes.enter(mode)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._leave()
-
-    def _leave(self) -> Any:
-        """Leave the mode of the module whose call is over, if one ran it; return the mode."""
         mode = self._passes.leave()
         if mode is not None:
             mode.__exit__(None, None, None)
-        return mode
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
@@ -391,7 +403,8 @@ class Capture:
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample, reduce=self._reduce)
-                whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
+                with self._lock:
+                    whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
             order = layer.sequence_first(x)
             if order is not None and forward_pass.examples == order[0] != order[1]:
                 # K counts positions as examples. A model may take examples first and transpose

@@ -1,19 +1,18 @@
 """The modules whose code uses a layer's weight, beside the layer's own module.
 
-In the first pass that gathers, a mode over the whole model's forward looks for all uses. From then
+In the first step that gathers, a mode over the whole model's forward looks for all uses. From then
 on, calls are watched in the modules in which uses were found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, WatchMode
-from .forward_pass import ForwardPasses, calling_module
+from .forward_pass import ForwardPasses, running_modules
 from .tap import tap_for_mode
 
 
@@ -23,43 +22,64 @@ class Uses:
     def __init__(self, layers: list[Layer], passes: ForwardPasses) -> None:
         self._passes = passes
         self._watched = {layer: layer.watched_in for layer in layers}
-        # Layers whose uses are looked for in the next pass that gathers.
+        # Layers whose uses are looked for in the passes of the next step that gathers.
         self.sought = {layer for layer in layers if not layer.intercepts()}
         self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
-        self._found: dict[Layer, dict[nn.Module, None]] = {}
-
-    def seek(self, layers: Iterator[Layer]) -> None:
-        """Look for uses of these layers' weights once more."""
-        self.sought.update(layer for layer in layers if not layer.intercepts())
+        self.searched = False  # whether a pass since the last step was searched
+        self._noted: dict[Layer, dict[nn.Module, None]] = {}
 
     def search(self, tap: Callable[..., Tensor]) -> WatchMode:
         """Return a mode for the whole model's forward that taps other uses, and notes them."""
+        self.searched = True
+        return WatchMode(list(self.sought), tap_for_mode(tap), self, self._note)
 
-        def noted(layer: Layer, output: Tensor, *call: Any) -> Tensor:
-            module = calling_module()
-            assert module is not None  # the model's own call runs
-            self._found.setdefault(layer.primary, {})[module] = None
-            return tap(layer, output, *call)
+    def _note(self, layer: Layer) -> None:
+        """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
+        self._noted.setdefault(layer, {})[next(running_modules())] = None
 
-        return WatchMode(list(self.sought), tap_for_mode(noted), self)
-
-    def found(self, mode: WatchMode) -> Iterator[tuple[Layer, nn.Module]]:
-        """End a search; yield layers with modules that are to be watched from now on."""
-        self.sought -= mode.layers
-        uses, self._found = self._found, {}
+    def noted(self) -> Iterator[tuple[Layer, nn.Module]]:
+        """Yield layers with modules that are to be watched from now on."""
+        uses, self._noted = self._noted, {}
         for layer, modules in uses.items():
-            new = tuple(module for module in modules if module not in self._watched[layer])
-            self._watched[layer] += new
-            yield from ((layer, module) for module in new)
+            yield from self._new(layer, modules)
 
-    def takes(self, mode: WatchMode, layer: Layer) -> bool:
+    def around(
+        self, model: nn.Module, layers: Iterable[Layer]
+    ) -> Iterator[tuple[Layer, nn.Module]]:
+        """Yield layers with all modules around their own, where they are not watched yet.
+
+        A search sees the model's own calls alone, and users may call its parts.
+        """
+        paths: dict[nn.Module, str] = {}
+        for layer in layers:
+            paths = paths or {module: name for name, module in model.named_modules()}
+            names, path = [], paths.get(layer.module, "")
+            while path:
+                path = path.rpartition(".")[0]
+                names.append(path)
+            if not layer.intercepts():
+                yield from self._new(layer, map(model.get_submodule, names))
+
+    def _new(self, layer: Layer, modules: Iterable[nn.Module]) -> Iterator[tuple[Layer, nn.Module]]:
+        new = tuple(module for module in modules if module not in self._watched[layer])
+        self._watched[layer] += new
+        yield from ((layer, module) for module in new)
+
+    def reset(self) -> None:
+        """End the search with the step whose passes were searched."""
+        if self.searched:
+            self.searched = False
+            self.sought.clear()
+
+    def takes(self, mode: WatchMode, layer: Layer, value: Tensor) -> bool:
         """Return whether a call with a layer's weight is left to this mode.
 
-        An inner mode goes first, and so does the hook of the layer's own module.
+        The innermost mode that knows the tensor goes first, and so does the hook of the layer's own
+        module.
         """
-        modes = [m for m in self._passes.modes if isinstance(m, WatchMode) and layer in m.layers]
-        own = not layer.watched_in and calling_module() is layer.module
-        return modes[-1] is mode and not own
+        modes = [m for m in self._passes.modes if isinstance(m, WatchMode) and m.known(value)]
+        own = not layer.watched_in and any(m is layer.module for m in running_modules())
+        return bool(modes) and modes[-1] is mode and not own
 
     def gathered(self, layer: Layer) -> list[Tensor]:
         """Return the whole parameters that stand in the places of a layer's sharded ones now."""

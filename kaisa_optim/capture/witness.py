@@ -2,12 +2,15 @@
 
 A layer's rows are right and complete if Σ g aᵀ over its calls is the weight's gradient. What is
 left of the gradient comes from a call that nobody saw, from rows that were read wrongly or twice,
-or from a penalty. Each pattern of calls is compared once: the first time that a layer gathers, and
-again when its calls change in number or kind.
+or from a penalty. A layer is compared the first time that it gathers, again when a call comes that
+is new in number or kind, and else ever more rarely: in the second pass, the fourth, the eighth.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -45,33 +48,52 @@ class _Seen:
         return True
 
 
+class Hooks:
+    """Hooks on weights, one a layer, which wait for the layer's whole gradient."""
+
+    def __init__(self) -> None:
+        self.handles: dict[Layer, Any] = {}
+
+    def remove(self) -> None:
+        for handle in self.handles.values():
+            handle.remove()
+        self.handles.clear()
+
+
 class Witness:
     """Compares gradients with the calls that made them; results wait on the device."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.due = {layer for layer in layers if layer.weight is not None}
-        self.shares: dict[Layer, float] = {}  # of gradients that come from other sources
+        self.hooks = Hooks()
+        self.named: set[str] = set()  # layers that a warning named
+        self._shares: dict[Layer, float] = {}  # of gradients that come from other sources
+        self._again: set[Layer] = set()  # layers whose uses were looked for once more
         self._later: set[Layer] = set()  # layers to compare in the steps to come
-        self._found: dict[Layer, Tensor] = {}
+        self._results: dict[Layer, Tensor] = {}
         self._known: dict[Layer, set[tuple[type, int]]] = {}  # kinds of calls, numbered in a pass
-        self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()
-        self._hooks: dict[Layer, Any] = {}
+        self._gathered: Counter[Layer] = Counter()  # passes in which the layer gathered
+        self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
         self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}  # None: kinds do not tell
 
     def watches(self, call: Layer, forward_pass: ForwardPass, weight: Tensor) -> bool:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
         layer, known = call.primary, self._known.setdefault(call.primary, set())
         self._calls[forward_pass, layer] += 1
-        kind = type(call), self._calls[forward_pass, layer]
-        if kind not in known:
-            known.add(kind)
+        number = self._calls[forward_pass, layer]
+        self._gathered[layer] += number == 1
+        count = self._gathered[layer]
+        if (type(call), number) not in known or (number == 1 and not count & (count - 1)):
+            known.add((type(call), number))
             if layer not in self.due:
                 self._later.add(layer)  # earlier calls of this pass were not kept whole
         # A rank's shard of a weight has no gradient of its own calls.
         if layer not in self.due or is_sharded(weight) or not weight.is_leaf:
             return False
-        if layer not in self._hooks:
-            self._hooks[layer] = weight.register_hook(lambda grad: self._compare(layer, grad))
+        if layer not in self.hooks.handles:
+            me = weakref.ref(self)
+            hook = functools.partial(_compare, me, weakref.ref(layer))
+            self.hooks.handles[layer] = weight.register_hook(hook)
         return True
 
     def add(
@@ -79,7 +101,7 @@ class Witness:
     ) -> None:
         """Add the rows of a call to those of its backward pass."""
         layer = call.primary
-        if layer not in self._hooks:
+        if layer not in self.hooks.handles:
             return
         key = layer, graph_task()
         if key not in self._seen:
@@ -88,39 +110,58 @@ class Witness:
         if seen is not None and (x is None or not seen.add(call, x, grad, blocks)):
             self._seen[key] = None
 
-    def _compare(self, layer: Layer, grad: Tensor) -> None:
+    def compare(self, layer: Layer, grad: Tensor) -> None:
+        """Compare a layer's whole gradient with its calls' in this backward pass."""
         key = layer, graph_task()
         if key not in self._seen:
             return  # another backward pass, through no call that gathers
         seen = self._seen.pop(key)
-        self._hooks.pop(layer).remove()
+        self.hooks.handles.pop(layer).remove()
         self.due.discard(layer)
         if seen is None or grad.is_sparse:
             return
         whole = layer.weight_view(grad.detach()).flatten(2).to(seen.made.dtype)
         rest, size = (whole - seen.made).norm(), whole.norm()
         share = (rest / torch.maximum(size, seen.made.norm())).clamp_(max=1)
-        self._found[layer] = torch.where(rest > seen.scale, share, torch.zeros_like(share))
+        self._results[layer] = torch.where(rest <= seen.scale, share * 0, share)
 
-    def settle(self) -> bool:
-        """Read what was compared since the last step; return whether a layer has to be named."""
-        self.due |= self._later
+    def settle(self) -> set[Layer]:
+        """Read what was compared since the last step; return layers to look for once more."""
+        results, self._results = self._results, {}
+        again: set[Layer] = set()
+        for layer, share in zip(results, _numbers(results), strict=True):
+            if math.isnan(share):  # zero, or not finite: that tells nothing
+                self.due.add(layer)
+            elif share > OTHER and layer not in self._again:
+                again.add(layer)
+            else:
+                self._shares[layer] = share
+        self._again |= again
+        self.due |= again | self._later
         self._later.clear()
         self._calls.clear()
         self._seen.clear()
-        found, self._found = self._found, {}
-        before = set(self.strange)
-        for layer, share in zip(found, _numbers(found), strict=True):
-            self.shares[layer] = share
-        return not before.issuperset(self.strange)
+        return again
 
     @property
     def strange(self) -> dict[str, float]:
         """Layers whose gradients have other sources, with these sources' share."""
-        return {layer.name: share for layer, share in self.shares.items() if share > OTHER}
+        return {layer.name: share for layer, share in self._shares.items() if share > OTHER}
+
+    @property
+    def unnamed(self) -> set[str]:
+        """Those of them that no warning has named."""
+        return self.strange.keys() - self.named
 
 
-def _numbers(found: dict[Layer, Tensor]) -> list[float]:
+def _compare(witness: Any, layer: Any, grad: Tensor) -> None:
+    """Compare, as a hook on a weight; the hook keeps neither alive."""
+    compared, of = witness(), layer()
+    if compared is not None and of is not None:
+        compared.compare(of, grad)
+
+
+def _numbers(results: dict[Layer, Tensor]) -> list[float]:
     """Return the shares; the host waits here once for each device."""
-    on_host = [share.double().cpu() for share in found.values()]
-    return torch.stack(on_host).nan_to_num_(nan=0.0).tolist() if on_host else []
+    on_host = [share.double().cpu() for share in results.values()]
+    return torch.stack(on_host).tolist() if on_host else []

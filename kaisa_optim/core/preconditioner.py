@@ -444,7 +444,8 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     layers, states = registry.layers.values(), registry.states
     without = [x for x in layers if not states[x.name].has_average]
     capture.missing = {x for x in without if states[x.name].waits}
-    capture.uses.seek(x for x in capture.missing if states[x.name].unseen)
+    unseen = [x for x in without if x in capture.missing and states[x.name].unseen]
+    capture.look_around(coverage.unwrapped(registry.model), unseen)
 
 
 def choose(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..capture.witness import Witness
 from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
@@ -247,26 +248,29 @@ def name_layers_without_statistics(
 
 
 def name_strange(
-    ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, found: Mapping[str, float]
+    ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, witness: Witness
 ) -> None:
-    """Name layers whose gradients have other sources than their rows, as ranks have ``found``."""
+    """Name layers whose gradients have other sources than their rows, as any rank found."""
     if not agreed.strange:
         return
     new: dict[str, float] = {}
-    for shares in ranks.gather_objects(found, "naming gradients with other sources"):
+    for shares in ranks.gather_objects(witness.strange, "naming gradients with other sources"):
         for name, share in shares.items():
             if not states[name].elsewhere:
                 new[name] = max(share, new.get(name, 0.0))
+    witness.named.update(witness.strange)
     for name, share in new.items():
         states[name].elsewhere = share
+    if not new:
+        return
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
     more = ", ..." if len(new) > _NAMED else ""
     agreement.warn(
         ranks,
         f"a part of some gradients comes from no call that K-FAC reads: {named}{more}; it may come "
-        "from a penalty, or from a use of the weight outside of the model's forward; the factors "
-        "are those of the calls that were seen",
+        "from a penalty, from a hook on the weight, or from a use outside of the model's forward; "
+        "the factors are those of the calls that were seen",
         stacklevel=3,
     )
 

@@ -148,7 +148,7 @@ class Status:
             fisher.raise_half(self._ranks, draws, own)
         self._check_gradients(report, agreed)
         self._note_idle(agreed)
-        reports.name_strange(self._ranks, self._registry.states, agreed, capture.witness.strange)
+        reports.name_strange(self._ranks, self._registry.states, agreed, capture.witness)
         if not self.proven:
             self._compare_weights()
 
@@ -365,7 +365,7 @@ def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int
         has_gradients=any(graded),
         drawn=capture.draws > 0 or any([one.drawn for one in all_sums]),
         trained=any([one.trained for one in all_sums]),
-        strange=capture.witness.settle(),
+        strange=capture.compared(),
         terms=sums.terms(),
         gradients=graded,
         rows=sums.rows(sections),

@@ -163,9 +163,14 @@ class TableUse(Use, EmbeddingLayer):
 
     reads_input = True
 
-    def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
+    def __init__(self, primary: Layer, padding: int | None, sign: int, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
         self._padding_row = padding
+        self._sign = sign  # with which the rows enter the call's result
+
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        part = super().gradient(x, grad)
+        return None if part is None else self._sign * part
 
     def _tokens(self, x: Tensor) -> Tensor:
         # table[-1] is the last row; index_add_ and one_hot refuse a negative index.

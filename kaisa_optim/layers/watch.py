@@ -44,12 +44,12 @@ class Found(NamedTuple):
         return place_of(self.view, self.whole)
 
 
-class Uses(Protocol):
-    """What a mode must know of the modules around it."""
+class Around(Protocol):
+    """The modules around a mode, as far as the mode must know them."""
 
     sharded: frozenset[Layer]  # layers with parameters that are spread over ranks
 
-    def takes(self, mode: WatchMode, layer: Layer) -> bool:
+    def takes(self, mode: WatchMode, layer: Layer, value: Tensor) -> bool:
         """Return whether a call with a layer's weight is left to this mode."""
 
     def gathered(self, layer: Layer) -> list[Tensor]:
@@ -59,15 +59,21 @@ class Uses(Protocol):
 class WatchMode(TorchFunctionMode):
     """Runs a module's forward, and taps the calls that use these layers' weights.
 
-    ``uses`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
+    ``around`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
     selective checkpoint that begins within the forward, calls run as they are: such a checkpoint
     counts operations, and would not find the tap's own operations when it recomputes.
     """
 
-    def __init__(self, layers: list[Layer], tap: Tap, uses: Uses) -> None:
+    def __init__(
+        self,
+        layers: list[Layer],
+        tap: Tap,
+        around: Around,
+        note: Callable[[Layer], None] = lambda layer: None,
+    ) -> None:
         super().__init__()
-        self.layers, self.tap = frozenset(layers), tap
-        self._uses = uses
+        self.layers = frozenset(layers)
+        self._tap, self._around, self._note = tap, around, note
         self._dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
         self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
         for layer in layers:
@@ -88,21 +94,30 @@ class WatchMode(TorchFunctionMode):
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
+        known = self.known(value)
+        if known is None or not self._around.takes(self, known[1], value):
+            return None
+        return Found(known[1], known[0], value)
+
+    def known(self, value: Tensor) -> tuple[Tensor, Layer] | None:
+        """Return the parameter, or its stand-in, that a tensor is or is a view of; its layer."""
         known = self._layer_of.get(id(value))
         if known is None and value._is_view() and value.grad_fn is not None:
             known = self._layer_of.get(id(value._base))  # no_grad makes views that train nothing
-        known = known or self._gathered(value)
-        if known is None or not self._uses.takes(self, known[1]):
-            return None
-        return Found(known[1], known[0], value)
+        return known or self._gathered(value)
+
+    def tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
+        """Tap a call's output."""
+        self._note(layer.primary)
+        return self._tap(layer, output, x, blocks)
 
     def _gathered(self, value: Tensor) -> tuple[Tensor, Layer] | None:
         """Return a whole parameter that stands in a sharded one's place now, and its layer."""
         base = value._base if value._is_view() else value
-        if not self._uses.sharded or not isinstance(base, nn.Parameter):
+        if not self._around.sharded or not isinstance(base, nn.Parameter):
             return None
-        for layer in self._uses.sharded & self.layers:
-            if any(base is whole for whole in self._uses.gathered(layer)):
+        for layer in self._around.sharded & self.layers:
+            if any(base is whole for whole in self._around.gathered(layer)):
                 self._layer_of[id(base)] = found = base, layer
                 return found
         return None
@@ -111,6 +126,7 @@ class WatchMode(TorchFunctionMode):
         """Note a tensor whose gradient is the parameter's."""
         if isinstance(value, Tensor) and value is not found.view and found.view is found.whole:
             self._layer_of[id(value)] = value, found.layer
+            self._note(found.layer)
 
     def is_data(self, x: Any) -> bool:
         """Return whether an operand can hold rows: a matrix that is a parameter holds none."""
@@ -138,7 +154,12 @@ class WatchMode(TorchFunctionMode):
         return self.tap(use, out, x, place.blocks)
 
     def rows(
-        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
+        self,
+        found: Found,
+        out: Tensor,
+        indices: Tensor,
+        padding: int | None = None,
+        sign: int = 1,
     ) -> Tensor:
         """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
         layer, place = found.layer, found.place()
@@ -146,7 +167,8 @@ class WatchMode(TorchFunctionMode):
         whole = place is not None and not place.transposed and place.first is None
         if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
             return out
-        return self.tap(uses.TableUse(layer, padding, crossed=own == 1), out, indices, _ALL)
+        use = uses.TableUse(layer, padding, sign, crossed=own == 1)
+        return self.tap(use, out, indices, _ALL)
 
 
 def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
@@ -274,16 +296,17 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     for table, rows in (args, args[::-1]):
         # A sum with a tensor of the table's own shape makes another table, and no rows.
         if isinstance(rows, Tensor) and rows.dim() > 2 and (found := mode.find(table)):
-            out = _positions(mode, found, out)
+            minus = table is args[1] and func in _DIFFERENCES
+            out = _positions(mode, found, out, -1 if minus else 1)
     return out
 
 
-def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
+def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
     """Tap a table of positions: a weight that is added to rows of as many positions."""
     if found.view is not found.whole or out.shape[-2:] != found.whole.shape:
         return out
     indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
-    return mode.rows(found, out, indices)
+    return mode.rows(found, out, indices, sign=sign)
 
 
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -323,6 +346,7 @@ def _spread(value: Any, dims: int) -> Any:
     return (value,) * dims if isinstance(value, int) else value
 
 
+_DIFFERENCES = torch.sub, torch.Tensor.sub, torch.Tensor.sub_
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
 WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
@@ -337,7 +361,7 @@ WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
     torch.index_select: _picked,
     torch.Tensor.index_select: _picked,
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
-    **dict.fromkeys((torch.sub, torch.Tensor.sub, torch.Tensor.sub_), _added),
+    **dict.fromkeys(_DIFFERENCES, _added),
     **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
     torch._grouped_mm: _grouped,

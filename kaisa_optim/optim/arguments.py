@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checks import is_real
 from ..core.options import OPTIONS, PER_GROUP, SECTIONS, Option, differs, unexpected
 from ..errors import invalid, invalid_because
 from .muon import Muon
@@ -87,17 +86,19 @@ def separate(
     return theirs, ours
 
 
-def refuse_misplaced(title: str, params: Any, rest: tuple[Any, ...], named: Any) -> None:
-    """Refuse parameters in the second place, and a learning rate that is no number."""
-    second = rest[0] if rest else 0.0
+def refuse_misplaced(
+    title: str, known: Parameters, rest: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """Refuse parameters in the learning rate's place, and a rate that is a text or a function."""
+    second = rest[0] if rest and list(known)[1:2] == ["lr"] else None
     if isinstance(second, Iterable) and not isinstance(second, Tensor | str):
         why = (
             f"parameters come first, and the model by name: {title}(parameters, model=model, ...); "
             f"{title}(model, ...) takes all of the model's"
         )
         raise invalid_because("second argument", why)
-    lr = named if named is not None else second
-    if not is_real(lr) and not isinstance(lr, Tensor):
+    lr = named.get("lr", second)
+    if isinstance(lr, str) or callable(lr):
         must = "it must be a number or a tensor; torch.optim.lr_scheduler.LambdaLR takes a function"
         raise invalid("lr", lr, must)
 

@@ -45,7 +45,7 @@ class KFACMixin(Optimizer, Joinable):
         known = inspect.signature(super().__init__).parameters
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
-        arguments.refuse_misplaced(title, params, args, theirs.get("lr"))
+        arguments.refuse_misplaced(title, known, args, theirs)
         arguments.refuse_without_use(title, base, ours)
         self._kfac_process_group = ours.pop("process_group", None)
         self._kfac_options = Options(**ours)

@@ -24,7 +24,7 @@ class LayerState:
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
-    elsewhere: float = 0.0  # share of the gradient that no call makes that K-FAC reads; if named
+    elsewhere: float = 0.0  # share of the gradient from other sources than rows, once it was named
     deferred: bool = False  # the last refresh was unchecked: owners tell in the next exchange
     stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
 
@@ -35,6 +35,7 @@ class LayerState:
         """
         self.has_average = self.has_state = False
         self.missed = self.missed_with_gradient = self.unseen = 0
+        self.elsewhere = 0.0
         self.stale.clear()
 
     @property

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, register_layer
+from kaisa_optim.layers.linear import LinearLayer
 from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.close import assert_close
 from tests.support.watch import exact, normal, seeded, taken
@@ -143,6 +144,106 @@ def test_a_use_at_the_root_is_found_in_a_later_pass_too():
         opt.step()
     gathers = [i for i, found in enumerate(rows) if found]
     assert gathers[0] == 0 and len(gathers) >= 3  # in each of its turns, not in the first alone
+
+
+class Coder(nn.Module):
+    """Encodes and decodes in calls of its own, by one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(7, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, decodes: bool) -> Tensor:
+        return F.linear(x, self.words.weight) if decodes else self.body(self.words(x)).tanh()
+
+
+def test_all_calls_of_the_first_step_are_searched():
+    net = seeded(Coder)
+    opt = exact(net)
+    loss_of(net(net(TOKENS, False), True)).backward()
+    sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
+    assert sums["words"].crossed is not None
+    opt.step()
+    assert (
+        opt.preconditioner.coverage().elsewhere == {} and not opt.preconditioner.capture.uses.sought
+    )
+
+
+def test_a_use_that_begins_later_is_found_once_the_gradient_tells():
+    net = seeded(Coder)
+    opt, found = KFACSGD(net, lr=1e-3, factor_update_steps=1, inv_update_steps=10), []
+    for step in range(12):
+        opt.zero_grad()
+        hidden = net(TOKENS, False)
+        loss_of(net(hidden, True) if step > 0 else hidden).backward()
+        sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
+        found.append(sums["words"].crossed is not None)
+        opt.step()
+    assert not found[0] and all(found[-3:])
+    assert opt.preconditioner.coverage().elsewhere == {}
+
+
+def test_parts_of_a_model_that_is_never_called_are_searched_around():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.inner.weight, self.inner.bias).tanh()
+
+    net = seeded(lambda: nn.ModuleDict({"a": Block(), "b": nn.Linear(4, 2)}))
+    opt = KFACSGD(net, lr=0.01)
+    for _ in range(4):
+        opt.zero_grad()
+        loss_of(net["b"](net["a"](normal(6, 4)))).backward()
+        opt.step()
+    assert opt.preconditioner.registry.states["a.inner"].has_average
+
+
+def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
+    class Inner(nn.Module):
+        def forward(self, h: Tensor, w: Tensor) -> Tensor:
+            return F.linear(h, w)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(7, 3), Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.words(x).tanh(), self.words.weight.clone())
+
+    net = seeded(Outer)
+    opt, crossed = KFACSGD(net, lr=0.01, factor_update_steps=1), []
+    for _ in range(4):
+        opt.zero_grad()
+        loss_of(net(TOKENS)).backward()
+        (one,) = opt.preconditioner.sums.of_layer.values()
+        crossed.append(one.crossed is not None and one.crossed.count == [8])
+        opt.step()
+    assert all(crossed)
+
+
+def test_a_layers_own_module_may_call_another_with_its_weight():
+    class Applies(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.applies = Applies()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.applies(x, self.weight, self.bias)
+
+    register_layer(Own)(type("OwnLayer", (LinearLayer,), {}))
+    net = nn.Sequential(Own(), nn.Tanh(), nn.Linear(4, 2)).double()
+    opt = exact(net)
+    loss_of(net(normal(6, 4))).backward()
+    assert {one.count[0] for one in opt.preconditioner.sums.of_layer.values()} == {6}
+    opt.step()
 
 
 # ---------------------------------------------------------------- what is no use
