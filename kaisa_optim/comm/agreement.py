@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,13 +57,24 @@ def compare(
         raise_difference(ranks, mine, what)
 
 
-def warn(ranks: Ranks, text: str, stacklevel: int = 1) -> None:
-    """Warn on rank 0 of a finding that all ranks share.
+def warn(ranks: Ranks, text: str) -> None:
+    """Warn on rank 0 of a finding that all ranks share, at the user's line.
 
     Where warnings are errors, all ranks raise: no rank is left waiting for the others.
     """
     with contextlib.nullcontext() if ranks.rank == 0 else warnings.catch_warnings(record=True):
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, stacklevel=1 + len(list(callers())))
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield frames from the caller outwards, as long as they are torch's or this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "torch",
+        "kaisa_optim",
+    ):
+        yield frame
+        frame = frame.f_back
 
 
 def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None:

@@ -199,7 +199,7 @@ class Registry:
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
                 "names (as in model.named_modules()) and class names"
             )
-            agreement.warn(self._ranks, text, 7)  # the line that builds the optimizer
+            agreement.warn(self._ranks, text)
         found.excluded = excluded
         for layer in found.layers.values():
             for name in PER_GROUP if layer.parameters else ():

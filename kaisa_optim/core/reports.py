@@ -156,10 +156,10 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
         logger.info("%s", found)
     text = poor_coverage(found)
     if text:
-        agreement.warn(ranks, text, stacklevel=5)
+        agreement.warn(ranks, text)
     text = _wide_factors(registry, rule)
     if text:
-        agreement.warn(ranks, text, stacklevel=5)
+        agreement.warn(ranks, text)
     if ranks.status_device:
         agreement.warn(
             ranks,
@@ -167,7 +167,6 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
             "so that in most steps the host waits for that device to hear what ranks agree on; "
             "add gloo for the CPU where the group is made, as in "
             'init_process_group("cpu:gloo,cuda:nccl")',
-            stacklevel=5,
         )
 
 
@@ -271,7 +270,6 @@ def name_strange(
         f"a part of some gradients comes from no call that K-FAC reads: {named}{more}; it may come "
         "from a penalty, from a hook on the weight, or from a use outside of the model's forward; "
         "the factors are those of the calls that were seen",
-        stacklevel=3,
     )
 
 

@@ -202,14 +202,13 @@ class Status:
                     "its statistics, but no pass came through its module: older factors stay in "
                     "use; its weight may by now be in use outside of its module's forward, or its "
                     "gradient be kept at zero",
-                    stacklevel=2,
                 )
 
     def _note_idle(self, agreed: AgreedStep) -> None:
         """Count steps before any gradient; users may take one to make the state."""
         self._idle = -1 if agreed.has_gradients or self._idle < 0 else self._idle + 1
         if self._idle == _IDLE:
-            agreement.warn(self._ranks, reports.no_gradients(_IDLE), stacklevel=6)
+            agreement.warn(self._ranks, reports.no_gradients(_IDLE))
 
     def _check_gradients(self, report: StepReport, agreed: AgreedStep) -> None:
         names = list(agreed.gradients)
@@ -292,7 +291,7 @@ class Status:
         if agreed.rejected:
             names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
             text = f"statistics that were not finite have been left out for {names}"
-            agreement.warn(self._ranks, text, stacklevel=2)
+            agreement.warn(self._ranks, text)
         # Renew a layer with one failed factor, too: its older state goes with the other's new one.
         return [name for name in plan.refresh if states[name].has_state], agreed.empty
 
@@ -310,7 +309,7 @@ class Status:
                 )
             kept = "its older state" if state.has_state else "its raw gradient"
             text = f"{text}; {kept} stays in use. See whether the loss is finite"
-            agreement.warn(self._ranks, text, stacklevel=2)
+            agreement.warn(self._ranks, text)
 
     # ---- after a load ----
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,14 +35,14 @@ class Notices:
         found = "" if self._of_order else reports.misread(kfac)
         if found:
             self._of_order = True
-            agreement.warn(kfac.ranks, found, level_of_caller())
+            agreement.warn(kfac.ranks, found)
         left = reports.given_up(kfac.registry), kfac.registry.uncovered
         found = ""
         if left[0] and left != self._left and not self._of_uses and kfac.plan.exchanges:
             self._left, found = left, reports.poor_coverage(reports.coverage(kfac.registry))
         if found:
             self._of_uses = True
-            agreement.warn(kfac.ranks, found, level_of_caller())
+            agreement.warn(kfac.ranks, found)
         if self._of_settings:
             return
         found = _unread(optimizer)
@@ -52,23 +50,7 @@ class Notices:
             found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
         if found:
             self._of_settings = True
-            agreement.warn(kfac.ranks, found, level_of_caller())
-
-
-def level_of_caller() -> int:
-    """Return the stack level, for the caller, of code outside of torch and this package."""
-    return 1 + len(list(_callers(2)))
-
-
-def _callers(depth: int = 1) -> Iterator[FrameType]:
-    """Yield frames from the caller outwards, as long as they are torch's or this package's."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "torch",
-        "kaisa_optim",
-    ):
-        yield frame
-        frame = frame.f_back
+            agreement.warn(kfac.ranks, found)
 
 
 def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> None:
@@ -80,7 +62,7 @@ def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> Non
     said = [f"{key!r}: did you mean {name!r}?" for key, name in near.items() if name]
     if said:
         text = f"a parameter group has a key that nobody reads, {'; '.join(said)}"
-        agreement.warn(optimizer.preconditioner.ranks, text, level_of_caller())
+        agreement.warn(optimizer.preconditioner.ranks, text)
 
 
 def _unread(optimizer: KFACMixin) -> str:
@@ -103,7 +85,7 @@ def _unread_scale(kfac: Preconditioner) -> str:
     """
     if kfac.sums.loss_scale is not None:
         return ""
-    for caller in _callers():
+    for caller in agreement.callers():
         if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
             # Reading a frame's locals would keep them alive, with all tensors of a step.
             continue
@@ -150,7 +132,7 @@ def refuse_zero_redundancy(title: str) -> None:
 
     A layer would miss its bias, and ranks would wait for layers that the others do not have.
     """
-    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in _callers()):
+    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agreement.callers()):
         why = (
             f"{title} inside ZeroRedundancyOptimizer, which gives each rank a part of the "
             "parameters; build it without, and for Adam, AdamW or LAMB let "
