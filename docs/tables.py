@@ -42,7 +42,7 @@ class Contest(NamedTuple):
 
 
 CONTESTS = (
-    Contest("masked BERT, former default", "masked", "AdamW"),
+    Contest("masked BERT", "masked", "AdamW"),
     Contest("character GPT", "characters", "AdamW"),
     Contest("ResNet-8, batch 256", "resnet8-256", "SGD"),
     Contest("ResNet-8, batch 256", "resnet8-256", "AdamW"),

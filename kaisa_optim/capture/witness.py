@@ -24,6 +24,7 @@ from .forward_pass import ForwardPass, graph_task
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
 _ROUNDING, _ROUNDING_IN_HALF = 1e-4, 2e-2
+_WITHOUT_WAITING = "cpu", "cuda"  # devices whose results the host reads without waiting
 
 
 class _Seen:
@@ -70,7 +71,7 @@ class Witness:
         self._shares: dict[Layer, float] = {}  # of gradients that come from other sources
         self._again: set[Layer] = set()  # layers whose uses were looked for once more
         self._later: set[Layer] = set()  # layers to compare in the steps to come
-        self._results: dict[Layer, Tensor] = {}
+        self._results: dict[Layer, tuple[Tensor, Any]] = {}  # with events of their arrival
         self._known: dict[Layer, set[tuple[type, int]]] = {}  # kinds of calls, numbered in a pass
         self._gathered: Counter[Layer] = Counter()  # passes in which the layer gathered
         self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
@@ -83,7 +84,8 @@ class Witness:
         number = self._calls[forward_pass, layer]
         self._gathered[layer] += number == 1
         count = self._gathered[layer]
-        if (type(call), number) not in known or (number == 1 and not count & (count - 1)):
+        again = number == 1 and not count & (count - 1) and weight.device.type in _WITHOUT_WAITING
+        if again or (type(call), number) not in known:
             known.add((type(call), number))
             if layer not in self.due:
                 self._later.add(layer)  # earlier calls of this pass were not kept whole
@@ -123,13 +125,14 @@ class Witness:
         whole = layer.weight_view(grad.detach()).flatten(2).to(seen.made.dtype)
         rest, size = (whole - seen.made).norm(), whole.norm()
         share = (rest / torch.maximum(size, seen.made.norm())).clamp_(max=1)
-        self._results[layer] = torch.where(rest <= seen.scale, share * 0, share)
+        self._results[layer] = _sent(torch.where(rest <= seen.scale, share * 0, share))
 
     def settle(self) -> set[Layer]:
         """Read what was compared since the last step; return layers to look for once more."""
-        results, self._results = self._results, {}
+        arrived = [x for x, (_, event) in self._results.items() if event is None or event.query()]
         again: set[Layer] = set()
-        for layer, share in zip(results, _numbers(results), strict=True):
+        for layer in arrived:
+            share = self._results.pop(layer)[0].item()
             if math.isnan(share):  # zero, or not finite: that tells nothing
                 self.due.add(layer)
             elif share > OTHER and layer not in self._again:
@@ -161,7 +164,10 @@ def _compare(witness: Any, layer: Any, grad: Tensor) -> None:
         compared.compare(of, grad)
 
 
-def _numbers(results: dict[Layer, Tensor]) -> list[float]:
-    """Return the shares; the host waits here once for each device."""
-    on_host = [share.double().cpu() for share in results.values()]
-    return torch.stack(on_host).tolist() if on_host else []
+def _sent(share: Tensor) -> tuple[Tensor, Any]:
+    """Return a share on its way to the host, and the event of its arrival, if there is one."""
+    if share.device.type != "cuda":
+        return share, None
+    host = torch.empty(share.shape, dtype=share.dtype, device="cpu", pin_memory=True)
+    host.copy_(share, non_blocking=True)
+    return host, torch.cuda.current_stream(share.device).record_event()
