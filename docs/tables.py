@@ -79,7 +79,7 @@ MASKED = {
     "LAMB": "LAMB",
     "KFACLAMB": "KFACLAMB, defaults",
     "AdamW": "AdamW",
-    **{name: CONTESTANTS[name] for name in ("KFACAdam", "SOAP", "Muon", "KFACMuon")},
+    **{name: CONTESTANTS[name] for name in ("KFACAdam", "SOAP", "Muon")},
 }
 MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
 STEPS = {
