@@ -44,7 +44,7 @@ class CoverageReport:
     total: int
     left: dict[str, Left]  # the largest first
     skipped: dict[str, str]  # left by an option, or by the kind of optimizer, and why
-    # Layers of whose gradient a share comes from no call that K-FAC reads, and that share.
+    # For each layer that a warning named: the share of its gradient that its rows do not make.
     elsewhere: dict[str, float] = field(default_factory=dict)
 
     @property

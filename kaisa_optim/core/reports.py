@@ -201,7 +201,7 @@ def poor_coverage(found: CoverageReport) -> str:
 
 
 def given_up(registry: Registry) -> list[str]:
-    """Return the layers for whose calls the search is over, without any."""
+    """Return the layers of which no call was found before the search ended."""
     states = registry.states.items()
     return [name for name, x in states if x.unseen >= PATIENCE and not x.has_average]
 
