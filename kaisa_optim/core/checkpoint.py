@@ -186,8 +186,8 @@ def consolidate(
         for _, item in _kept(kfac, layer)
         if item.source != to
     ]
-    owner, active = kfac.registry.owner, kfac.registry.active
-    sources: dict[Tensor, int] = {p: owner(x, "g") for x in active for p in x.parameters}
+    placements, active = kfac.registry.placements, kfac.registry.active
+    sources: dict[Tensor, int] = {p: placements.owner(x, "g") for x in active for p in x.parameters}
     for p, kept in momenta.items():
         if sources[p] != to:
             here = kept if kept.numel() == p.numel() else None
@@ -210,8 +210,9 @@ def complete(state_dict: dict[str, Any], parameters: list[Tensor], gathered: Ent
 def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
     """Yield a layer's tensors on all ranks, with the rank that sends each."""
     here, home, device = dict(_named(kfac, layer)), _home(layer), stack_key(layer, "g").device
+    placements = kfac.registry.placements
     for prefix, side, specs in kfac.store.specs(layer):
-        source = kfac.registry.owner(layer, side)
+        source = placements.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{PREFIX}{layer.tag}{prefix}{spec.name}"
             yield spec, GatherItem((home, name), source, shape, dtype, device, here.get(name))

@@ -68,7 +68,7 @@ def reduce_to_owners(
     items = [
         ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
         for layer in layers
-        for f in registry.facts[layer].factors
+        for f in registry.placements.facts[layer].factors
     ]
     loads = (
         (bucket, [v.flatten() for v in sums.take([item.key for item in bucket.items], agreed)])
@@ -93,7 +93,7 @@ def damping_shifts(
 ) -> dict[Key, Tensor]:
     """Return the damping of each factor's diagonal, on all ranks."""
     means = rule.means(owned, layers)
-    if registry.splits_owners:  # each owner needs the other owner's mean
+    if registry.placements.splits_owners:  # each owner needs the other owner's mean
         means = [ranks.sum_on_device(both, "second_order") for both in means]
     return rule.shifts(layers, damping_of, means)
 
@@ -133,7 +133,7 @@ def _broadcast_state(
     """Broadcast the state of factors on one device along their columns."""
     grid, groups = ranks.grid, []
     mine: list[list[FactorFacts]] = []  # the factors of each item of this rank's column
-    renewed = [registry.facts[layer].factors["ag".index(side)] for layer, side in keys]
+    renewed = [registry.placements.facts[layer].factors["ag".index(side)] for layer, side in keys]
     columns = grouped(renewed, lambda factor: factor.owner % grid.columns)
     for column, factors in columns.items():
         by_root = grouped(factors, operator.attrgetter("owner"))
@@ -185,7 +185,7 @@ class GradientExchange:
         grafting: bool,
     ) -> None:
         self._ranks = ranks
-        self._registry = registry
+        self._registry, self._placements = registry, registry.placements
         self._rule = rule
         self._sizes = sizes
         self._comm_dtype = comm_dtype
@@ -208,7 +208,7 @@ class GradientExchange:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
         updates = Updates()
         precondition = functools.partial(self._precondition, values)
-        whole = [x for x in self._registry.with_state if x not in self._registry.sharded]
+        whole = [x for x in self._registry.with_state if x not in self._placements.sharded]
         if self._ranks.grid.columns == 1:
             ready = [*itertools.compress(whole, with_gradient(whole))]
             if ready != self._ready[0]:
@@ -248,7 +248,7 @@ class GradientExchange:
         if not self._rule.makes_directions:
             return set(), set()
         layers = registry.active if all_layers else registry.with_state
-        chosen, sharded = set(layers), registry.sharded
+        chosen, sharded = set(layers), registry.placements.sharded
         raw = {p for x in registry.active if x not in chosen for p in x.parameters}
         ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
         here = [x for x in layers if x in applied or x in sharded]
@@ -360,7 +360,7 @@ class GradientExchange:
         known = self._buckets.get(layers[0])
         if known is None or known[0] != layers:
             parts = self._sizes, self._ranks.grid.columns, self._ranks.bucket_bytes
-            divided = gradient_buckets(self._registry.facts, layers, *parts)
+            divided = gradient_buckets(self._placements.facts, layers, *parts)
             known = self._buckets[layers[0]] = layers, divided
         return known[1]
 
@@ -384,18 +384,18 @@ class GradientExchange:
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
         """
-        if not self._registry.sharded:
+        if not self._placements.sharded:
             return
         ready = set(self._registry.with_state)
-        layers = [layer for layer in self._registry.sharded if layer in ready]
+        layers = [layer for layer in self._placements.sharded if layer in ready]
         # Each rank has only a part of the bytes of a chunk.
         limit = self._ranks.bucket_bytes * self._ranks.world
-        facts = self._registry.facts
+        facts = self._placements.facts
         for chunk in chunks(layers, lambda x: facts[x].gradient * facts[x].itemsize, limit):
             gathered = self._gather(chunk, base)
             new: dict[Tensor, Tensor] = {}
             terms: dict[Layer, Tensor] = {}
-            mine = (x for x in chunk if self._registry.owner(x, "g") == self._ranks.rank)
+            mine = (x for x in chunk if self._placements.owner(x, "g") == self._ranks.rank)
             for one in precondition([self.stack_of(same) for same in alike(mine)], gathered):
                 new |= gradients.unstack([one], frozenset(), gathered.whole.get)
                 terms |= one.terms_of()
@@ -411,8 +411,8 @@ class GradientExchange:
         incoming: list[list[Tensor]] = [[] for _ in world]
         found = FromShards({}, {})
         for layer in layers:
-            owner = self._registry.owner(layer, "g")
-            parts = self._registry.shards(layer)
+            owner = self._placements.owner(layer, "g")
+            parts = self._placements.shards(layer)
             for p, shards in zip(layer.parameters, parts, strict=True):
                 if shards.sends(me, owner):
                     outgoing[owner].append(_part_here(p, base))
@@ -463,7 +463,7 @@ class GradientExchange:
 
     def shards_of(self, layer: Layer, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the sharded parameters of a layer, each with its blocks' values of this rank."""
-        return self._spread(layer, self._registry.shards(layer), values)
+        return self._spread(layer, self._placements.shards(layer), values)
 
     def _spread(
         self, layer: Layer, parts: list[sharding.Shards], values: Tensor
@@ -485,8 +485,8 @@ class GradientExchange:
         incoming: list[list[Tensor]] = [[] for _ in world]
         new: dict[Tensor, Tensor] = {}
         for layer in layers:
-            owner = self._registry.owner(layer, "g")
-            for p, shards in zip(layer.parameters, self._registry.shards(layer), strict=True):
+            owner = self._placements.owner(layer, "g")
+            for p, shards in zip(layer.parameters, self._placements.shards(layer), strict=True):
                 new[p] = torch.empty_like(p)
                 incoming[owner].append(sharding.local(new[p]))
                 if owner == me:

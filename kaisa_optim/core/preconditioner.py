@@ -371,11 +371,11 @@ class Preconditioner:
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         registry = self.registry
-        registry.facts = {x: registry.facts_of(x) for x in registry.layers.values()}
+        registry.placements.find_facts(registry.layers.values())
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.gradients.allocate(self.store.applied)
         at_once = self.options.at_once(self.ranks.world)
-        self.schedule = Schedule([*registry.facts.values()], at_once, self.options.early)
+        self.schedule = Schedule([*registry.placements.facts.values()], at_once, self.options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new
         # stacks: publish them anew.
         self.step_count = torch.tensor(self.steps, device="cpu")

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
-from ..curvature.stacks import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
-from ..plan import assignment
-from ..plan.assignment import Placement, Task
-from ..plan.facts import LayerFacts
 from ..plan.step_plan import LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
+from .placements import Placements
 
 _requires_grad = operator.attrgetter("requires_grad")
 logger = logging.getLogger("kaisa_optim")
@@ -45,14 +42,10 @@ class Registry:
         self._choices: list[bool | None] = []  # groups' use_muon, for Muon
         self._options = options
         self._ranks = ranks
-        self.strategy = options.strategy
-        if any(sharding.is_sharded(p) for p in model.parameters()):
-            self.strategy = _for_shards(options, ranks.world)
+        sharded = any(sharding.is_sharded(p) for p in model.parameters())
+        self.placements = Placements(options, ranks, sharded=sharded)
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
-        self.placements: dict[str, Placement] = {}
-        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
-        self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
@@ -107,31 +100,6 @@ class Registry:
     def deferred(self) -> list[Layer]:
         """The layers whose owners tell in the next exchange whether a refresh succeeded."""
         return [layer for layer in self.layers.values() if self.states[layer.name].deferred]
-
-    def owner(self, layer: Layer, side: str) -> int:
-        """Return the rank that owns a factor."""
-        placement = self.placements[layer.name]
-        return placement.a if side == "a" else placement.g
-
-    def shards(self, layer: Layer) -> list[sharding.Shards]:
-        """Return the shards of a layer's covered parameters."""
-        both = zip(self.sharded[layer], layer.covers, strict=True)
-        return [shards for shards, covered in both if covered and shards is not None]
-
-    def facts_of(self, layer: Layer) -> LayerFacts:
-        """Return the plain facts of a layer, as it is now."""
-        placement = self.placements[layer.name]
-        if not any(layer.covers):
-            return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
-        a, g = stack_key(layer, "a"), stack_key(layer, "g")
-        task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
-        sizes = [p.dtype.itemsize for p in layer.parameters]
-        shards: tuple[tuple[sharding.Shards, int], ...] = ()
-        if layer in self.sharded:
-            shards = tuple(zip(self.shards(layer), sizes, strict=True))
-        return LayerFacts(
-            task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
-        )
 
     # ---- group values ----
 
@@ -204,7 +172,7 @@ class Registry:
         for layer in found.layers.values():
             for name in PER_GROUP if layer.parameters else ():
                 self._shared(layer, groups, name)
-        self._find_shards(found.layers.values())
+        self.placements.find_shards(found.layers.values())
         return found
 
     def rebuild(self, found: Coverage, groups: list[Group]) -> None:
@@ -215,11 +183,10 @@ class Registry:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
-            if layer in self.sharded:
-                self.sharded[self.layers[name]] = self.sharded.pop(layer)
+            self.placements.move_shards(layer, self.layers[name])
         for name, layer in before.items():
             if self.layers.get(name) is not layer:
-                del self.states[name], self.placements[name]
+                del self.states[name], self.placements.of[name]
         self.states = {name: self.states.get(name, LayerState()) for name in self.layers}
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
@@ -227,7 +194,8 @@ class Registry:
         self.excluded = found.excluded
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self.in_parts = {p for p, count in uses.items() if p is not None and count > 1}
-        self._place()
+        self.placements.place(self.layers)
+        self.sections = {layer: layer.sections for layer in self.layers.values()}
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
         """Return layers that were frozen or unfrozen since; they start anew.
@@ -252,54 +220,7 @@ class Registry:
         for name in plan.deferred:
             self.states[name].deferred = True
 
-    def _find_shards(self, layers: Iterable[Layer]) -> None:
-        """Note how the parameters of these layers lie over the ranks."""
-        self.sharded = {}
-        for layer in layers:
-            shards = [
-                sharding.shards_of(f"a parameter of {layer.name!r}", p, self._ranks.members())
-                if p is not None and sharding.is_sharded(p)
-                else None
-                for p in (layer.weight, layer.bias)
-            ]
-            if any(shards):
-                self.sharded[layer] = tuple(shards)
-
-    def _place(self) -> None:
-        """Give new layers to ranks; layers with a place stay where their factors are."""
-        strategy, fraction = self.strategy, self._options.grad_worker_fraction
-        grid = self._ranks.grid = assignment.make_grid(strategy, self._ranks.world, fraction)
-        tasks = [task_of(layer) for layer in self.layers.values()]
-        there = [task for task in tasks if task.name in self.placements]
-        load = assignment.loads(strategy, there, self.placements, grid.world)
-        new = [task for task in tasks if task.name not in self.placements]
-        colocate = self._options.colocate_factors
-        self.placements |= assignment.assign(strategy, new, grid, colocate, load)
-        # Whether A and G of some layer have two owners.
-        self.splits_owners = any(p.a != p.g for p in self.placements.values())
-        self.sections = {layer: layer.sections for layer in self.layers.values()}
-
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:
         """Device and dtype of each active layer."""
         return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
-
-
-def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
-    """Return the strategy for sharded gradients: one rank works for each layer."""
-    chosen = options.assignment, options.grad_worker_fraction
-    if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
-        why = (
-            f"{options.strategy!r} for parameters sharded by fully_shard: one rank preconditions "
-            'each of their gradients; use assignment="layer-wise" or leave it out'
-        )
-        raise invalid_because("assignment", why)
-    return assignment.LayerWise()
-
-
-def task_of(layer: Layer) -> Task:
-    """Return a layer's task by its trained parameters, also while they are frozen."""
-    trained = layer.trained
-    a, g = layer.a_dim_of(trained), layer.g_dim_of(trained)
-    diagonal = layer.has_diagonal_a(trained), layer.has_diagonal_g(trained)
-    return Task(layer.name, a, g, *diagonal, layer.blocks)

@@ -21,7 +21,8 @@ from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import Options
-from .registry import Registry, task_of
+from .placements import task_of
+from .registry import Registry
 
 if TYPE_CHECKING:
     from .preconditioner import Preconditioner
@@ -36,10 +37,10 @@ class Assigned(Mapping[str, Placement]):
     """The owners of each layer's factors; its ``repr`` is a table."""
 
     def __init__(self, registry: Registry, grid: Grid) -> None:
-        self.strategy = registry.strategy
+        self.strategy = registry.placements.strategy
         self.grid = grid
         self.tasks = tuple(task_of(layer) for layer in registry.layers.values())
-        self._placements = {task.name: registry.placements[task.name] for task in self.tasks}
+        self._placements = {task.name: registry.placements.of[task.name] for task in self.tasks}
 
     def __getitem__(self, name: str) -> Placement:
         return self._placements[name]
@@ -93,7 +94,7 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
     if not registry.states[name].has_average:
         raise KeyError(f"layer {name!r} has no statistics yet")
     away = [
-        f"{side.upper()} on rank {registry.owner(layer, side)}"
+        f"{side.upper()} on rank {registry.placements.owner(layer, side)}"
         for side in "ag"
         if (layer, side) not in owned.by_key
     ]

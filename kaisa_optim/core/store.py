@@ -38,10 +38,10 @@ class FactorStore:
         for members in alike(registry.active):
             for side in "ag":
                 for layer in members:
-                    if registry.owner(layer, side) == rank:
+                    if registry.placements.owner(layer, side) == rank:
                         self.owned.put(layer, side)
         self.applied = AppliedFactors(
-            x for x in registry.active if registry.owner(x, "g") % grid.columns == column
+            x for x in registry.active if registry.placements.owner(x, "g") % grid.columns == column
         )
         self.averages.allocate(self.owned, self.rule.sizes.of_owner)
         self.refresher.forget_answers()  # they are of former stacks

@@ -92,8 +92,10 @@ class View:
         kfac = self._kfac
         late = kfac.store.answer_late(self.layers)
         defers = tuple(name for name in self.layers if name in late)
-        facts, ranks = [*kfac.registry.facts.values()], kfac.ranks
-        return Account(facts, ranks.grid, kfac.store.sizes, defers, ranks.bucket_bytes)
+        placements, ranks = kfac.registry.placements, kfac.ranks
+        return Account(
+            [*placements.facts.values()], ranks.grid, kfac.store.sizes, defers, ranks.bucket_bytes
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

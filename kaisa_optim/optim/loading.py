@@ -154,7 +154,8 @@ def set_base_state(
 def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     """Return a whole state without K-FAC's part, and with the base's second moments."""
     kfac = optimizer.preconditioner
-    if kfac.registry.sharded:
+    registry = kfac.registry
+    if registry.placements.sharded:
         raise RuntimeError("base_state_dict() can't gather parameters that fully_shard has sharded")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[Tensor, dict[str, Any]] = {
@@ -162,7 +163,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     }
     seconds: dict[Tensor, Tensor] = {}
     replaces = SQUARE_SUM in kfac.store.sizes.of_gradient
-    for layer in kfac.registry.with_state if replaces else ():
+    for layer in registry.with_state if replaces else ():
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:
             seconds.setdefault(weight, torch.zeros(weight.shape, dtype=total.dtype))

@@ -273,9 +273,9 @@ class KFACMixin(Optimizer, Joinable):
     def _momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps, as far as they are kept here."""
         kfac = self.preconditioner
-        ready, mine = kfac.gradients.stepped()
+        placements, (ready, mine) = kfac.registry.placements, kfac.gradients.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
-        sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}
+        sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
         return self.base_part.kept(self, begun, mine)
 

@@ -322,7 +322,9 @@ def undecomposed(
     for i in range(good):
         learn(model, opt, i)
     owners = {
-        (x, side): kfac.registry.owner(x, side) for x in kfac.layers.values() for side in "ag"
+        (x, side): kfac.registry.placements.owner(x, side)
+        for x in kfac.layers.values()
+        for side in "ag"
     }
     bad = max(owners.values())
     broken = on_rank(bad, broken_decompositions(error))
@@ -355,7 +357,9 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     for layer in kfac.layers.values():
         for name, view in kfac.store.applied.views(layer):
             side = name.split("_")[0]
-            found[f"{layer.name} {kfac.registry.owner(layer, side)} {name}"] = view.clone()
+            found[f"{layer.name} {kfac.registry.placements.owner(layer, side)} {name}"] = (
+                view.clone()
+            )
     return found
 
 

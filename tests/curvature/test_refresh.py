@@ -700,7 +700,7 @@ def test_turns_do_not_depend_on_what_is_frozen():
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
         for layer in model[::2]:
             layer.requires_grad_(not frozen)
-        facts = [*KFACSGD(model, lr=0.1).preconditioner.registry.facts.values()]
+        facts = [*KFACSGD(model, lr=0.1).preconditioner.registry.placements.facts.values()]
         turns = [Schedule(facts, at_once).refresh_slots(50) for at_once in (1, 2)]
         found.append([{step: [n for n in x[step] if n in "1357"] for step in x} for x in turns])
     assert all(all(step.values()) for step in found[1])

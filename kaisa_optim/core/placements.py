@@ -1,0 +1,106 @@
+"""The layers' places among the ranks: owners and shards, and the plain facts that plans read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..comm import sharding
+from ..comm.ranks import Ranks
+from ..curvature.stacks import stack_key
+from ..errors import invalid_because
+from ..layers import Layer
+from ..plan import assignment
+from ..plan.assignment import Placement, Task
+from ..plan.facts import LayerFacts
+from .options import Options
+
+
+class Placements:
+    """The ranks that own each layer's factors, and the shards of each layer's parameters."""
+
+    def __init__(self, options: Options, ranks: Ranks, *, sharded: bool) -> None:
+        self._options = options
+        self._ranks = ranks
+        self.strategy = _for_shards(options, ranks.world) if sharded else options.strategy
+        self.of: dict[str, Placement] = {}
+        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
+        self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
+        self.splits_owners = False  # whether A and G of some layer have two owners
+
+    def owner(self, layer: Layer, side: str) -> int:
+        """Return the rank that owns a factor."""
+        placement = self.of[layer.name]
+        return placement.a if side == "a" else placement.g
+
+    def shards(self, layer: Layer) -> list[sharding.Shards]:
+        """Return the shards of a layer's covered parameters."""
+        both = zip(self.sharded[layer], layer.covers, strict=True)
+        return [shards for shards, covered in both if covered and shards is not None]
+
+    def find_shards(self, layers: Iterable[Layer]) -> None:
+        """Note how the parameters of these layers lie over the ranks."""
+        self.sharded = {}
+        for layer in layers:
+            shards = [
+                sharding.shards_of(f"a parameter of {layer.name!r}", p, self._ranks.members())
+                if p is not None and sharding.is_sharded(p)
+                else None
+                for p in (layer.weight, layer.bias)
+            ]
+            if any(shards):
+                self.sharded[layer] = tuple(shards)
+
+    def move_shards(self, old: Layer, new: Layer) -> None:
+        """Note the shards of one layer as those of another that stands for the same parameters."""
+        if old in self.sharded:
+            self.sharded[new] = self.sharded.pop(old)
+
+    def place(self, layers: Mapping[str, Layer]) -> None:
+        """Give new layers to ranks; layers with a place stay where their factors are."""
+        options, ranks = self._options, self._ranks
+        grid = assignment.make_grid(self.strategy, ranks.world, options.grad_worker_fraction)
+        ranks.grid = grid
+        tasks = [task_of(layer) for layer in layers.values()]
+        there = [task for task in tasks if task.name in self.of]
+        load = assignment.loads(self.strategy, there, self.of, grid.world)
+        new = [task for task in tasks if task.name not in self.of]
+        self.of |= assignment.assign(self.strategy, new, grid, options.colocate_factors, load)
+        self.splits_owners = any(placement.a != placement.g for placement in self.of.values())
+
+    def find_facts(self, layers: Iterable[Layer]) -> None:
+        """Find the plain facts of all layers anew."""
+        self.facts = {layer: self._facts_of(layer) for layer in layers}
+
+    def _facts_of(self, layer: Layer) -> LayerFacts:
+        placement = self.of[layer.name]
+        if not any(layer.covers):
+            return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
+        a, g = stack_key(layer, "a"), stack_key(layer, "g")
+        task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
+        sizes = [p.dtype.itemsize for p in layer.parameters]
+        shards: tuple[tuple[sharding.Shards, int], ...] = ()
+        if layer in self.sharded:
+            shards = tuple(zip(self.shards(layer), sizes, strict=True))
+        return LayerFacts(
+            task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
+        )
+
+
+def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
+    """Return the strategy for sharded gradients: one rank works for each layer."""
+    chosen = options.assignment, options.grad_worker_fraction
+    if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
+        why = (
+            f"{options.strategy!r} for parameters sharded by fully_shard: one rank preconditions "
+            'each of their gradients; use assignment="layer-wise" or leave it out'
+        )
+        raise invalid_because("assignment", why)
+    return assignment.LayerWise()
+
+
+def task_of(layer: Layer) -> Task:
+    """Return a layer's task by its trained parameters, also while they are frozen."""
+    trained = layer.trained
+    a, g = layer.a_dim_of(trained), layer.g_dim_of(trained)
+    diagonal = layer.has_diagonal_a(trained), layer.has_diagonal_g(trained)
+    return Task(layer.name, a, g, *diagonal, layer.blocks)
