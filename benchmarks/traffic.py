@@ -2,18 +2,20 @@
 
 And how long ranks wait for each other's decompositions.
 
-    python -m benchmarks.traffic [--write docs/reference/traffic.md]
+    python -m benchmarks.traffic [--write docs/results/traffic.csv]
         [--plot docs/images/fraction.png]
 
 Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
-the tables replace those between the markers of that page. With ``--plot``, memory is drawn against
+the tables go into one CSV file, a line for each number. With ``--plot``, memory is drawn against
 traffic over ``grad_worker_fraction``, on 16 and on 64 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
+import io
 import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,7 +39,6 @@ from kaisa_optim.plan.assignment import (
 from kaisa_optim.plan.facts import LayerFacts
 from kaisa_optim.plan.schedule import Schedule
 
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 STRATEGIES: dict[str, WorkAssignment] = {
     "layer-wise": LayerWise(),
     "hybrid 1/4": Hybrid(0.25),
@@ -324,11 +325,24 @@ def plot(path: Path) -> None:
     plt.close(figure)
 
 
-def rewritten(page: str, tables: str) -> str:
-    """The page with other tables between its markers."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+def as_csv() -> str:
+    """Return all tables as lines of table, row, column and value."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["table", "row", "column", "value"])
+    heading = part = ""
+    for text in report():
+        if text.startswith("### "):
+            heading, part = text.removeprefix("### "), ""
+        elif not text.startswith("|"):
+            part = f", {text.partition(';')[0].replace('**', '')}"
+        else:
+            head, _, *rows = (line.strip("| ").split(" | ") for line in text.splitlines())
+            for row in rows:
+                for column, value in zip(head[1:], row[1:], strict=True):
+                    name = column.replace("*", "").replace("`", "")
+                    writer.writerow([heading + part, row[0], name, value.replace(",", "")])
+    return file.getvalue()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -336,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.traffic",
         description="Bytes that K-FAC keeps and sends, ours beside the papers' scheme.",
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
+    parser.add_argument("--write", type=Path, metavar="CSV", help="put the tables into this file")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw memory against traffic")
     options = parser.parse_args(arguments)
     if options.plot is not None:
@@ -347,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write is None:
         print(tables)
     else:
-        options.write.write_text(rewritten(options.write.read_text(), tables))
+        options.write.write_text(as_csv())
         print(f"tables written into {options.write}")
 
 

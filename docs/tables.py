@@ -93,7 +93,7 @@ STEPS = {
 SECTIONS = {
     "Building an optimizer": (
         "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "optim/muon", "core/coverage", "core/muon_groups",
+        "optim/muon", "core/coverage", "core/muon_groups", "core/placements",
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
@@ -107,6 +107,7 @@ SECTIONS = {
     "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),
 }  # fmt: skip
+ANY_OPTION = "Invalid …: …"
 HIDDEN = ("linalg/products",)  # caught where it is raised
 
 
@@ -330,14 +331,17 @@ def pages() -> Iterator[tuple[Path, str]]:
         for name, make in tables.items():
             page = rewritten(page, name, make())
         yield path, page
-    path = REFERENCE / "errors.md"
-    page = rewritten(path.read_text(), "messages", messages())
-    yield path, rewritten(page, "conflicts", conflicts())
     path = REFERENCE / "options.md"
     yield path, rewritten(path.read_text(), "options", arguments.table())
 
 
 # ---- errors and warnings ----
+
+
+def errors() -> str:
+    """Return the page of all messages, which is written when the site is built."""
+    page = (REFERENCE / "errors.md.in").read_text()
+    return rewritten(rewritten(page, "messages", messages()), "conflicts", conflicts())
 
 
 def remedy(text: str) -> tuple[str, str]:
@@ -361,6 +365,8 @@ def messages() -> str:
         for message in found:
             if message.module.startswith(modules) and message.module not in HIDDEN:
                 wrong, what = remedy(message.text)
+                if wrong.startswith(ANY_OPTION):
+                    continue  # the message itself says what is valid
                 kind = message.kind if message.kind != "warning" else "**warning**"
                 rows.append([f"{kind}: {_plain(wrong)}", _plain(what)])
         text.append(f"## {title}\n\n{traffic.table(['message and cause', 'what to do'], rows)}")
@@ -501,9 +507,15 @@ def _save(plt: Any, figure: Any, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m docs.tables", description="Write the tables and plots of docs/results."
-    ).parse_args(arguments)
+    )
+    parser.add_argument(
+        "--errors", action="store_true", help="write docs/reference/errors.md alone"
+    )
+    (REFERENCE / "errors.md").write_text(errors())
+    if parser.parse_args(arguments).errors:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -511,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for path, page in pages():
         path.write_text(page)
-    traffic.main(["--write", str(REFERENCE / "traffic.md")])
+    traffic.main(["--write", str(PAGES / "traffic.csv")])
     for draw in (plot_convergence, plot_rates, plot_step_time, plot_bytes, draw_strategies):
         draw(plt)
 

@@ -1,4 +1,4 @@
-"""What docs/reference/traffic.md says of bytes is what the account says today."""
+"""What docs/results/traffic.csv says of bytes is what the account says today."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import nn
 from benchmarks import traffic
 from kaisa_optim import KFACAdam, LayerWise
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "traffic.md"
+TABLES = Path(__file__).parents[2] / "docs" / "results" / "traffic.csv"
 
 
-def test_the_page_is_current():
-    page = PAGE.read_text()
-    assert traffic.rewritten(page, "\n\n".join(traffic.report())) == page, (
-        "run: python -m benchmarks.traffic --write docs/reference/traffic.md"
-    )
+def test_the_tables_are_current():
+    assert TABLES.read_text() == traffic.as_csv(), "run: python -m docs.tables"
 
 
 def test_settings_are_kfacadams_defaults():
