@@ -166,6 +166,41 @@ def losses() -> str:
     return traffic.table(["task", *CONTESTANTS, "the baseline"], rows)
 
 
+def findings() -> str:
+    """Return what the tables of convergence say, in sentences."""
+    ours, others = CONTESTANTS["KFACAdam"], ("SOAP", "Muon")
+    lower, margins = [], []
+    for file, title in {contest.file: contest.title for contest in CONTESTS}.items():
+        last = {row["optimizer"]: row["loss"] for row in kept(f"convergence_{file}")["final"]}
+        loss, other = min((last[name], name) for name in others if name in last)
+        margins.append((last[ours] / loss - 1, title, other))
+        lower.append(last[ours] <= loss)
+    above = [
+        f"on {title} {name} is {100 * x / (1 + x):.0f} % lower"
+        for x, title, name in margins
+        if x > 0
+    ]
+    found = [(contest, reached(contest, ours), reached(contest, "Muon")) for contest in CONTESTS]
+    pairs = [(contest, own, muon) for contest, own, muon in found if own and muon]
+    faster = [contest for contest, own, muon in pairs if own[1] <= muon[1]]
+    slower = [f"{c.title} ({c.baseline})" for c, *_ in pairs if c not in faster]
+    steps, seconds = ([own[i] for _, own, _ in found if own] for i in (0, 1))
+    base, kfac = curve("resnet8-256", "SGD"), curve("resnet8-256", "KFACSGD")
+    decayed = [curve("resnet8-256", f"{name}, decay")[0.1] for name in ("KFACSGD", "SGD")]
+    return "\n".join(
+        [
+            f"- KFACAdam ends below SOAP and Muon on {sum(lower)} of {len(lower)} tasks, by up to "
+            f"{-100 * min(margins)[0]:.0f} %; {'; '.join(above)}.",
+            f"- KFACAdam reaches the baseline's loss in {min(steps):.2f} to {max(steps):.2f} of "
+            f"its steps and {min(seconds):.2f} to {max(seconds):.2f} of its seconds.",
+            f"- KFACAdam takes no more seconds than Muon on {len(faster)} of {len(pairs)} rows. "
+            f"Muon is faster on {', '.join(slower)}.",
+            f"- At SGD's own rate of 0.1, KFACSGD ends at {kfac[0.1]:.2f} on ResNet-8, SGD at "
+            f"{base[0.1]:.2f}; with a weight decay of 5e-4, {decayed[0]:.2f} and {decayed[1]:.2f}.",
+        ]
+    )
+
+
 def curve(task: str, optimizer: str) -> dict[float, float]:
     """Return the mean loss at the end of each learning rate; infinite where a run diverged."""
     return means(Rated.here(RESULTS, TASKS[task]).curves()[optimizer])
@@ -311,6 +346,7 @@ TABLES = {
         "rates of SGD": rates_of_sgd,
         "masked": masked,
         "memory": memory_limit,
+        "findings": findings,
     },
     PAGES / "step_time.md": {"steps": step_times, "ranks": two_ranks},
     PAGES / "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
