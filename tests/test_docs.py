@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +24,9 @@ OUTSIDE = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README
 NOT_OURS = ["docs/guides/from_kfac_pytorch.md"]  # shows another package's calls
 # Pages whose examples run on two ranks.
 OF_RANKS = [f"docs/guides/{name}.md" for name in ("checkpoints", "fsdp", "launch", "ranks")]
+# Whole scripts, for several ranks; variables of the environment make their networks small.
+RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
+SMALL = {"WIDTH": "64", "LAYERS": "1", "LENGTH": "16", "BATCH": "2", "STEPS": "4", "SAVE": "2"}
 WORDS = 15_000  # of all pages but the reference
 
 
@@ -33,7 +38,7 @@ def examples(pages):
     return [(page, i, code) for page in pages for i, code in enumerate(blocks(page))]
 
 
-EXAMPLES = examples(p for p in ["README.md", *PAGES] if p not in [*OF_RANKS, *NOT_OURS])
+EXAMPLES = examples(p for p in ["README.md", *PAGES] if p not in [*OF_RANKS, *NOT_OURS, *RECIPES])
 EXAMPLES_OF_RANKS = examples(OF_RANKS)
 
 
@@ -70,6 +75,35 @@ def test_examples_run_on_two_ranks(page, i, code, tmp_path):
     if "fully_shard" in code and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
     run(2, execute_on_rank, page, i, code, tmp_path)
+
+
+def execute_recipe(page, folder):
+    with mock.patch.dict(os.environ, SMALL):
+        execute_on_rank(page, 0, blocks(page)[0], folder)
+
+
+def test_the_recipe_of_a_sharded_gpt_runs_and_goes_on(tmp_path):
+    if not CAN_SHARD:
+        pytest.skip("fully_shard on CPUs needs torch 2.7")
+    for _ in range(2):  # the second time from the checkpoint, with no step left
+        run(2, execute_recipe, "docs/recipes/gpt_fsdp2.md", tmp_path)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+def test_the_recipe_of_the_trainer_saves_what_all_ranks_hold(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = tmp_path / "train.py"
+    script.write_text(blocks("docs/recipes/trainer.md")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script)]
+    paths = {"FOLDER": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, timeout=300)
+    saved = torch.load(tmp_path / "runs/checkpoint-20/optimizer.pt", weights_only=True)
+    kept = [name for entry in saved["state"].values() for name in entry if name.startswith("kfac")]
+    assert {"kfac_a_average", "kfac_g_average"} <= set(kept)
+    weights = [entry for entry in saved["state"].values() if "kfac_g_average" in entry]
+    assert len(weights) == 17, "the layers of both ranks"
 
 
 def test_the_reference_has_the_table_of_options():

@@ -307,7 +307,7 @@ _REFRESHES = (
            guide="precision.md"),
     Option("max_failures", 3, "int", _whole(0, "a count, 0 or more"),
            "Decompositions of one layer that may fail in a row.",
-           guide="launch.md#when-something-fails"),
+           guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
