@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..comm.sharding import is_sharded
 from ..errors import invalid_because
 from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..plan.facts import widest
 from .ties import Candidates, tie
 
 
@@ -97,7 +98,7 @@ def cover(
     trained: Collection[Tensor],
     *,
     skip_layers: tuple[str, ...],
-    max_factor_size: float,
+    max_factor_size: float | None,
     papers_only: bool,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
@@ -134,7 +135,7 @@ def cover(
             for p in own:
                 reasons.setdefault(p, _PAPERS_ONLY)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
-            layer.wide = max_factor_size
+            layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
             _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
     _note_uncovered(found, trained, names, reasons)

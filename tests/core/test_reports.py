@@ -102,7 +102,7 @@ def test_steps_of_an_optimizer_whose_model_never_runs_are_told_once():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
     with torch.device(device):
-        net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+        net = nn.Sequential(nn.Linear(4100, 65), nn.Linear(65, 4097), nn.Linear(4095, 64))
     net[0].requires_grad_(not frozen)  # it may be trained later
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
