@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..comm.sharding import is_sharded
+from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
 from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
 from ..plan.facts import widest
@@ -129,6 +129,7 @@ def cover(
         elif kind is not None and reason is None:
             claimed.update(child for child in module.modules() if child is not module)
             candidates += [(layer, own) for layer in kind.layers_of(name, module)]
+    reasons = {**dict.fromkeys(cut_otherwise(model), _CUT), **reasons}
     tied = set() if papers_only else tie(candidates, names, reasons)
     for layer, own in candidates:
         if papers_only and (layer.by_use or not layer.in_papers):
@@ -244,6 +245,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
+_CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
 BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
 
