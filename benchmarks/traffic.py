@@ -36,7 +36,7 @@ from kaisa_optim.plan.assignment import (
     assign,
     make_grid,
 )
-from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.facts import LayerFacts, widest
 from kaisa_optim.plan.schedule import Schedule
 
 STRATEGIES: dict[str, WorkAssignment] = {
@@ -50,13 +50,13 @@ REFRESHED = 20  # inv_update_steps by default
 INTERVALS = ((GATHERED, REFRESHED), (10, 100))  # and the papers' usual ones
 # KFACAdam's defaults. KFACSGD keeps no sum of squares, and sends five numbers with each block.
 SIZES = PolarRule(None, AdamLength()).sizes
-MAX_FACTOR_SIZE = 16384
 MB = 1e6
 
 
 def linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Task:
     a = inputs + bias
-    return Task(name, a, outputs, a > MAX_FACTOR_SIZE, outputs > MAX_FACTOR_SIZE)
+    most = widest(inputs, outputs)
+    return Task(name, a, outputs, a > most, outputs > most)
 
 
 def conv(name: str, inputs: int, outputs: int, kernel: int, bias: bool = False) -> Task:
@@ -64,7 +64,7 @@ def conv(name: str, inputs: int, outputs: int, kernel: int, bias: bool = False) 
 
 
 def embedding(name: str, entries: int, features: int) -> Task:
-    return Task(name, entries, features, diagonal_a=True)
+    return Task(name, entries, features, True, features > widest(entries, features))
 
 
 def resnet50() -> list[Task]:

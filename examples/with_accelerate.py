@@ -3,7 +3,8 @@
     accelerate launch --num_processes 2 --cpu examples/with_accelerate.py
 
 Accelerate divides the losses of accumulated batches itself. On several ranks call
-``optimizer.optimizer.consolidate_state_dict()`` on all ranks before ``save_state``.
+``optimizer.optimizer.consolidate_state_dict()`` on all ranks before ``save_state``. Accelerate
+wraps the optimizer: coverage and settings are in ``optimizer.optimizer.preconditioner``.
 """
 
 import accelerate

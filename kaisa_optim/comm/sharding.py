@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     _SHARDED: tuple[type, ...] = (DTensor,)
@@ -20,6 +21,29 @@ from ..errors import invalid_because
 
 def is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, _SHARDED)
+
+
+def _split(placements: Iterable[Any]) -> list[int]:
+    """Return the mesh dimensions over which a tensor is divided."""
+    return [i for i, placement in enumerate(placements) if type(placement) is Shard]
+
+
+def cut_otherwise(model: nn.Module) -> list[Tensor]:
+    """Return sharded parameters that no ``fully_shard`` over one mesh dimension gathers.
+
+    Tensor parallelism cuts them: a call sees a part of the rows, or of their features.
+    """
+    if not _SHARDED:
+        return []
+    sharded = [p for p in model.parameters() if is_sharded(p)]
+    wrapped = (m for m in model.modules() if isinstance(m, FSDPModule)) if sharded else ()
+    gathered = {p for module in wrapped for p in module.parameters()}
+
+    def follows(p: Any) -> bool:
+        plain = all(type(x) in (Shard, Replicate) for x in p.placements)
+        return p in gathered and plain and len(_split(p.placements)) <= 1
+
+    return [p for p in sharded if not follows(p)]
 
 
 class Shards(NamedTuple):
@@ -51,14 +75,7 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
             f"{ranks}; pass the group of all ranks of that mesh"
         )
         raise invalid_because("process_group", why)
-    split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
-    if len(split) > 1 or any(type(p) not in (Shard, Replicate) for p in placements):
-        why = (
-            f"{name} is sharded as {placements}; K-FAC can follow fully_shard over one mesh "
-            "dimension, replicated or not over the others (FSDP2 and HSDP), without tensor "
-            "parallelism"
-        )
-        raise invalid_because("model", why)
+    split = _split(placements)
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
     size = parameter.shape[dim]
     ways = mesh.shape[split[0]] if split else 1

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..comm.sharding import is_sharded
+from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
 from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..plan.facts import widest
 from .ties import Candidates, tie
 
 
@@ -97,7 +98,7 @@ def cover(
     trained: Collection[Tensor],
     *,
     skip_layers: tuple[str, ...],
-    max_factor_size: float,
+    max_factor_size: float | None,
     papers_only: bool,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
@@ -128,13 +129,14 @@ def cover(
         elif kind is not None and reason is None:
             claimed.update(child for child in module.modules() if child is not module)
             candidates += [(layer, own) for layer in kind.layers_of(name, module)]
+    reasons = {**dict.fromkeys(cut_otherwise(model), _CUT), **reasons}
     tied = set() if papers_only else tie(candidates, names, reasons)
     for layer, own in candidates:
         if papers_only and (layer.by_use or not layer.in_papers):
             for p in own:
                 reasons.setdefault(p, _PAPERS_ONLY)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
-            layer.wide = max_factor_size
+            layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
             _train(layer, trained, found, reasons)
     _leave_out_biases_in_part(found, reasons)
     _note_uncovered(found, trained, names, reasons)
@@ -243,6 +245,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
+_CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
 BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
 

@@ -16,6 +16,7 @@ import torch
 from ..checks import check_callable, check_flag, is_real, is_whole
 from ..errors import invalid, invalid_because
 from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
+from ..plan.facts import WIDEST
 
 Check = Callable[[str, Any], Any]
 Group = dict[str, Any]  # one of the optimizer's param_groups
@@ -264,9 +265,12 @@ _CURVATURE = (
            "optimizer", own_of_rank=True, of_papers=True, guide="precision.md"),
     Option("skip_layers", (), "str | Sequence[str]", _patterns,
            "Patterns of layers to leave alone, searched in qualified names and class names."),
-    Option("max_factor_size", 16384, "float", _real(lambda x: x >= 1, "1 or more"),
+    Option("max_factor_size", None, "float | None", _real(lambda x: x >= 1, "1 or more"),
            "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
-           "of the side: minutes at 9,000 on one core of a CPU."),
+           "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 512 for a side "
+           "at least 64 times as wide as the other, such as an adapter's, unless normalization is "
+           '"kaisa".',
+           follows=lambda options: WIDEST if options.kaisa_scaling else None),
 )
 _REFRESHES = (
     Option("factor_update_steps", 10, _STEPS, _interval,

@@ -123,8 +123,7 @@ class Preconditioner:
             options, sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
         self.rule = rule = make_rule(options, length)
-        if several:
-            self.rule.half_products = False  # until ranks agree
+        rule.half_products = False if several else None  # False: until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)
         averages = RunningAverages(
@@ -156,11 +155,15 @@ class Preconditioner:
 
     # ---- the step ----
 
-    def step(self, groups: list[Group], base: BaseSide | None = None) -> dict[Tensor, Tensor]:
+    def step(
+        self, groups: list[Group] | None = None, base: BaseSide | None = None
+    ) -> dict[Tensor, Tensor]:
         """Take one step; return the gradient for the base of each covered parameter that has one.
 
         With a ``base``, return the directions of the parameters that K-FAC steps in its place.
         """
+        if groups is None:
+            raise reports.step_of_its_own()
         self.hyperparameters.read(groups, self.steps)
         registry = self.registry
         registry.refuse_replaced(groups)
@@ -186,8 +189,7 @@ class Preconditioner:
             updates = self.gradients.updates(values)
             kl_clip = self.hyperparameters.kl_clip
             if kl_clip is not None:
-                alphas = list(map(clip_lr, groups))
-                updates.clip(kl_clip, alphas, registry.group_of)
+                updates.clip(kl_clip, list(map(clip_lr, groups)), registry.group_of)
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.gradients.directions(base, values)
@@ -221,8 +223,7 @@ class Preconditioner:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
             return _NOTHING
-        capture, states = self.capture, self.registry.states
-        common = self._common(groups)
+        capture, common = self.capture, self._common(groups)
         report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
         if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
@@ -236,12 +237,11 @@ class Preconditioner:
             if all("lr" in group and float(group["lr"]) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise reports.no_capture(self.steps)
-        averages = any([state.has_average for state in states.values()])
-        if not (agreed.has_gradients or agreed.rows or averages):
+        if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
         for name in agreed.rows:
-            states[name].has_average = True
+            self.registry.states[name].has_average = True
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:

@@ -274,6 +274,11 @@ def name_strange(
     )
 
 
+def step_of_its_own() -> TypeError:
+    """Return the error for a call of ``preconditioner.step()``, as kfac-pytorch has it."""
+    return TypeError("preconditioner.step() is a part of optimizer.step() here; leave out the call")
+
+
 def no_gradients(step: int) -> str:
     """Return a warning for steps that find no gradient at all."""
     return (
@@ -287,12 +292,12 @@ def no_capture(step: int) -> RuntimeError:
     """Return the error for a step with gradients, but without statistics of any layer."""
     return RuntimeError(
         f"step {step} is due for statistics, but no covered layer saw a backward pass. "
-        "Gradients must come from .backward() through this very model, once per step. If it, "
-        "or another model of the same class, was compiled and called before the optimizer was "
-        "built, build the optimizer first or call torch._dynamo.reset(), since code that was "
-        "compiled without hooks is used again; a CUDA graph that holds the backward pass runs "
-        "no hooks; if the forward was meant to be left out, use "
-        "optimizer.preconditioner.paused()"
+        "Gradients must come from .backward() through this very model, called after the optimizer "
+        "was built, once per step. If it, or another model of the same class, was compiled and "
+        "called before the optimizer was built, build the optimizer first or call "
+        "torch._dynamo.reset(), since code that was compiled without hooks is used again; a CUDA "
+        "graph that holds the backward pass runs no hooks; if the forward was meant to be left "
+        "out, use optimizer.preconditioner.paused()"
     )
 
 

@@ -42,10 +42,11 @@ class Load:
         of_base = any("damping" not in group for group in loaded["param_groups"])
         self._fresh = not (of_base or loaded["state"] or any(self.entries.values()))
         # A base optimizer's groups lack K-FAC's keys: these stay as they are in this optimizer.
+        # Another method's groups may have more of them.
         loaded["param_groups"] = [
             {
-                **{key: here[key] for key in GROUP_KEYS},
-                **saved,
+                **{key: here[key] for key in GROUP_KEYS if key in here},
+                **{k: v for k, v in saved.items() if k in here or k not in GROUP_KEYS},
                 **optimizer._of_its_own(saved, here),
             }
             for saved, here in zip(loaded["param_groups"], groups, strict=False)

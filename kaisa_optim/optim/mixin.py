@@ -193,9 +193,10 @@ class KFACMixin(Optimizer, Joinable):
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
-        group.setdefault("kl_clip_lr", _clip_lr(group, self._kfac_options.kl_clip_lr))
-        clips = self._kfac_options.kl_clip is not None
-        if clips and group["kl_clip_lr"] == 0 and self._kfac_options.compute_method != "polar":
+        options = self._kfac_options
+        if options.compute_method != "polar":  # which has no clip
+            group.setdefault("kl_clip_lr", _clip_lr(group, options.kl_clip_lr))
+        if options.kl_clip is not None and group.get("kl_clip_lr") == 0:
             warnings.warn(
                 "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
                 'and let a schedule start lower, or use kl_clip_lr="current"',

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACAdam
 from kaisa_optim.capture.hooks import Capture
 from kaisa_optim.capture.uses import Uses
-from kaisa_optim.layers import Layer
+from kaisa_optim.layers import Layer, WatchMode, watch
 from kaisa_optim.layers.linear import LinearLayer
 from tests.layers.test_uses import Body, loss_of
+from tests.support.ranks import CAN_SHARD, run
 from tests.support.watch import normal, seeded
 
 
@@ -198,22 +204,68 @@ def _flipped(layer: LinearLayer, x: Tensor, grad: Tensor) -> Tensor:
     return ROWS(layer, x, grad).flip(3)
 
 
-TAP, ROWS = Capture._tap, LinearLayer.input_rows
-FAULTS = {
-    "a call counts twice": (Capture, "_tap", _twice),
-    "rows are read wrongly": (LinearLayer, "input_rows", _flipped),
-    "a second use is not seen": (Uses, "takes", lambda *_: False),
+def _without_padding(mode: WatchMode, found: Any, out: Tensor, indices: Tensor, *_: Any) -> Tensor:
+    return PICKED(mode, found, out, indices)
+
+
+class Again(Head):
+    """A head that is used a second time, by code alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.head.weight.T)
+
+
+def _padded(m: nn.Module, x: Tensor) -> Tensor:
+    return F.embedding((x.abs() * 2).long().clamp(max=3), m.w, padding_idx=0)
+
+
+def _by_counts(m: nn.Module, x: Tensor) -> Tensor:
+    # No keyword: only a planted fault reads it.
+    return F.embedding(x.argmax(1), m.w, None, None, 2.0, True)
+
+
+def _by_use(forward: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(Body(forward, w=normal(4, 4)), nn.Linear(4, 2))
+
+
+TAP, ROWS, PICKED = Capture._tap, LinearLayer.input_rows, WatchMode.rows
+FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, str, Any]] = {
+    "a call counts twice": (Again, Capture, "_tap", _twice),
+    "rows are read wrongly": (Again, LinearLayer, "input_rows", _flipped),
+    "a second use is not seen": (Again, Uses, "takes", lambda *_: False),
+    "a padding has rows": (_by_use(_padded), WatchMode, "rows", _without_padding),
+    "rows are divided by counts": (
+        _by_use(_by_counts),
+        watch,
+        "_argument",
+        lambda args, kwargs, at, name, default=None: None if at > 1 else args[at],
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
-    class Again(Head):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(super().forward(x), self.head.weight.T)
-
-    net, x = seeded(Again), normal(6, 4)
-    assert elsewhere(net, x, plain) == ({}, [])
-    with mock.patch.object(*FAULTS[fault]):
-        shares, texts = elsewhere(seeded(Again), x, plain)
+    make, *plant = FAULTS[fault]
+    x = normal(6, 4)
+    assert elsewhere(seeded(make), x, plain) == ({}, [])
+    with mock.patch.object(*plant):
+        shares, texts = elsewhere(seeded(make), x, plain)
     assert shares and max(shares.values()) > 0.1 and len(texts) == 1
+
+
+def in_shards(fault: str | None) -> tuple[dict[str, float], list[str]]:
+    make, *plant = FAULTS[fault or "a call counts twice"]
+    model = seeded(make)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    x = normal(6, 4).chunk(2)[dist.get_rank()]
+    with mock.patch.object(*plant) if fault else contextlib.nullcontext():
+        return elsewhere(model, x, plain)
+
+
+@pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
+@pytest.mark.parametrize("fault", [None, "a call counts twice", "rows are read wrongly"])
+def test_planted_faults_are_caught_in_shards(fault):
+    """All ranks report the same shares, and one warns."""
+    (shares, texts), other = run(2, in_shards, fault)
+    assert other == (shares, [])
+    assert len(texts) == bool(fault) == (max(shares.values(), default=0) > 0.1)

@@ -26,6 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from kaisa_optim import KFACSGD, LAMB
 from kaisa_optim.optim.lamb import global_norm
@@ -420,10 +425,6 @@ def refused(change: str) -> str:
     if change == "alone":
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
         fully_shard(model, mesh=mesh)
-    elif change == "columns":
-        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
-        spread = distribute_tensor(model.body[0].weight, both, [Shard(1), Shard(0)])
-        model.body[0].weight = nn.Parameter(spread)
     else:
         fully_shard(model, mesh=mesh_of((2,)))
     if change in ("opt", "hybrid"):
@@ -441,12 +442,42 @@ def refused(change: str) -> str:
         ("opt", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
         ("fraction", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
         ("alone", r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
-        ("columns", r"a parameter of 'body.0' is sharded as .*Shard\(dim=1\).* without tensor"),
     ],
 )
 def test_what_cannot_work_is_refused_on_all_ranks(change, text):
     for problem in run(2, refused, change):
         assert re.search(text, problem)
+
+
+def divided() -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
+    """What coverage says of tensor-parallel layers, and a step's weights, ours and plain SGD's."""
+
+    def parallel() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3))
+        ways = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        return parallelize_module(model, mesh_of((2,)), ways)
+
+    def stepped(model: nn.Module, opt: torch.optim.Optimizer) -> list[Tensor]:
+        model(torch.ones(5, 6)).square().mean().backward()
+        opt.step()
+        return [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
+
+    ours, plain = parallel(), parallel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the parameters that are left; rank 0 alone warns
+        opt = KFACSGD(ours, lr=0.1)
+    weights = stepped(ours, opt), stepped(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    left = {name: why for name, (_, why) in opt.preconditioner.coverage().left.items()}
+    return left, list(opt.preconditioner.layers), *weights
+
+
+def test_tensor_parallel_layers_take_the_bases_step_and_are_named():
+    for left, covered, ours, plain in run(2, divided):
+        assert covered == ["3"]
+        assert sorted(left) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert all("tensor parallelism cuts it" in why for why in left.values())
+        assert_same(ours, plain)
 
 
 def attends(chosen: dict[str, Any], shards: bool) -> tuple[dict[str, Tensor], str]:

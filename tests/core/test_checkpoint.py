@@ -712,6 +712,7 @@ def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
         ("inverse", "kfac_g_inverse", lambda t: t.fill_(torch.nan), "not finite"),
         ("eigen", "kfac_a_vectors", lambda t: t.fill_(torch.nan), "not finite"),
         ("eigen", "kfac_a_vectors", lambda t: t.mul_(2), "not orthonormal"),
+        ("eigen", "kfac_a_vectors", lambda t: t.mul_(1e30), "not orthonormal"),
         ("eigen", "kfac_g_values", lambda t: t.fill_(torch.inf), "not finite"),
         ("polar", "kfac_step", lambda t: t.fill_(-3), "it must be 0 or more"),
     ],

@@ -146,15 +146,59 @@ def test_embedding_of_a_large_vocabulary_costs_a_vector():
 def test_default_width_admits_12545_and_refuses_a_vocabulary():
     with torch.device("meta"):
         net = nn.Sequential(
-            nn.Linear(12_544, 8), nn.Linear(8, 30_522), nn.Linear(16_383, 2), nn.Linear(16_384, 2)
+            nn.Linear(12_544, 200),
+            nn.Linear(200, 30_522),
+            nn.Linear(16_383, 260),
+            nn.Linear(16_384, 260),
         )
     opt = quiet(net)
     assert sides(opt) == {
-        "0": (1, 12_545, 8),
-        "1": (1, 9, -30_522),
-        "2": (1, 16_384, 2),
-        "3": (1, -16_385, 2),
+        "0": (1, 12_545, 200),
+        "1": (1, 201, -30_522),
+        "2": (1, 16_384, 260),
+        "3": (1, -16_385, 260),
     }
+
+
+def adapter(rank: int, features: int = 4096) -> nn.Module:
+    """Return LoRA's two matrices."""
+    down, up = nn.Linear(features, rank, bias=False), nn.Linear(rank, features, bias=False)
+    return nn.Sequential(down, up)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_an_adapter_costs_no_more_than_adams_moments(rank):
+    with torch.device("meta"):
+        net = adapter(rank)
+    opt = quiet(net)
+    assert sides(opt) == {"0": (1, -4096, rank), "1": (1, rank, -4096)}
+    moments = 2 * sum(p.numel() * 4 for p in net.parameters())
+    assert opt.preconditioner.memory_usage()["total"] < moments
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((1, 512), (1, 2, 512)),  # narrow, and small
+        ((513, 9), (1, 514, 9)),
+        ((513, 8), (1, -514, 8)),
+        ((8, 513), (1, 9, -513)),
+        ((4096, 65), (1, 4097, 65)),
+    ],
+)
+def test_a_side_64_times_as_wide_as_the_other_is_diagonal(shape, wanted):
+    assert sides(quiet(nn.Linear(*shape, device="meta"))) == {"": wanted}
+
+
+def test_a_narrow_table_keeps_the_factor_of_its_features():
+    opt = quiet(nn.Embedding(40_000, 600, device="meta"))
+    assert sides(opt) == {"": (1, -40_000, 600)}
+
+
+@pytest.mark.parametrize("options", [{"max_factor_size": 4096}, {"normalization": "kaisa"}])
+def test_a_given_width_and_the_papers_normalization_look_at_one_side_alone(options):
+    opt = quiet(nn.Sequential(*adapter(16)).to("meta"), **options)
+    assert sides(opt) == {"0": (1, 4096, 16), "1": (1, 16, 4096)}
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,21 @@ def test_steps_of_an_optimizer_whose_model_never_runs_are_told_once():
     assert len(caught) == 1
 
 
+def test_a_forward_pass_before_the_optimizer_was_built_is_told():
+    model = seeded(lambda: nn.Linear(3, 2))
+    loss = model(torch.ones(4, 3, dtype=torch.float64)).sum()
+    opt = quiet(model)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="this very model, called after the optimizer was built"):
+        opt.step()
+
+
+def test_a_step_of_the_preconditioner_alone_is_told_where_it_belongs():
+    opt = quiet(seeded(lambda: nn.Linear(3, 2)))
+    with pytest.raises(TypeError, match=r"a part of optimizer\.step\(\) here; leave out the call"):
+        opt.preconditioner.step()
+
+
 @pytest.mark.parametrize(
     ("device", "options", "named"),
     [
@@ -102,7 +117,7 @@ def test_steps_of_an_optimizer_whose_model_never_runs_are_told_once():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
     with torch.device(device):
-        net = nn.Sequential(nn.Linear(4100, 1), nn.Linear(1, 4097), nn.Linear(4095, 1))
+        net = nn.Sequential(nn.Linear(4100, 65), nn.Linear(65, 4097), nn.Linear(4095, 64))
     net[0].requires_grad_(not frozen)  # it may be trained later
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
