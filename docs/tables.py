@@ -63,6 +63,13 @@ RATED = {
     "fashion-8192": "Fashion-MNIST autoencoder, 8,192",
     "digits-full": "digits autoencoder, full batch",
 }
+GAINS = (  # rows of the README's table
+    ("resnet8-256", "SGD", "KFACSGD"),
+    ("unet-8", "SGD", "KFACSGD"),
+    ("characters", "AdamW", "KFACAdam"),
+    ("resnet8-1024", "AdamW", "KFACAdam"),
+    ("digits-full", "AdamW", "KFACAdam"),
+)
 BY_SGD = ("resnet8-256", "unet-8", "digits-256")
 RATES = {  # of each picture, what its panels show: base, ours and task
     "rates": [("AdamW", "KFACAdam", task) for task in RATED],
@@ -136,16 +143,18 @@ def shares() -> str:
 
 
 def gains() -> str:
-    """Return last losses at the base's best rate, and at ours, for the README."""
+    """Return what a user of AdamW or SGD gains, for the README."""
     rows = []
-    for base_name, kfac, tasks in (("AdamW", "KFACAdam", tuple(RATED)), ("SGD", "KFACSGD", BY_SGD)):
-        for task in tasks:
-            base, ours = curve(task, base_name), curve(task, kfac)
-            rate, own = best(base), best(ours)
-            cells = [f"{loss:#.3g}" for loss in (base[rate], ours[rate], ours[own])]
-            rows.append([RATED[task], f"{base_name}, {rate:g}", *cells, f"{own:g}"])
-    head = ["task", "base, its best rate", "base", "ours at that rate", "ours at best", "its rate"]
-    return traffic.table(head, rows)
+    for task, base_name, kfac in GAINS:
+        base, ours = curve(task, base_name), curve(task, kfac)
+        rate, own = best(base), best(ours)
+        cells = [f"{loss:#.3g}" for loss in (base[rate], ours[rate], ours[own])]
+        contest = next(x for x in CONTESTS if (x.file, x.baseline) == (task, base_name))
+        parts = reached(contest, CONTESTANTS[kfac])
+        cells += [f"{part:.2f}" for part in parts] if parts else ["", ""]
+        rows.append([f"{base_name}, {rate:g}", f"`{kfac}`", RATED[task], *cells])
+    head = ["you have, its best rate", "take", "network", "your loss", "ours at your rate"]
+    return traffic.table([*head, "ours at its best rate", "steps", "seconds"], rows)
 
 
 def losses() -> str:
