@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
 from kaisa_optim.layers.linear import LinearLayer
@@ -223,6 +224,33 @@ def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
         crossed.append(one.crossed is not None and one.crossed.count == [8])
         opt.step()
     assert all(crossed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentrant):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.words(F.linear(x, self.words.weight).tanh())
+
+    class Outer(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            self.inner, self.head, self.checkpoints = Inner(), nn.Linear(4, 2), checkpoints
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.checkpoints:
+                return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
+            return self.head(self.inner(x))
+
+    x = normal(6, 4).requires_grad_()
+    plain, found = (steps_of(seeded(lambda how=how: Outer(how)), x) for how in (False, True))
+    for step, wanted in zip(found, plain, strict=True):
+        for name, value in step.items():
+            assert_close(value, wanted[name], 1e-9, name)
 
 
 def test_a_layers_own_module_may_call_another_with_its_weight():
