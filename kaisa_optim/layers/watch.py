@@ -102,8 +102,8 @@ class WatchMode(TorchFunctionMode):
     def known(self, value: Tensor) -> tuple[Tensor, Layer] | None:
         """Return the parameter, or its stand-in, that a tensor is or is a view of; its layer."""
         known = self._layer_of.get(id(value))
-        if known is None and value._is_view() and value.grad_fn is not None:
-            known = self._layer_of.get(id(value._base))  # no_grad makes views that train nothing
+        if known is None and value._is_view() and _trains(value, value._base):
+            known = self._layer_of.get(id(value._base))
         return known or self._gathered(value)
 
     def tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
@@ -173,6 +173,14 @@ class WatchMode(TorchFunctionMode):
 
 def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
     return args[at] if len(args) > at else kwargs.get(name, default)
+
+def _trains(view: Tensor, base: Any) -> bool:
+    """Return whether a view's gradient is its base's, too; under no_grad, views begin anew."""
+    node = view.grad_fn
+    while node is not None and node is not base.grad_fn and node.next_functions:
+        node = node.next_functions[0][0]
+    return node is not None and (node is base.grad_fn or getattr(node, "variable", None) is base)
+
 
 
 # ---- calls ----

@@ -317,7 +317,8 @@ def test_a_penalty_beside_a_product_counts_as_no_use():
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-6)
 
 
-def test_a_view_that_no_grad_made_is_no_use():
+@pytest.mark.parametrize("again", [False, True], ids=["itself", "a view of it"])
+def test_a_view_that_no_grad_made_is_no_use(again):
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             view = m.w[:]
@@ -351,6 +352,7 @@ def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
         (layer, *_) = opt.preconditioner.registry.layers.values()
         sums = opt.preconditioner.sums.of_layer[layer]
         a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.g, sums.crossed.a)
+        view = view.T if again else view  # has a gradient, but not the weight's
         a = a.diagonal(dim1=1, dim2=2) if a.dim() == 3 else a
         steps.append((a, g))
     for found, expected in zip(*steps[::-1], strict=True):
