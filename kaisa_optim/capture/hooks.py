@@ -227,6 +227,8 @@ class Capture:
         counts = torch.is_grad_enabled() and not is_transformed()
         self._passes.starts(args, kwargs, counts=counts)
         self._missed = any([any(layer.covers_now()) for layer in self.missing])
+        if counts:
+            self.witness.starts(self.wanted, self.missing)
         mode: TorchFunctionMode | None = None
         if self.uses.sought and counts and (self.wanted or self.misses()):
             mode = self.uses.search(self._tap)
@@ -486,7 +488,7 @@ class Capture:
                 found = layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
             if call.gathers and covers[0]:
-                self.witness.add(layer, passage.anchor, x, grad, call.blocks)
+                self.witness.add(layer, x, grad, covers, call.blocks)
 
     def _reach(self, passage: Passage) -> None:
         """Note that a pass that trains comes to a layer."""

@@ -115,6 +115,36 @@ def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
     assert opt.preconditioner.factors("encoder")[0].shape == (1, 4 + bias, 4 + bias)
 
 
+@pytest.mark.parametrize("widest", [16384, 4])
+@pytest.mark.parametrize("call", ["bare", "added apart", "turned"])
+def test_a_call_without_the_bias_leaves_its_place_empty(call, widest):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.layer(x).tanh()
+            if call == "turned":
+                return F.linear(self.hidden, self.layer.weight.T)
+            out = F.linear(self.hidden, self.layer.weight)
+            return out if call == "bare" else out + self.layer.bias
+
+    net, x = seeded(Net), normal(6, 4)
+    opt = exact(net, max_factor_size=widest)
+    loss_of(net(x)).backward()
+    (sums,) = opt.preconditioner.sums.of_layer.values()
+    ones = torch.ones(6, 1, dtype=x.dtype)
+    rows = [torch.cat([x, ones], 1)]
+    if call != "turned":
+        added = ones if call == "added apart" else 0 * ones
+        rows.append(torch.cat([net.hidden.detach(), added], 1))
+    factor = sum(one.T @ one for one in rows)
+    assert_close(sums.a[0], factor if widest > 4 else factor.diagonal())
+    opt.step()
+    assert opt.preconditioner.coverage().elsewhere == {}
+
+
 def test_modules_that_hold_the_same_parameter_count_its_use_once():
     class Outer(nn.Module):
         def __init__(self, inner: Body) -> None:
@@ -322,6 +352,7 @@ def test_a_view_that_no_grad_made_is_no_use(again):
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             view = m.w[:]
+        view = view.T if again else view  # has a gradient, but not the weight's
         return x @ m.w + 0.0 * (x @ view) if m.twice else x @ m.w
 
     steps = []
@@ -352,7 +383,6 @@ def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
         (layer, *_) = opt.preconditioner.registry.layers.values()
         sums = opt.preconditioner.sums.of_layer[layer]
         a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.g, sums.crossed.a)
-        view = view.T if again else view  # has a gradient, but not the weight's
         a = a.diagonal(dim1=1, dim2=2) if a.dim() == 3 else a
         steps.append((a, g))
     for found, expected in zip(*steps[::-1], strict=True):
