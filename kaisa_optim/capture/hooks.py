@@ -25,7 +25,7 @@ from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
 from ..linalg.precision import statistics_precision, without_autocast
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task
+from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, sequence_nr
 from .tap import (
     Call,
     Covers,
@@ -217,8 +217,9 @@ class Capture:
         return handles
 
     def _watch_in(self, module: nn.Module, layers: list[Layer]) -> list[Any]:
+        since = sequence_nr()
         return [
-            module.register_forward_pre_hook(_Hook(self._watch_calls, layers)),
+            module.register_forward_pre_hook(_Hook(self._watch_calls, layers, since)),
             module.register_forward_hook(_Hook(self._exit), always_call=True),
         ]
 
@@ -226,6 +227,8 @@ class Capture:
         counts = torch.is_grad_enabled() and not is_transformed()
         self._passes.starts(args, kwargs, counts=counts)
         self._missed = any([any(layer.covers_now()) for layer in self.missing])
+        if counts:
+            self.witness.starts(self.wanted, self.missing)
         mode: TorchFunctionMode | None = None
         if self.uses.sought and counts and (self.wanted or self.misses()):
             mode = self.uses.search(self._tap)
@@ -364,10 +367,15 @@ class Capture:
             mode.__enter__()
         self._passes.enter(mode)
 
-    def _watch_calls(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
-        """Run a module's forward under a mode that finds uses, if the pass gathers."""
+    def _watch_calls(self, layers: list[Layer], since: int, module: nn.Module, args: Any) -> None:
+        """Run a module's forward under a mode that finds uses, if the pass gathers.
+
+        Where a checkpoint recomputes a forward that was not watched, its taps would save more.
+        """
         mode: TorchFunctionMode | None = None
-        if torch.is_grad_enabled() and self._concerns(layers):
+        checkpointed = self._passes.again() if is_checkpointed() else None
+        watched = checkpointed is None or checkpointed.start >= since
+        if watched and torch.is_grad_enabled() and self._concerns(layers):
             mode = WatchMode(layers, tap_for_mode(self._tap), self.uses)
             mode.__enter__()
         self._passes.enter(mode)
@@ -480,7 +488,7 @@ class Capture:
                 found = layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
             if call.gathers and covers[0]:
-                self.witness.add(layer, passage.anchor, x, grad, call.blocks)
+                self.witness.add(layer, x, grad, covers, call.blocks)
 
     def _reach(self, passage: Passage) -> None:
         """Note that a pass that trains comes to a layer."""

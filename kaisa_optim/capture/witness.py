@@ -12,6 +12,7 @@ import functools
 import math
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..comm.sharding import is_sharded
 from ..layers import Layer
 from .forward_pass import ForwardPass, graph_task
+from .tap import Covers, accumulates_into
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -28,32 +30,57 @@ _WITHOUT_WAITING = "cpu", "cuda"  # devices whose results the host reads without
 
 
 class _Seen:
-    """The calls of one layer that one backward pass has reached so far."""
+    """The calls of one layer that one backward pass has reached so far.
 
-    def __init__(self, layer: Layer, like: Tensor) -> None:
-        matrix = layer.weight_view(like).flatten(2)
-        self.made = torch.zeros_like(matrix, dtype=torch.promote_types(like.dtype, torch.float32))
-        self.scale = self.made.new_zeros(())
+    They make the gradients of its weight (0) and of its bias (1), each with some rounding.
+    """
 
-    def add(self, call: Layer, x: Tensor, grad: Tensor, blocks: slice) -> bool:
+    def __init__(self, layer: Layer) -> None:
+        assert layer.weight is not None
+        matrix = layer.weight_view(layer.weight.detach()).flatten(2)
+        dtype = torch.promote_types(matrix.dtype, torch.float32)
+        both = enumerate((matrix, matrix[..., 0]))
+        self.made = {part: torch.zeros_like(like, dtype=dtype) for part, like in both}
+        self.rounding = [matrix.new_zeros((), dtype=dtype) for _ in (0, 1)]
+
+    def add(self, call: Layer, x: Tensor, grad: Tensor, covers: Covers, blocks: slice) -> bool:
         """Add a call's Σ g aᵀ; return False if its kind does not tell."""
         part = call.gradient(x, grad)
         if part is None:
             return False
-        part = part.mT if call.crossed else part
-        self.made[blocks] += part.to(self.made.device, self.made.dtype)
-        halves = {x.dtype, grad.dtype} & {torch.float16, torch.bfloat16}
         norm = x.float().norm() if x.is_floating_point() else max(1, x.numel()) ** 0.5
-        rounding = _ROUNDING_IN_HALF if halves else _ROUNDING
-        self.scale += (rounding * norm * grad.float().norm()).to(self.scale.device)
+        self._add(0, part.mT if call.crossed else part, x, grad, norm, blocks)
+        if covers[1] and call.adds_bias:
+            rows = call.output_rows(x, grad).flatten(1, 2)
+            of_bias = rows.sum(1, dtype=self.made[1].dtype)
+            self._add(1, of_bias, x, grad, rows.shape[1] ** 0.5, blocks)
         return True
+
+    def _add(
+        self, part: int, more: Tensor, x: Tensor, grad: Tensor, norm: Any, blocks: slice
+    ) -> None:
+        made, total = self.made[part], self.rounding[part]
+        made[blocks] += more.to(made.device, made.dtype)
+        halves = {x.dtype, grad.dtype} & {torch.float16, torch.bfloat16}
+        rounding = _ROUNDING_IN_HALF if halves else _ROUNDING
+        total += (rounding * norm * grad.float().norm()).to(total.device)
+
+    def share(self, part: int, whole: Tensor) -> Tensor:
+        """Return the share of a whole gradient that the calls do not make; free what they make."""
+        made = self.made.pop(part)
+        whole = whole.reshape(made.shape).to(made.dtype)
+        rest = (whole - made).norm()
+        share = (rest / torch.maximum(whole.norm(), made.norm())).clamp_(max=1)
+        # A weight's gradient of zero tells nothing (NaN), whatever the bias's tells.
+        none = share.new_zeros(()) if part else share * 0
+        return torch.where(rest <= self.rounding[part], none, share)
 
 
 class Hooks:
-    """Hooks on weights, one a layer, which wait for the layer's whole gradient."""
+    """Hooks on a layer's weight (0) and bias (1), which wait for the whole gradient."""
 
     def __init__(self) -> None:
-        self.handles: dict[Layer, Any] = {}
+        self.handles: dict[tuple[Layer, int], Any] = {}
 
     def remove(self) -> None:
         for handle in self.handles.values():
@@ -71,11 +98,15 @@ class Witness:
         self._shares: dict[Layer, float] = {}  # of gradients that come from other sources
         self._again: set[Layer] = set()  # layers whose uses were looked for once more
         self._later: set[Layer] = set()  # layers to compare in the steps to come
-        self._results: dict[Layer, tuple[Tensor, Any]] = {}  # with events of their arrival
+        self._early: set[Layer] = set()  # layers whose calls a reentrant checkpoint recomputes
+        # Of weight and bias, with events of their arrival.
+        self._results: dict[Layer, list[tuple[Tensor, Any]]] = {}
         self._known: dict[Layer, set[tuple[type, int]]] = {}  # kinds of calls, numbered in a pass
         self._gathered: Counter[Layer] = Counter()  # passes in which the layer gathered
         self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
-        self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}  # None: kinds do not tell
+        # By layer and backward pass: calls (None: kinds do not tell), and gradients of biases.
+        self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}
+        self._of_bias: dict[tuple[Layer, int | None], Tensor] = {}
 
     def watches(self, call: Layer, forward_pass: ForwardPass, weight: Tensor) -> bool:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
@@ -92,56 +123,85 @@ class Witness:
         # A rank's shard of a weight has no gradient of its own calls.
         if layer not in self.due or is_sharded(weight) or not weight.is_leaf:
             return False
-        if layer not in self.hooks.handles:
-            me = weakref.ref(self)
-            hook = functools.partial(_compare, me, weakref.ref(layer))
-            self.hooks.handles[layer] = weight.register_hook(hook)
+        if graph_task() is not None and (layer, 0) not in self.hooks.handles:
+            # A reentrant checkpoint: other gradients of this pass may have come before.
+            self._early.add(layer)
+            self._later.add(layer)
+        self._wait_for(layer, weight)
         return True
 
+    def starts(self, *gathering: Collection[Layer]) -> None:
+        """Wait from the beginning of a pass for gradients of layers that a checkpoint runs."""
+        for layer in self._early & self.due:
+            if layer.covers_now()[0] and any([layer in layers for layers in gathering]):
+                assert layer.weight is not None
+                self._wait_for(layer, layer.weight)
+
+    def _wait_for(self, layer: Layer, weight: Tensor) -> None:
+        for part, parameter in enumerate((weight, layer.bias)):
+            if (layer, part) not in self.hooks.handles and layer.covers_now()[part]:
+                assert parameter is not None
+                hook = functools.partial(_compare, weakref.ref(self), weakref.ref(layer), part)
+                self.hooks.handles[layer, part] = parameter.register_hook(hook)
+
     def add(
-        self, call: Layer, weight: Tensor, x: Tensor | None, grad: Tensor, blocks: slice
+        self, call: Layer, x: Tensor | None, grad: Tensor, covers: Covers, blocks: slice
     ) -> None:
         """Add the rows of a call to those of its backward pass."""
         layer = call.primary
-        if layer not in self.hooks.handles:
+        if (layer, 0) not in self.hooks.handles:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            self._seen[key] = _Seen(layer, weight)
+            self._seen[key] = _Seen(layer) if layer in self.due else None
         seen = self._seen[key]
-        if seen is not None and (x is None or not seen.add(call, x, grad, blocks)):
+        if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
+            self._results[layer].append((torch.ones(()), None))
+        elif seen is not None and (x is None or not seen.add(call, x, grad, covers, blocks)):
             self._seen[key] = None
 
-    def compare(self, layer: Layer, grad: Tensor) -> None:
-        """Compare a layer's whole gradient with its calls' in this backward pass."""
-        key = layer, graph_task()
-        if key not in self._seen:
-            return  # another backward pass, through no call that gathers
-        seen = self._seen.pop(key)
-        self.hooks.handles.pop(layer).remove()
-        self.due.discard(layer)
-        if seen is None or grad.is_sparse:
+    def compare(self, layer: Layer, part: int, grad: Tensor) -> None:
+        """Compare the whole gradient of a weight or bias with its calls' in this backward pass.
+
+        A pass that comes to no call, as within a reentrant checkpoint, trains by other uses alone.
+        A bias that a call of its own adds has its gradient before the rows come: it waits.
+        """
+        key, parameter = (layer, graph_task()), layer.bias if part else layer.weight
+        assert parameter is not None
+        if grad.is_sparse or (key not in self._seen and not accumulates_into(parameter)):
+            return  # another backward pass, which trains nothing
+        if part:
+            self._of_bias[key] = layer.bias_view(grad.detach().clone())  # .grad may be this tensor
             return
-        whole = layer.weight_view(grad.detach()).flatten(2).to(seen.made.dtype)
-        rest, size = (whole - seen.made).norm(), whole.norm()
-        share = (rest / torch.maximum(size, seen.made.norm())).clamp_(max=1)
-        self._results[layer] = _sent(torch.where(rest <= seen.scale, share * 0, share))
+        self.due.discard(layer)
+        self._compare(key, part, layer.weight_view(grad.detach()))
+
+    def _compare(self, key: tuple[Layer, int | None], part: int, whole: Tensor) -> None:
+        layer = key[0]
+        seen = self._seen[key] if key in self._seen else _Seen(layer)
+        if seen is not None:
+            self._results.setdefault(layer, []).append(_sent(seen.share(part, whole)))
 
     def settle(self) -> set[Layer]:
         """Read what was compared since the last step; return layers to look for once more."""
-        arrived = [x for x, (_, event) in self._results.items() if event is None or event.query()]
+        for key, whole in self._of_bias.items():
+            self._compare(key, 1, whole)
+        self._of_bias.clear()
+        results = self._results.items()
+        arrived = [x for x, sent in results if all([not e or e.query() for _, e in sent])]
         again: set[Layer] = set()
         for layer in arrived:
-            share = self._results.pop(layer)[0].item()
-            if math.isnan(share):  # zero, or not finite: that tells nothing
+            shares = [share.item() for share, _ in self._results.pop(layer)]
+            if any(map(math.isnan, shares)):  # zero, or not finite: that tells nothing
                 self.due.add(layer)
-            elif share > OTHER and layer not in self._again:
+            elif max(shares) > OTHER and layer not in self._again:
                 again.add(layer)
             else:
-                self._shares[layer] = share
+                self._shares[layer] = max(shares)
         self._again |= again
         self.due |= again | self._later
         self._later.clear()
+        self.hooks.remove()  # the layer may not gather in the next step
         self._calls.clear()
         self._seen.clear()
         return again
@@ -157,11 +217,11 @@ class Witness:
         return self.strange.keys() - self.named
 
 
-def _compare(witness: Any, layer: Any, grad: Tensor) -> None:
-    """Compare, as a hook on a weight; the hook keeps neither alive."""
+def _compare(witness: Any, layer: Any, part: int, grad: Tensor) -> None:
+    """Compare, as a hook on a parameter; the hook keeps neither alive."""
     compared, of = witness(), layer()
     if compared is not None and of is not None:
-        compared.compare(of, grad)
+        compared.compare(of, part, grad)
 
 
 def _sent(share: Tensor) -> tuple[Tensor, Any]:

@@ -106,6 +106,7 @@ class CoveredModule:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
+    bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -373,6 +374,11 @@ class Layer(MomentsOfRows):
     def crossed(self) -> bool:
         """Return whether a call's A enters the primary's G, and the call's G the primary's A."""
         return False
+
+    @property
+    def adds_bias(self) -> bool:
+        """Return whether the rows of a call have a 1 for the bias, if it is covered."""
+        return True
 
     # ---- the gradient as a matrix ----
 

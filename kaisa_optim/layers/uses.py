@@ -46,24 +46,38 @@ class Use(Layer):
     def crossed(self) -> bool:
         return self._crossed
 
+    @property
+    def adds_bias(self) -> bool:
+        return not self._crossed
+
     def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
-        of = self._primary
-        return of.has_diagonal_g(covers) if self._crossed else of.has_diagonal_a(covers)
+        return self._is_diagonal("g" if self._crossed else "a", covers)
 
     def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
+        return self._is_diagonal("a" if self._crossed else "g", covers)
+
+    def _is_diagonal(self, side: str, covers: tuple[bool, bool]) -> bool:
         of = self._primary
-        return of.has_diagonal_a(covers) if self._crossed else of.has_diagonal_g(covers)
+        covers = covers[0], of.covers_now()[1]  # a call without the bias is as wide
+        return of.has_diagonal_a(covers) if side == "a" else of.has_diagonal_g(covers)
 
 
 class ProductUse(SequenceRows, Use):
     """Rows times the weight, or times some rows of the weight, which give some of the outputs.
 
-    A crossed product adds no bias: of the primary's A, the place of the bias stays empty.
+    A product that adds no bias, such as a crossed one, leaves the bias's place in A empty, unless a
+    call of its own adds the bias.
     """
+
+    biased = False  # the call adds the bias
 
     def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
         super().__init__(primary, crossed=crossed)
         self.first = first  # the first output that the call gives; None: all outputs
+
+    @property
+    def adds_bias(self) -> bool:
+        return not self._crossed and (self.biased or self._primary.bias_apart)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         rows = super().output_rows(x, grad)
@@ -80,12 +94,13 @@ class ProductUse(SequenceRows, Use):
         how: PassSettings,
         known_a: Tensor | None = None,
     ) -> Moments:
-        bare = covers[0], covers[1] and not self._crossed
+        bare = covers[0], covers[1] and self.adds_bias
         found = super().moments(x, grad, bare, how, known_a)
-        if bare == covers:
+        if bare == covers or not (self._crossed or known_a is None):
             return found
-        wider = (0, 1) if found.g.dim() == 2 else (0, 1, 0, 1)
-        return found._replace(g=torch.nn.functional.pad(found.g, wider))
+        moment = found.g if self._crossed else found.a  # the primary's A
+        wider = torch.nn.functional.pad(moment, (0, 1) if moment.dim() == 2 else (0, 1, 0, 1))
+        return found._replace(g=wider) if self._crossed else found._replace(a=wider)
 
 
 class ColumnsUse(ProductUse):

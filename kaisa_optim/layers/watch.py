@@ -102,8 +102,8 @@ class WatchMode(TorchFunctionMode):
     def known(self, value: Tensor) -> tuple[Tensor, Layer] | None:
         """Return the parameter, or its stand-in, that a tensor is or is a view of; its layer."""
         known = self._layer_of.get(id(value))
-        if known is None and value._is_view() and value.grad_fn is not None:
-            known = self._layer_of.get(id(value._base))  # no_grad makes views that train nothing
+        if known is None and value._is_view() and _trains(value, value._base):
+            known = self._layer_of.get(id(value._base))
         return known or self._gathered(value)
 
     def tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
@@ -135,7 +135,9 @@ class WatchMode(TorchFunctionMode):
 
     # ---- uses ----
 
-    def product(self, found: Found, out: Tensor, x: Tensor, kind: Any, input_dim: int) -> Tensor:
+    def product(
+        self, found: Found, out: Tensor, x: Tensor, kind: Any, input_dim: int, biased: bool = False
+    ) -> Tensor:
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
         layer, place = found.layer, found.place()
         own = layer.input_dim
@@ -149,6 +151,7 @@ class WatchMode(TorchFunctionMode):
         if layer.covers[1] and layer.by_use:
             return out
         use = kind(layer, crossed=crossed)
+        use.biased = biased
         if place.first is not None:
             use.first = place.first
         return self.tap(use, out, x, place.blocks)
@@ -169,6 +172,14 @@ class WatchMode(TorchFunctionMode):
             return out
         use = uses.TableUse(layer, padding, sign, crossed=own == 1)
         return self.tap(use, out, indices, _ALL)
+
+
+def _trains(view: Tensor, base: Any) -> bool:
+    """Return whether a view's gradient is its base's, too; under no_grad, views begin anew."""
+    node = view.grad_fn
+    while node is not None and node is not base.grad_fn and node.next_functions:
+        node = node.next_functions[0][0]
+    return node is not None and (node is base.grad_fn or getattr(node, "variable", None) is base)
 
 
 def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
@@ -199,13 +210,13 @@ def _biased_product(
     if found is None:
         return out
     layer = found.layer
-    own = found.view is found.whole
-    if layer.covers[1]:
-        added = mode.find(bias)
-        own = own and added is not None and added.view is added.whole and added.layer is layer
+    added = mode.find(bias) if layer.covers[1] else None
+    biased = added is not None and added.layer is layer
+    own = found.view is found.whole and (not layer.covers[1] or biased)
+    own = own and (added is None or added.view is added.whole)
     if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
         return mode.tap(layer, out, x, _ALL)
-    return mode.product(found, out, x, uses.ProductUse, input_dim)
+    return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
 
 
 def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -294,8 +305,11 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 2 or kwargs:
         return out
     for table, rows in (args, args[::-1]):
+        found = mode.find(table)
+        if found is not None and found.whole is found.layer.bias:
+            found.layer.bias_apart = True
         # A sum with a tensor of the table's own shape makes another table, and no rows.
-        if isinstance(rows, Tensor) and rows.dim() > 2 and (found := mode.find(table)):
+        elif found is not None and isinstance(rows, Tensor) and rows.dim() > 2:
             minus = table is args[1] and func in _DIFFERENCES
             out = _positions(mode, found, out, -1 if minus else 1)
     return out

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
 from kaisa_optim.layers.linear import LinearLayer
@@ -112,6 +113,36 @@ def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
     assert_close(sums.crossed.a[0], outputs.T @ outputs)
     opt.step()
     assert opt.preconditioner.factors("encoder")[0].shape == (1, 4 + bias, 4 + bias)
+
+
+@pytest.mark.parametrize("widest", [16384, 4])
+@pytest.mark.parametrize("call", ["bare", "added apart", "turned"])
+def test_a_call_without_the_bias_leaves_its_place_empty(call, widest):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.layer(x).tanh()
+            if call == "turned":
+                return F.linear(self.hidden, self.layer.weight.T)
+            out = F.linear(self.hidden, self.layer.weight)
+            return out if call == "bare" else out + self.layer.bias
+
+    net, x = seeded(Net), normal(6, 4)
+    opt = exact(net, max_factor_size=widest)
+    loss_of(net(x)).backward()
+    (sums,) = opt.preconditioner.sums.of_layer.values()
+    ones = torch.ones(6, 1, dtype=x.dtype)
+    rows = [torch.cat([x, ones], 1)]
+    if call != "turned":
+        added = ones if call == "added apart" else 0 * ones
+        rows.append(torch.cat([net.hidden.detach(), added], 1))
+    factor = sum(one.T @ one for one in rows)
+    assert_close(sums.a[0], factor if widest > 4 else factor.diagonal())
+    opt.step()
+    assert opt.preconditioner.coverage().elsewhere == {}
 
 
 def test_modules_that_hold_the_same_parameter_count_its_use_once():
@@ -225,6 +256,33 @@ def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
     assert all(crossed)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentrant):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.words(F.linear(x, self.words.weight).tanh())
+
+    class Outer(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            self.inner, self.head, self.checkpoints = Inner(), nn.Linear(4, 2), checkpoints
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.checkpoints:
+                return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
+            return self.head(self.inner(x))
+
+    x = normal(6, 4).requires_grad_()
+    plain, found = (steps_of(seeded(lambda how=how: Outer(how)), x) for how in (False, True))
+    for step, wanted in zip(found, plain, strict=True):
+        for name, value in step.items():
+            assert_close(value, wanted[name], 1e-9, name)
+
+
 def test_a_layers_own_module_may_call_another_with_its_weight():
     class Applies(nn.Module):
         def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -289,10 +347,12 @@ def test_a_penalty_beside_a_product_counts_as_no_use():
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-6)
 
 
-def test_a_view_that_no_grad_made_is_no_use():
+@pytest.mark.parametrize("again", [False, True], ids=["itself", "a view of it"])
+def test_a_view_that_no_grad_made_is_no_use(again):
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             view = m.w[:]
+        view = view.T if again else view  # has a gradient, but not the weight's
         return x @ m.w + 0.0 * (x @ view) if m.twice else x @ m.w
 
     steps = []

@@ -137,6 +137,51 @@ def test_a_use_outside_of_the_models_forward_is_told():
     assert shares.keys() == {"first"} and shares["first"] > 0.1 and len(texts) == 1
 
 
+def test_a_bias_with_other_sources_is_told():
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return loss_of(net(x)) + net.first.bias.sum()
+
+    shares, texts = elsewhere(seeded(Head), normal(6, 4), loss)
+    assert shares.keys() == {"first"} and shares["first"] > 0.1 and len(texts) == 1
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_what_a_reentrant_checkpoint_hides_is_told(penalty):
+    """Its backward pass is one of its own, within that of the other uses."""
+
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if penalty:  # the layer's only call is recomputed
+                return self.head(checkpoint(self.first, x, use_reentrant=True).tanh())
+            x = self.first(x).tanh()
+            again = checkpoint(self.use, x, use_reentrant=True)  # calls no module
+            return self.head(again)
+
+        def use(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.first.weight.exp())
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return loss_of(net(x)) + net.first.weight.square().sum() * penalty
+
+    shares, texts = elsewhere(seeded(Hides), normal(6, 4).requires_grad_(), loss)
+    assert shares.keys() == {"first"} and len(texts) == 1
+
+
+def test_a_pass_without_a_backward_tells_nothing_in_the_next_step():
+    net = seeded(Head)
+    opt = KFACAdam(net, lr=1e-9, factor_update_steps=3, staggered=False)
+    for _ in range(5):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4))).backward()
+        opt.step()
+        loss_of(net(normal(6, 4)))  # an evaluation that forgot no_grad
+    assert opt.preconditioner.coverage().elsewhere == {}
+
+
 def steps_with_comparisons(twice_from: int) -> list[int]:
     """Return the steps after which a layer waits for a comparison."""
     net, found = seeded(Head), []

@@ -1,0 +1,506 @@
+"""Random models whose code uses its parameters in many ways, with the rows of each use beside it.
+
+A model runs twice. In the first run there is no optimizer, checkpoints are left out, and each use
+that has rows notes them: they are the reference for K-FAC's sums.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Move = Callable[[Tensor], Tensor]
+View = Callable[[Tensor], Tensor]
+POSITIONS, WORDS, WIDTHS = 3, 5, (3, 4)
+
+
+class Rows(NamedTuple):
+    """Rows of one use of a matrix, or of one matrix of a stack: its gradient is Σ g aᵀ."""
+
+    parameter: Tensor
+    input_dim: int  # the dimension of the matrix that meets the inputs
+    a: Tensor  # [rows, size of that dimension]
+    output: Tensor  # its gradient's rows are [rows, outputs], or some of the outputs
+    outputs: int  # size of the other dimension
+    first: int  # where the outputs begin, if the use has some of them
+    block: int
+    bias: bool  # the use adds the bias of the matrix's layer
+    sign: int
+
+    def g(self) -> Tensor:
+        grad = self.output.grad
+        if grad is None:
+            grad = torch.zeros_like(self.output)
+        rows = grad.reshape(-1, grad.shape[-1]) * self.sign
+        return F.pad(rows, (self.first, self.outputs - self.first - rows.shape[1]))
+
+
+class Program(nn.Module):
+    """A random model; its parts use parameters of their own, of other parts, and of layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        self.dtype = self.random.choice([torch.float64, torch.float64, torch.float32])
+        self.passes = self.random.choice([1, 1, 2])
+        widest = self.random.choice([16384, 16384, 3, 4])
+        self.options: dict[str, Any] = {"max_factor_size": widest}
+        self.tokens = self.random.random() < 0.3
+        self.deep = self.tokens or self.random.random() < 0.5  # with a dimension of positions
+        self.width = self.random.choice(WIDTHS)
+        self.notes: list[Rows] | None = None  # of a run without an optimizer
+        self.described: list[str] = []
+        self.penalties: list[Callable[[], Tensor]] = []
+        self.known: list[tuple[nn.Module, str]] = []  # parameters, by the module that holds them
+        self.words = nn.Embedding(WORDS, self.width) if self.tokens else None
+        if self.words is not None:
+            self.known.append((self.words, "weight"))
+        self.inputs = self.width
+        self.body = Part(self, depth=0)
+        self.head = nn.Linear(self.width, 2)
+        self.to(self.dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.words is not None:
+            out = self.words(x)
+            x = self.note(self.words.weight, 0, one_hot(x, self.words.weight), out)
+        h = self.body(x).tanh()
+        h = self.note(self.head.weight, 1, h, self.head(h), bias=True)
+        return h, sum((one() for one in self.penalties), h.new_zeros(()))
+
+    def note(
+        self,
+        parameter: Tensor,
+        input_dim: int,
+        a: Tensor,
+        output: Tensor,
+        first: int = 0,
+        block: int | None = 0,  # None: a convolution's
+        bias: bool = False,
+        sign: int = 1,
+    ) -> Tensor:
+        """Note the rows of a use; return its output, whose gradient will be known."""
+        if self.notes is None or not output.requires_grad or not parameter.requires_grad:
+            return output
+        zero = torch.zeros_like(output, requires_grad=True)
+        a = a.detach().clone().reshape(-1, a.shape[-1])
+        outputs = len(parameter) if block is None else parameter.shape[-2:][1 - input_dim]
+        self.notes.append(
+            Rows(parameter, input_dim, a, zero, outputs, first, block or 0, bias, sign)
+        )
+        return output + zero
+
+    # ---- how it trains ----
+
+    def batch(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        shape = (4 + number, POSITIONS) if self.deep else (4 + number,)
+        if self.tokens:
+            return torch.randint(WORDS, shape, generator=generator)
+        x = torch.randn(*shape, self.inputs, generator=generator, dtype=torch.float64)
+        return x.to(self.dtype).requires_grad_()
+
+    def train_once(self) -> None:
+        """Run the passes of one step."""
+        for number in range(self.passes):
+            out, penalty = self(self.batch(number))
+            ((out - 0.3).square().sum() / len(out) + penalty).backward()
+
+    def rows(self) -> list[Rows]:
+        """Return the rows of all uses in one step; the gradients stay."""
+        self.notes = []
+        self.train_once()
+        notes, self.notes = self.notes, None
+        return notes
+
+    # ---- parameters ----
+
+    def matrix(self, home: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, str]:
+        """Return a matrix of this shape: a new one of ``home``, or one that is there."""
+        there = [x for x in self.known if tuple(getattr(*x).shape) == shape]
+        if there and self.random.random() < 0.4:
+            found = self.random.choice(there)
+            if self.random.random() < 0.3:  # registered here, too
+                name = f"tied{len(list(self.parameters()))}{len(home._parameters)}"
+                home.register_parameter(name, getattr(*found))
+                return home, name
+            return found
+        name = f"w{len(self.known)}"
+        home.register_parameter(name, nn.Parameter(torch.randn(shape) / 2))
+        self.known.append((home, name))
+        return home, name
+
+
+def one_hot(indices: Tensor, table: Tensor) -> Tensor:
+    return F.one_hot(indices.flatten() % len(table), len(table)).to(table.dtype)
+
+
+class Part(nn.Module):
+    """Moves of a hidden tensor, one after the other; some are other parts."""
+
+    def __init__(self, program: Program, depth: int) -> None:
+        super().__init__()
+        pick = program.random
+        self.moves: list[Move] = []
+        for i in range(pick.randint(2, 4)):
+            kind = pick.choice(KINDS if depth < 2 else FLAT)
+            program.described.append(f"{'  ' * depth}{kind.__name__}")
+            move = kind(program, self, f"m{i}", depth)
+            wrap = pick.choice(WRAPS)
+            if wrap is not None:
+                program.described.append(f"{'  ' * depth}  ... under {wrap.__name__}")
+                move = wrap(program, move)
+            self.moves.append(move)
+
+    def forward(self, h: Tensor) -> Tensor:
+        for move in self.moves:
+            h = move(h)
+        return h
+
+
+# ---- views of a matrix: how it is written, and whether its rows stay known; it must not be copied
+
+EXACT: dict[str, View] = {
+    "p": lambda p: p,
+    "p.T.T": lambda p: p.T.T,
+    "p.view": lambda p: p.view(p.shape),
+    "p.flatten().view": lambda p: p.flatten().view(p.shape),
+    "p[None][0]": lambda p: p[None][0],
+    "p[:]": lambda p: p[:],
+    "p.narrow": lambda p: p.narrow(0, 0, len(p)),
+    "p.clone()": lambda p: p.clone(),
+    "p.clone().T.T": lambda p: p.clone().T.T,
+    "p.T.contiguous().T": lambda p: p.T.contiguous().T,
+    "p.to": lambda p: p.to(torch.float32).to(p.dtype),
+    "p.T.clone().T": lambda p: p.T.clone().T,
+    "p.unbind": lambda p: torch.stack(p.unbind(0)),
+}
+CHANGED: dict[str, View] = {
+    "p.exp()": lambda p: p.exp() - 1,
+    "2 * p": lambda p: 2 * p,
+    "p + 0.": lambda p: p + torch.zeros((), dtype=p.dtype),
+    "p + noise": lambda p: p + 0.1 * torch.ones_like(p),
+    "p - mean": lambda p: p - p.mean(1, keepdim=True),
+    "p / norm": lambda p: p / p.norm(),
+    "p * p": lambda p: p * p,
+    "p.flip": lambda p: p.flip(0),
+    "p.roll": lambda p: p.roll(1, 1),
+}
+FIXED: dict[str, View] = {
+    "p.detach()": lambda p: p.detach(),
+    "p.data.T.T": lambda p: p.data.T.T,
+    "no_grad p.T": lambda p: torch.no_grad()(lambda: p.T.T)(),
+}
+
+# ---- products of rows with an effective matrix [outputs, inputs]
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "h @ m.T": lambda h, m: h @ m.T,
+    "matmul": lambda h, m: torch.matmul(h, m.mT),
+    "m @ h.mT": lambda h, m: (m @ h.mT).mT,
+    "einsum": lambda h, m: torch.einsum("bi,oi->bo" if h.dim() == 2 else "bti,oi->bto", h, m),
+    "einsum io": lambda h, m: torch.einsum("io,bi->bo" if h.dim() == 2 else "io,bti->bto", m.T, h),
+    "einsum ...": lambda h, m: torch.einsum("...i,oi->...o", h, m),
+    "tensordot": lambda h, m: torch.tensordot(h, m, ([-1], [1])),
+    "inner": torch.inner,
+    "sum": lambda h, m: (h[..., None, :] * m).sum(-1),
+    "addmm": lambda h, m: torch.addmm(h.new_zeros(len(m)), h.reshape(-1, h.shape[-1]), m.T).view(
+        *h.shape[:-1], len(m)
+    ),
+    "addmm 2": lambda h, m: torch.addmm(
+        h.new_zeros(len(m)), h.reshape(-1, h.shape[-1]), m.T, alpha=2
+    ).view(*h.shape[:-1], len(m)),
+    "bmm": lambda h, m: torch.bmm(
+        h.reshape(len(h), -1, h.shape[-1]), m.T.expand(len(h), *m.T.shape)
+    ).view(*h.shape[:-1], len(m)),
+    "row by row": lambda h, m: torch.stack([m @ row for row in h.reshape(-1, h.shape[-1])]).view(
+        *h.shape[:-1], len(m)
+    ),
+    "conv1d": lambda h, m: F.conv1d(h.reshape(-1, h.shape[-1], 1), m[..., None]).view(
+        *h.shape[:-1], len(m)
+    ),
+}
+
+
+def other_width(program: Program) -> tuple[int, int]:
+    old, new = program.width, program.random.choice(WIDTHS)
+    program.width = new
+    return old, new
+
+
+def product(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return rows times a matrix that is viewed and stored in some way."""
+    pick = program.random
+    old, new = other_width(program)
+    turned = pick.random() < 0.5
+    home, own = program.matrix(part, (old, new) if turned else (new, old))
+    views = pick.choices((EXACT, CHANGED, FIXED), (10, 2, 1))[0]
+    view, how = pick.choice(list(views)), pick.choice(list(PRODUCTS))
+    program.described[-1] += f" {how} of {view}{' turned' if turned else ''}, {own} {old}>{new}"
+
+    def move(h: Tensor) -> Tensor:
+        p = getattr(home, own)
+        matrix = views[view](p.T if turned and view != "p.to" else p)
+        matrix = matrix.T if turned and view == "p.to" else matrix
+        out = PRODUCTS[how](h, matrix)
+        if views is not EXACT or how == "addmm 2":
+            return out
+        return program.note(p, 0 if turned else 1, h, out)
+
+    return move
+
+
+def chunks(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return products with some rows, or some columns, of a matrix each."""
+    old, new = other_width(program)
+    home, own = program.matrix(part, (new, old))
+    by_rows = program.random.random() < 0.6
+    program.described[-1] += f" {'rows' if by_rows else 'columns'} of {own}"
+
+    def move(h: Tensor) -> Tensor:
+        p = getattr(home, own)
+        if by_rows:
+            parts = [F.linear(h, p[:1]), h @ p[1:].T]
+            noted = [program.note(p, 1, h, out, i) for i, out in enumerate(parts)]
+            return torch.cat(noted, -1)
+        return F.linear(h[..., :1], p[:, :1]) + h[..., 1:] @ p[:, 1:].T
+
+    return move
+
+
+def layer(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return a call of nn.Linear, perhaps used again by a call with its parameters."""
+    pick = program.random
+    old, new = other_width(program)
+    linear = nn.Linear(old, new, bias=pick.random() < 0.5)
+    part.add_module(name, linear)
+    program.known.append((linear, "weight"))
+    again = pick.choice(["", "", "module", "linear", "no bias", "turned", "forward"])
+    if again in ("module", "linear", "no bias", "forward") and old != new:
+        again = ""
+    if again == "turned":
+        program.width = old
+    program.described[-1] += f" {name} {old}>{new}, bias {linear.bias is not None}, again {again}"
+
+    def move(h: Tensor) -> Tensor:
+        w, b = linear.weight, linear.bias
+        out = program.note(w, 1, h, linear(h), bias=True)
+        if not again:
+            return out
+        h = out.tanh()
+        if again == "turned":
+            return program.note(w, 0, h, F.linear(h, w.T))
+        calls = {
+            "module": lambda: linear(h),
+            "forward": lambda: linear.forward(h),
+            "linear": lambda: F.linear(h, w, b),
+            "no bias": lambda: F.linear(h, w),
+        }
+        return program.note(w, 1, h, calls[again](), bias=again != "no bias")
+
+    return move
+
+
+def table(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return a sum with rows of a table: of positions, or of picked rows."""
+    pick = program.random
+    how = pick.choice(["+", "reversed +", "-", "+=", "embedding", "[]", "[-1]", "index_select"])
+    home, own = program.matrix(part, (POSITIONS, program.width))
+    program.described[-1] += f" {how} {own}"
+
+    def move(h: Tensor) -> Tensor:
+        p = getattr(home, own)
+        if how in ("+", "reversed +", "-", "+="):
+            if h.dim() < 3:
+                return h
+            sign = -1 if how == "-" else 1
+            if how == "+=":
+                out = h.clone()
+                out += p
+            else:
+                out = {"+": h + p, "reversed +": p + h, "-": h - p}[how]
+            at = torch.arange(POSITIONS).expand(h.shape[:-1])
+            return program.note(p, 0, one_hot(at, p), out, sign=sign)
+        at = torch.arange(len(h)) % POSITIONS - int(how == "[-1]")
+        rows = {
+            "embedding": lambda: F.embedding(at, p),
+            "index_select": lambda: p.index_select(0, at),
+        }.get(how, lambda: p[at])()
+        rows = program.note(p, 0, one_hot(at, p), rows)
+        return h + (rows if h.dim() == 2 else rows[:, None])
+
+    return move
+
+
+def stack(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return a mixture of products with matrices of a stack."""
+    old, new = other_width(program)
+    part.register_parameter(name, nn.Parameter(torch.randn(2, new, old) / 2))
+    how = program.random.choice(["each", "one", "bmm"])
+    program.described[-1] += f" {how} of {name}"
+
+    def move(h: Tensor) -> Tensor:
+        p = getattr(part, name)
+        if how == "bmm":
+            flat = h.reshape(-1, h.shape[-1])
+            out = torch.bmm(torch.stack([flat, flat.tanh()]), p.mT)
+            outs = [
+                program.note(p, 1, a, out[i], block=i) for i, a in enumerate((flat, flat.tanh()))
+            ]
+            return (outs[0] + outs[1]).view(*h.shape[:-1], new)
+        blocks = (0, 1) if how == "each" else (1,)
+        return sum(program.note(p, 1, h, F.linear(h, p[i]), block=i) for i in blocks)
+
+    return move
+
+
+def joined(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return rows times a matrix that is made of two parameters."""
+    pick = program.random
+    n = program.width
+    (one, a), (other, b) = program.matrix(part, (n, n)), program.matrix(part, (n, n))
+    how = pick.choice(["a @ b", "a + a @ b", "linear(a, b)", "a + b", "a * b", "cat"])
+    program.described[-1] += f" {how}: {a}, {b}"
+
+    def move(h: Tensor) -> Tensor:
+        p, q = getattr(one, a), getattr(other, b)
+        if how == "cat":
+            return F.linear(h, torch.cat([p[:1], q[1:]]))
+        made = {
+            "a @ b": lambda: p @ q,
+            "a + a @ b": lambda: p + p @ q,
+            "linear(a, b)": lambda: F.linear(p, q),
+            "a + b": lambda: p + q,
+            "a * b": lambda: p * q,
+        }[how]()
+        return F.linear(h, made)
+
+    return move
+
+
+def penalty(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return the rows as they are; a term of the loss uses a matrix without rows."""
+    home, own = program.random.choice(program.known or [program.matrix(part, (3, 4))])
+    how = program.random.choice(["square", "gram", "mean", "bias"])
+    program.described[-1] += f" {how} {own}"
+
+    def term() -> Tensor:
+        p = getattr(home, own)
+        return {
+            "square": lambda: p.square().sum(),
+            "gram": lambda: (p @ p.T).square().sum(),
+            "mean": lambda: F.linear(p, p).mean(),
+            "bias": lambda: (
+                p.sum() if getattr(home, "bias", None) is None else home.bias.square()
+            ).sum(),
+        }[how]()
+
+    program.penalties.append(term)
+    return lambda h: h
+
+
+def idle(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return the rows as they are; a matrix is used without a gradient."""
+    home, own = program.matrix(part, (program.width, program.width))
+    kept = program.random.random() < 0.5
+
+    def move(h: Tensor) -> Tensor:
+        if kept:
+            F.linear(h, getattr(home, own))  # nothing uses the result
+            return h
+        with torch.no_grad():
+            shift = h @ getattr(home, own)
+        return h + shift
+
+    return move
+
+
+def nested(program: Program, part: Part, name: str, depth: int) -> Move:
+    child = Part(program, depth + 1)
+    part.add_module(name, child)
+    return child
+
+
+def convolution(program: Program, part: Part, name: str, depth: int) -> Move:
+    """Return a convolution over positions, perhaps with another padding than its own."""
+    pick = program.random
+    old, new = other_width(program)
+    size = pick.choice([1, 3])
+    conv = nn.Conv1d(old, new, size, padding=size // 2, bias=False)
+    part.add_module(name, conv)
+    by_call = pick.random() < 0.5
+
+    def move(h: Tensor) -> Tensor:
+        x = h.mT if h.dim() == 3 else h[..., None]
+        padded = F.pad(x, (size // 2, size // 2))
+        out = F.conv1d(padded, conv.weight) if by_call else conv(x)
+        patches = padded.unfold(2, size, 1).movedim(1, 2).flatten(2)
+        out = program.note(conv.weight, 1, patches, out.mT, block=None)
+        return out if h.dim() == 3 else out[:, 0]
+
+    return move
+
+
+FLAT = [product, product, product, product, chunks, layer, layer, table, stack, joined, penalty]
+FLAT += [idle, convolution]
+KINDS = [*FLAT, nested, nested, nested]
+
+
+# ---- what is around a move
+
+
+def reentrant(program: Program, move: Move) -> Move:
+    return checkpointed(program, move, use_reentrant=True)
+
+
+def not_reentrant(program: Program, move: Move) -> Move:
+    return checkpointed(program, move, use_reentrant=False)
+
+
+def checkpointed(program: Program, move: Move, use_reentrant: bool) -> Move:
+    def after(h: Tensor) -> Tensor:
+        if program.notes is not None or not torch.is_grad_enabled():
+            return move(h)
+        return checkpoint(move, h, use_reentrant=use_reentrant)
+
+    return after
+
+
+def twice(program: Program, move: Move) -> Move:
+    def both(h: Tensor) -> Tensor:
+        first = move(h)
+        return move(first) if first.shape == h.shape else first
+
+    return both
+
+
+def in_place(program: Program, move: Move) -> Move:
+    def after(h: Tensor) -> Tensor:
+        out = move(h)
+        return out if out is h else out.tanh_()
+
+    return after
+
+
+def in_parts(program: Program, move: Move) -> Move:
+    return lambda h: torch.cat([move(h[:2]), move(h[2:])])
+
+
+def evaluated(program: Program, move: Move) -> Move:
+    def after(h: Tensor) -> Tensor:
+        with torch.no_grad():
+            move(h)
+        return move(h)
+
+    return after
+
+
+WRAPS = [None, None, None, reentrant, not_reentrant, twice, in_place, in_parts, evaluated]
