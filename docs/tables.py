@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "benchmarks/results", ROOT / "docs/results"
 REFERENCE = ROOT / "docs/reference"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
-OURS, OTHERS, PALE = "#3f51b5", "#9e9e9e", "#c5cae9"
 
 
 class Contest(NamedTuple):
@@ -434,123 +433,6 @@ def conflicts() -> str:
     return table.replace("--:", ":--")
 
 
-# ---- plots ----
-
-
-def plot_convergence(plt: Any) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 5.2), sharey=True, layout="constrained")
-    names = ["KFACAdam", "KFACMuon", "SOAP", "Muon"]
-    colours = [OURS, "#7986cb", "#bdbdbd", "#757575"]
-    for axis, which, title in zip(axes, (0, 1), ("steps", "seconds"), strict=True):
-        for k, (name, colour) in enumerate(zip(names, colours, strict=True)):
-            found = [reached(contest, CONTESTANTS[name]) for contest in CONTESTS]
-            places = [i + 0.19 * (k - 1.5) for i, x in enumerate(found) if x]
-            axis.barh(places, [x[which] for x in found if x], 0.17, color=colour, label=name)
-        axis.axvline(1, color="black", linewidth=1)
-        axis.set_xlabel(f"{title} to the baseline's loss; the baseline takes 1")
-    labels = [f"{contest.title}\n{contest.baseline}" for contest in CONTESTS]
-    axes[0].set_yticks(range(len(CONTESTS)), labels, fontsize=8)
-    axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    _save(plt, figure, PAGES / "convergence.png")
-
-
-def plot_rates(plt: Any) -> None:
-    """Draw the last loss over the learning rate; a dot marks the best one."""
-    for file, panels in RATES.items():
-        lines = 1 + (len(panels) > 4)
-        columns = -(-len(panels) // lines)
-        size = 2.75 * columns, 2.5 * lines
-        figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained")
-        for axis, (base, ours, task) in zip(axes.flat, panels, strict=True):
-            for name, colour, style in ((base, OTHERS, "--"), (ours, OURS, "-")):
-                found = {lr: loss for lr, loss in curve(task, name).items() if loss < math.inf}
-                axis.plot(list(found), list(found.values()), style, color=colour, label=name)
-                axis.plot(best(found), min(found.values()), "o", color=colour)
-            axis.set(xscale="log", yscale="log")
-            axis.set_title(RATED[task], fontsize=9)
-            axis.legend(fontsize=7)
-            axis.minorticks_off()
-            low, high = axis.get_ylim()
-            axis.set_yticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
-        figure.supxlabel("learning rate", fontsize=9)
-        figure.supylabel("loss at the end", fontsize=9)
-        _save(plt, figure, ROOT / f"docs/images/{file}.png")
-
-
-def plot_step_time(plt: Any) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    colours = [OURS, PALE, OTHERS]
-    for axis, network in zip(axes, ("resnet32", "transformer"), strict=True):
-        for k, (label, colour) in enumerate(zip(STEPS, colours, strict=True)):
-            name = STEPS[label]
-            found = [ratio(network, machine, "10/100", name) or 0 for machine in MACHINES]
-            places = [i + 0.17 * (k - 1) for i in range(len(found))]
-            axis.bar(places, found, 0.15, color=colour, label=label)
-        axis.axhline(1, color="black", linewidth=1)
-        axis.set_xticks(range(len(MACHINES)), MACHINES)
-        axis.set_ylabel("time of a step; SGD's is 1")
-        axis.set_title({"resnet32": "ResNet-32"}.get(network, network))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
-    _save(plt, figure, PAGES / "step_time.png")
-
-
-def plot_bytes(plt: Any) -> None:
-    figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for kind, scheme, colour in ((0, "ours", OURS), (1, "papers", OTHERS)):
-        points = []
-        for name in traffic.STRATEGIES:
-            found = traffic.schemes("BERT-Large", name, 64, *traffic.INTERVALS[0])[scheme]
-            keeps = fullest("BERT-Large", name)[kind]
-            points.append((traffic.mean(found) / 1e9, keeps / 1e9))
-        label = "kaisa_optim" if kind == 0 else "the papers' scheme"
-        axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
-        for name, point in zip(traffic.STRATEGIES, points, strict=True):
-            axis.annotate(name, point, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axis.set_xlim(0, 2.8)
-    axis.set_ylim(0, 9.5)
-    axis.set_xlabel("GB that arrive at a rank in a step")
-    axis.set_ylabel("GB of K-FAC's state on the fullest rank")
-    axis.legend()
-    _save(plt, figure, PAGES / "memory_traffic.png")
-
-
-def draw_strategies(plt: Any) -> None:
-    """Draw which of four ranks does what for each of four layers."""
-    kinds = {"owner and worker": OURS, "worker": "#9fa8da", "receiver": "#eeeeee"}
-    # The workers of each layer; the first one owns its factors.
-    chosen: dict[str, list[tuple[int, ...]]] = {
-        "layer_wise": [(0,), (1,), (2,), (3,)],
-        "hybrid": [(0, 2), (1, 3), (2, 0), (3, 1)],
-        "opt": [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (3, 0, 1, 2)],
-    }
-    for name, layers in chosen.items():
-        figure, axis = plt.subplots(figsize=(6.4, 2.4), layout="constrained")
-        for row, workers in enumerate(layers):
-            for rank in range(4):
-                kind = "worker" if rank in workers else "receiver"
-                kind = "owner and worker" if rank == workers[0] else kind
-                box = plt.Rectangle((rank, row), 0.94, 0.88, facecolor=kinds[kind])
-                axis.add_patch(box)
-                colour = "white" if kind == "owner and worker" else "black"
-                spot = rank + 0.47, row + 0.44
-                axis.text(*spot, kind, ha="center", va="center", fontsize=8, color=colour)
-        axis.set_xlim(0, 4)
-        axis.set_ylim(4, 0)
-        axis.set_xticks([i + 0.47 for i in range(4)], [f"rank {i}" for i in range(4)])
-        axis.set_yticks([i + 0.44 for i in range(4)], [f"layer {i}" for i in range(4)])
-        axis.xaxis.tick_top()
-        axis.tick_params(length=0)
-        for side in axis.spines.values():
-            side.set_visible(False)
-        _save(plt, figure, ROOT / f"docs/guides/{name}.png")
-
-
-def _save(plt: Any, figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m docs.tables", description="Write the tables and plots of docs/results."
@@ -561,16 +443,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (REFERENCE / "errors.md").write_text(errors())
     if parser.parse_args(arguments).errors:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     for path, page in pages():
         path.write_text(page)
     traffic.main(["--write", str(PAGES / "traffic.csv")])
-    for draw in (plot_convergence, plot_rates, plot_step_time, plot_bytes, draw_strategies):
-        draw(plt)
+    from docs import pictures
+
+    pictures.draw_all()
 
 
 if __name__ == "__main__":
