@@ -30,6 +30,7 @@ from .tap import (
     Call,
     Covers,
     Drawn,
+    FirstError,
     Inputs,
     Passage,
     Tap,
@@ -157,8 +158,7 @@ class Capture:
         self.counts = counts
         self._reduce = reduce
         self._precision = precision  # of float32 products
-        self._keep_errors = keep_errors  # hold an error until a step asks for it, and do not raise
-        self.error: Exception | None = None
+        self.errors = FirstError(holds=keep_errors)
         self.wanted = frozenset(layers)  # layers that gather in this step by their slot
         self.missing = set(layers)  # layers without an average that gather in any pass
         self.sample: Sample | None = None  # the rows of a pass that are read; None: all rows
@@ -176,7 +176,7 @@ class Capture:
         self._looked: int | None = None  # the backward pass that last ran _drop_gone
         # Layers with sums since the last reset, each with the tensors that hold its gradient.
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
-        self.witness = Witness(layers)
+        self.witness = Witness(layers, self.errors)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
         self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
@@ -254,7 +254,8 @@ class Capture:
 
         First, its uses are looked for once more.
         """
-        self.uses.sought |= self.witness.settle()
+        with self.errors:
+            self.uses.sought |= self.witness.settle()
         return bool(self.witness.unnamed)
 
     def reset(self) -> None:
@@ -265,7 +266,7 @@ class Capture:
         self._inputs.clear()
         self.backwards = self.draws = 0
         self.tapped = False
-        self.error = None
+        self.errors.error = None
         self.uses.reset()
         self._added.clear()
         self.was_paused = self._passes.paused > 0
@@ -454,12 +455,8 @@ class Capture:
                 self._sums.add(passage.layer, passage.forward_pass, passage.covers, None)
 
     def _backward(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
-        try:
+        with self.errors:
             self._record(call, x, grad)
-        except Exception as error:
-            if not self._keep_errors:
-                raise
-            self.error = self.error or error
 
     def _record(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         passage, drawing, drawn = call.passage, self._drawing, call.drawn
@@ -481,12 +478,10 @@ class Capture:
                     drawing[drawn] = passage.forward_pass, new
                 return
             self._reach(passage)
-            found = None
-            if call.gathers and drawn.ever:
-                found = drawn.take()
-            elif call.gathers:
-                found = layer.moments(x, grad, covers, how)
-            self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
+            moments = None
+            if call.gathers:
+                moments = drawn.take() if drawn.ever else layer.moments(x, grad, covers, how)
+            self._sums.add(layer, passage.forward_pass, covers, moments, drawn.ever)
             if call.gathers and covers[0]:
                 self.witness.add(layer, x, grad, covers, call.blocks)
 

@@ -156,6 +156,26 @@ def passage(layer: Layer, forward_pass: ForwardPass, covers: Covers, outer: int 
     return Passage(layer, forward_pass, anchor, own, covers, outer)
 
 
+class FirstError:
+    """Holds the first error of a block until the step asks for it.
+
+    If a rank raised an error of its backward pass alone, the others would wait.
+    """
+
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds  # else the error is raised at once
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not self._holds or not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
+
+
 def is_transformed() -> bool:
     """Return whether a torch.func transform runs, or a trace for TorchScript."""
     return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()

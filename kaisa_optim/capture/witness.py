@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.sharding import is_sharded
 from ..layers import Layer
 from .forward_pass import ForwardPass, graph_task
-from .tap import Covers, accumulates_into
+from .tap import Covers, FirstError, accumulates_into
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -91,7 +91,8 @@ class Hooks:
 class Witness:
     """Compares gradients with the calls that made them; results wait on the device."""
 
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[Layer], errors: FirstError) -> None:
+        self.errors = errors  # of comparisons, for the step
         self.due = {layer for layer in layers if layer.weight is not None}
         self.hooks = Hooks()
         self.named: set[str] = set()  # layers that a warning named
@@ -207,21 +208,22 @@ class Witness:
         return again
 
     @property
-    def strange(self) -> dict[str, float]:
+    def elsewhere(self) -> dict[str, float]:
         """Layers whose gradients have other sources, with these sources' share."""
         return {layer.name: share for layer, share in self._shares.items() if share > OTHER}
 
     @property
     def unnamed(self) -> set[str]:
         """Those of them that no warning has named."""
-        return self.strange.keys() - self.named
+        return self.elsewhere.keys() - self.named
 
 
 def _compare(witness: Any, layer: Any, part: int, grad: Tensor) -> None:
     """Compare, as a hook on a parameter; the hook keeps neither alive."""
     compared, of = witness(), layer()
     if compared is not None and of is not None:
-        compared.compare(of, part, grad)
+        with compared.errors:
+            compared.compare(of, part, grad)
 
 
 def _sent(share: Tensor) -> tuple[Tensor, Any]:

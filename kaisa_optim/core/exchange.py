@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
-from ..curvature.lengths import Blocks, Kept, Length, OfBase, Stepped, Sums, peaks_of
+from ..curvature.lengths import Blocks, BlockSums, Kept, Length, OfBase, Stepped, peaks_of
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
@@ -330,7 +330,7 @@ class GradientExchange:
         if gathered is None:
             sums = _sums(stacks, base, length)
         else:
-            sums = Sums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
+            sums = BlockSums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
         kept, present = _kept(groups, slots, sizes), _present(blocks, base)
         one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
         terms = length.give(one, base).split(sizes)
@@ -534,7 +534,7 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
     return torch.zeros_like(sharding.local(p)) if here is None else here
 
 
-def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
+def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> BlockSums:
     """Return the sums over each block that the length needs."""
     parameters = [*itertools.chain.from_iterable([stack.parameters for stack in stacks])]
     measured = former = weights = None
@@ -546,7 +546,7 @@ def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> Sums:
     if length.limits:
         own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
         weights = gradients.block_sums(stacks, own.get, squares=True)
-    return Sums(measured, former, weights)
+    return BlockSums(measured, former, weights)
 
 
 def _kept(groups: list[LayerGroup], slots: list[Slots], sizes: list[int]) -> Kept:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..errors import invalid_because
-from ..linalg.orthogonal import MuonStep
+from ..linalg.orthogonal import MuonSettings
 from .coverage import beside_matrices
 from .options import Group
 
@@ -21,10 +21,10 @@ def takes_muon(group: Group, p: Tensor) -> bool:
     return p.dim() >= 2 if group["use_muon"] is None else bool(group["use_muon"])
 
 
-def muon_step(group: Group) -> MuonStep:
+def muon_step(group: Group) -> MuonSettings:
     """Return the settings of a group's step from a momentum."""
     coefficients: Any = tuple(group["ns_coefficients"])
-    return MuonStep(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
+    return MuonSettings(coefficients, group["ns_steps"], group["eps"], group["adjust_lr_fn"])
 
 
 def excluded(group_of: Mapping[Tensor, Group], model: nn.Module) -> dict[Tensor, str]:

@@ -247,18 +247,18 @@ def name_layers_without_statistics(
             )
 
 
-def name_strange(
+def name_elsewhere(
     ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, witness: Witness
 ) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    if not agreed.strange:
+    if not agreed.elsewhere:
         return
     new: dict[str, float] = {}
-    for shares in ranks.gather_objects(witness.strange, "naming gradients with other sources"):
+    for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):
         for name, share in shares.items():
             if not states[name].elsewhere:
                 new[name] = max(share, new.get(name, 0.0))
-    witness.named.update(witness.strange)
+    witness.named.update(witness.elsewhere)
     for name, share in new.items():
         states[name].elsewhere = share
     if not new:

@@ -121,10 +121,11 @@ class Status:
         if loads:
             remedy = "only some ranks have loaded a state: call load_state_dict() on all of them"
             return RuntimeError(remedy), "loading"
-        error, doing = capture.error, "capturing"
+        held = capture.errors
+        error, doing = held.error, "capturing"
         if error is None:
             error, doing, self._failure = self._failure, "the base optimizer's step", None
-        capture.error = None
+        held.error = None
         return error, doing
 
     def check(
@@ -148,7 +149,7 @@ class Status:
             fisher.raise_half(self._ranks, draws, own)
         self._check_gradients(report, agreed)
         self._note_idle(agreed)
-        reports.name_strange(self._ranks, self._registry.states, agreed, capture.witness)
+        reports.name_elsewhere(self._ranks, self._registry.states, agreed, capture.witness)
         if not self.proven:
             self._compare_weights()
 
@@ -358,13 +359,14 @@ class Status:
 def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int]) -> StepReport:
     """Return the report of this rank's captures since the last step."""
     graded, all_sums = with_gradient(sections), sums.of_layer.values()
+    elsewhere, held = capture.compared(), capture.errors
     return StepReport(
-        failed=capture.error is not None,
+        failed=held.error is not None,
         captured=capture.backwards > 0 or capture.was_paused,
         has_gradients=any(graded),
         drawn=capture.draws > 0 or any([one.drawn for one in all_sums]),
         trained=any([one.trained for one in all_sums]),
-        strange=capture.compared(),
+        elsewhere=elsewhere,
         terms=sums.terms(),
         gradients=graded,
         rows=sums.rows(sections),

@@ -116,7 +116,7 @@ def _are_alike(values: list[Any]) -> bool:
     return len(set(values)) == 1
 
 
-class Sums(NamedTuple):
+class BlockSums(NamedTuple):
     """Sums over each block, ``[blocks]``."""
 
     measured: Tensor | None
@@ -131,7 +131,7 @@ class Stepped(NamedTuple):
     directions: list[Tensor]
     momenta: list[Tensor]  # divided by their peaks
     peaks: Tensor  # the momenta's largest absolute values
-    sums: Sums
+    sums: BlockSums
     kept: Kept
     present: Tensor | None  # blocks with a gradient; None: all
 

@@ -95,12 +95,12 @@ class ProductUse(SequenceRows, Use):
         known_a: Tensor | None = None,
     ) -> Moments:
         bare = covers[0], covers[1] and self.adds_bias
-        found = super().moments(x, grad, bare, how, known_a)
+        moments = super().moments(x, grad, bare, how, known_a)
         if bare == covers or not (self._crossed or known_a is None):
-            return found
-        moment = found.g if self._crossed else found.a  # the primary's A
+            return moments
+        moment = moments.g if self._crossed else moments.a  # the primary's A
         wider = torch.nn.functional.pad(moment, (0, 1) if moment.dim() == 2 else (0, 1, 0, 1))
-        return found._replace(g=wider) if self._crossed else found._replace(a=wider)
+        return moments._replace(g=wider) if self._crossed else moments._replace(a=wider)
 
 
 class ColumnsUse(ProductUse):

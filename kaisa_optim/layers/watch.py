@@ -118,8 +118,8 @@ class WatchMode(TorchFunctionMode):
             return None
         for layer in self._around.sharded & self.layers:
             if any(base is whole for whole in self._around.gathered(layer)):
-                self._layer_of[id(base)] = found = base, layer
-                return found
+                self._layer_of[id(base)] = base, layer
+                return base, layer
         return None
 
     def stands_in(self, value: Any, found: Found) -> None:

@@ -105,7 +105,7 @@ def orthogonalizer(
     return whole
 
 
-class MuonStep(NamedTuple):
+class MuonSettings(NamedTuple):
     """The settings of Muon's step from a momentum."""
 
     coefficients: Polynomial
@@ -114,7 +114,7 @@ class MuonStep(NamedTuple):
     adjust_lr_fn: str | None
 
 
-def muon_step(momentum: Tensor, how: MuonStep, in_half: bool) -> Tensor:
+def muon_step(momentum: Tensor, how: MuonSettings, in_half: bool) -> Tensor:
     """Return M made orthogonal, ``[k, g, a]``, of the length that ``adjust_lr_fn`` says."""
     at_once = max(1, _AT_ONCE // max(1, momentum[0].numel()))  # products take memory
     pieces = [_muon_step(some, how, in_half) for some in momentum.split(at_once)]
@@ -123,7 +123,7 @@ def muon_step(momentum: Tensor, how: MuonStep, in_half: bool) -> Tensor:
     return found.mul_(muon_scale(g, a, how.adjust_lr_fn))
 
 
-def _muon_step(momentum: Tensor, how: MuonStep, in_half: bool) -> Tensor:
+def _muon_step(momentum: Tensor, how: MuonSettings, in_half: bool) -> Tensor:
     x = momentum / torch.linalg.vector_norm(momentum, dim=(1, 2), keepdim=True).clamp(min=how.eps)
     tall = x.shape[1] > x.shape[2]
     wide = _towards_one(x.mT if tall else x, [how.coefficients] * how.steps, in_half)

@@ -27,7 +27,9 @@ class Notices:
 
     def __init__(self) -> None:
         self._of_settings = self._of_order = self._of_uses = False  # whether each was given
-        self._left: Any = None  # the parameters left over when their share was last looked at
+        # The layers without calls, the parameters without a layer, and which of all are trained,
+        # when coverage was last looked at.
+        self._looked: Any = None
 
     def look(self, optimizer: KFACMixin) -> None:
         """Warn of a setting that has no effect, or not the expected one."""
@@ -36,13 +38,8 @@ class Notices:
         if found:
             self._of_order = True
             agreement.warn(kfac.ranks, found)
-        left = reports.given_up(kfac.registry), kfac.registry.uncovered
-        found = ""
-        if left[0] and left != self._left and not self._of_uses and kfac.plan.exchanges:
-            self._left, found = left, reports.poor_coverage(reports.coverage(kfac.registry))
-        if found:
-            self._of_uses = True
-            agreement.warn(kfac.ranks, found)
+        if kfac.plan.exchanges and not self._of_uses:
+            self._look_at_uses(kfac)
         if self._of_settings:
             return
         found = _unread(optimizer)
@@ -51,6 +48,19 @@ class Notices:
         if found:
             self._of_settings = True
             agreement.warn(kfac.ranks, found)
+
+    def _look_at_uses(self, kfac: Preconditioner) -> None:
+        """Warn of much that is left, once no call of some layer was seen."""
+        registry = kfac.registry
+        trained = [p.requires_grad for p in registry.parameters]
+        looked = reports.given_up(registry), registry.uncovered, trained
+        if not looked[0] or looked == self._looked:
+            return
+        self._looked = looked
+        text = reports.poor_coverage(reports.coverage(registry))
+        if text:
+            self._of_uses = True
+            agreement.warn(kfac.ranks, text)
 
 
 def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> None:

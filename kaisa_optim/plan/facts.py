@@ -24,7 +24,7 @@ def widest(inputs: int, outputs: int) -> int:
     return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))
 
 
-class Shards(Protocol):
+class Division(Protocol):
     """How one parameter lies over the ranks."""
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class LayerFacts(NamedTuple):
     device: Hashable = None  # layers of one device travel together
     sections: int = 1  # counts of rows that ranks compare
     frozen: bool = False  # a frozen layer costs its numbers in the status exchange alone
-    shards: tuple[tuple[Shards, int], ...] = ()  # of its parameters, each with its itemsize
+    shards: tuple[tuple[Division, int], ...] = ()  # of its parameters, each with its itemsize
 
     @property
     def name(self) -> str:

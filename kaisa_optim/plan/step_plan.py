@@ -55,7 +55,7 @@ class StepReport(NamedTuple):
     checksum: int = 0  # of values that must be alike on all ranks
     terms: float = 0.0  # K of this rank
     lacks_half_products: bool = False
-    strange: bool = False  # a layer's gradient was found to have other sources than its rows
+    elsewhere: bool = False  # a layer's gradient was found to have other sources than its rows
     gradients: Sequence[bool] = ()  # whether each layer has a gradient
     stale: Sequence[float] = ()  # flags of the deferred layers' factors
     rows: Sequence[float] = ()  # number of rows of each section of each layer
@@ -88,7 +88,7 @@ class AgreedStep:
     trained: float = 0.0
     checksums: tuple[float, float] = (0.0, 0.0)  # sum of checksums, and sum of their squares
     lacks_half_products: float = 0.0
-    strange: float = 0.0
+    elsewhere: float = 0.0
     gradients: Mapping[str, float] = field(default_factory=dict)  # ranks with a gradient
     stale: Sequence[float] = ()
     rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section
@@ -109,7 +109,7 @@ class AgreedStep:
             totals[start:end] for start, end in itertools.pairwise([0, *starts])
         ]
         failed, captured, has_gradients, drawn, trained, checksum, terms, *flags_of_all = head
-        lacks, strange, squares = flags_of_all
+        lacks, elsewhere, squares = flags_of_all
         ends = list(itertools.accumulate(sections.values()))
         places = zip(sections, [0, *ends[:-1]], ends, strict=True)
         seen = {name: slice(*place) for name, *place in places if any(counts[slice(*place)])}
@@ -125,7 +125,7 @@ class AgreedStep:
             trained=trained,
             checksums=(checksum, squares),
             lacks_half_products=lacks,
-            strange=strange,
+            elsewhere=elsewhere,
             gradients=dict(zip(sections, flags, strict=True)),
             stale=stale,
             rows={name: list(counts[place]) for name, place in seen.items()},

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
+from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.core import exchange
 from kaisa_optim.core.preconditioner import Preconditioner
@@ -257,6 +258,28 @@ def test_an_exception_in_one_ranks_statistics(strategy: str, at: int, wrap: bool
         else:
             assert result.error.startswith("RuntimeError: K-FAC stops on all ranks")
             assert "rank 1: ValueError: planted" in result.error
+
+
+def _planted(*_: Any) -> None:
+    raise ValueError("planted")
+
+
+def raises_in_comparison(method: str, options: dict[str, Any]) -> Ended:
+    """One rank alone fails to compare a gradient, or to read what was compared."""
+    model = net()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    opt = optimizer(wrapped, **options)
+    one = dist.get_rank() == 1
+    with mock.patch.object(Witness, method, _planted) if one else nullcontext():
+        return attempt(model, lambda: learn(wrapped, opt, 0))
+
+
+@pytest.mark.parametrize("method", ["compare", "settle"])
+def test_an_exception_in_one_ranks_comparison(method: str) -> None:
+    first, second = run(2, raises_in_comparison, method, STRATEGIES["layer-wise"][1])
+    assert_alike([first, second])
+    assert second.error == "ValueError: planted" and not second.moved
+    assert first.error is not None and "rank 1: ValueError: planted" in first.error
 
 
 # ---- values of groups that come apart ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -92,6 +93,21 @@ def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
             loss_of(net(normal(6, 3))).backward()
             opt.step()
     assert len(caught) == 1
+
+
+def test_freezing_a_covered_layer_lets_coverage_be_looked_at_anew():
+    body = Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3))
+    net = seeded(lambda: nn.Sequential(body, nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1)))
+    opt = exact(net, factor_update_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(16):
+            net[1].requires_grad_(step < 8)
+            opt.zero_grad()
+            loss_of(net(normal(6, 3))).backward()
+            opt.step()
+            assert len(caught) == (step >= 8)
+    assert "0.w: 9, Body uses it in a way" in str(caught[0].message)
 
 
 def test_passes_that_do_not_gather_run_without_a_mode():

@@ -22,7 +22,7 @@ sizes = st.integers(1, 9)
 
 
 def muon(matrices: Tensor, *, steps: int = 5, in_half: bool = False, adjust: Any = None) -> Tensor:
-    how = orthogonal.MuonStep(POLYNOMIAL, steps, 1e-7, adjust)
+    how = orthogonal.MuonSettings(POLYNOMIAL, steps, 1e-7, adjust)
     return orthogonal.muon_step(matrices, how, in_half)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.moves import TensorSpec
-from ..lengths import SQUARE_SUM, Length, Sums
+from ..lengths import SQUARE_SUM, BlockSums, Length
 from ..stacks import LayerGroup
 from .base import StepValues, TriangleRule, triangles
 
@@ -40,7 +40,7 @@ class PolarRule(TriangleRule):
         super().__init__(dtype)
         self.length = length
         self.sizes = self.sizes._replace(
-            of_gradient=length.kept, terms=length.terms, shard_sums=len(Sums._fields)
+            of_gradient=length.kept, terms=length.terms, shard_sums=len(BlockSums._fields)
         )
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
