@@ -488,7 +488,7 @@ class Capture:
                 found = layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, found, drawn.ever)
             if call.gathers and covers[0]:
-                self.witness.add(layer, x, grad, covers, call.blocks)
+                self.witness.add(layer, passage, x, grad, call.blocks)
 
     def _reach(self, passage: Passage) -> None:
         """Note that a pass that trains comes to a layer."""
