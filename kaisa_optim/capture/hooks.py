@@ -483,7 +483,7 @@ class Capture:
                 moments = drawn.take() if drawn.ever else layer.moments(x, grad, covers, how)
             self._sums.add(layer, passage.forward_pass, covers, moments, drawn.ever)
             if call.gathers and covers[0]:
-                self.witness.add(layer, x, grad, covers, call.blocks)
+                self.witness.add(layer, passage, x, grad, call.blocks)
 
     def _reach(self, passage: Passage) -> None:
         """Note that a pass that trains comes to a layer."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.sharding import is_sharded
 from ..layers import Layer
 from .forward_pass import ForwardPass, graph_task
-from .tap import Covers, FirstError, accumulates_into
+from .tap import Covers, FirstError, Passage, accumulates_into
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -35,9 +35,8 @@ class _Seen:
     They make the gradients of its weight (0) and of its bias (1), each with some rounding.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        assert layer.weight is not None
-        matrix = layer.weight_view(layer.weight.detach()).flatten(2)
+    def __init__(self, layer: Layer, like: Tensor) -> None:
+        matrix = layer.weight_view(like.detach()).flatten(2)
         dtype = torch.promote_types(matrix.dtype, torch.float32)
         both = enumerate((matrix, matrix[..., 0]))
         self.made = {part: torch.zeros_like(like, dtype=dtype) for part, like in both}
@@ -134,31 +133,29 @@ class Witness:
     def starts(self, *gathering: Collection[Layer]) -> None:
         """Wait from the beginning of a pass for gradients of layers that a checkpoint runs."""
         for layer in self._early & self.due:
-            if layer.covers_now()[0] and any([layer in layers for layers in gathering]):
-                assert layer.weight is not None
-                self._wait_for(layer, layer.weight)
+            weight, gathers = layer.weight, any([layer in layers for layers in gathering])
+            if gathers and weight is not None and layer.covers_now()[0] and not is_sharded(weight):
+                self._wait_for(layer, weight)
 
     def _wait_for(self, layer: Layer, weight: Tensor) -> None:
         for part, parameter in enumerate((weight, layer.bias)):
             if (layer, part) not in self.hooks.handles and layer.covers_now()[part]:
-                assert parameter is not None
+                assert parameter is not None  # a shard's hook never runs
                 hook = functools.partial(_compare, weakref.ref(self), weakref.ref(layer), part)
                 self.hooks.handles[layer, part] = parameter.register_hook(hook)
 
-    def add(
-        self, call: Layer, x: Tensor | None, grad: Tensor, covers: Covers, blocks: slice
-    ) -> None:
-        """Add the rows of a call to those of its backward pass."""
+    def add(self, call: Layer, here: Passage, x: Tensor | None, grad: Tensor, at: slice) -> None:
+        """Add the rows of a call, of some blocks, to those of its backward pass."""
         layer = call.primary
         if (layer, 0) not in self.hooks.handles:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            self._seen[key] = _Seen(layer) if layer in self.due else None
+            self._seen[key] = _Seen(layer, here.anchor) if layer in self.due else None
         seen = self._seen[key]
         if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
-            self._results[layer].append((torch.ones(()), None))
-        elif seen is not None and (x is None or not seen.add(call, x, grad, covers, blocks)):
+            self._results.setdefault(layer, []).append((torch.ones(()), None))
+        elif seen is not None and (x is None or not seen.add(call, x, grad, here.covers, at)):
             self._seen[key] = None
 
     def compare(self, layer: Layer, part: int, grad: Tensor) -> None:
@@ -179,9 +176,13 @@ class Witness:
 
     def _compare(self, key: tuple[Layer, int | None], part: int, whole: Tensor) -> None:
         layer = key[0]
-        seen = self._seen[key] if key in self._seen else _Seen(layer)
-        if seen is not None:
-            self._results.setdefault(layer, []).append(_sent(seen.share(part, whole)))
+        if key not in self._seen:
+            share = whole.norm() / whole.norm()  # of zero: that tells nothing
+        elif (seen := self._seen[key]) is None:
+            return
+        else:
+            share = seen.share(part, whole)
+        self._results.setdefault(layer, []).append(_sent(share))
 
     def settle(self) -> set[Layer]:
         """Read what was compared since the last step; return layers to look for once more."""
