@@ -16,7 +16,8 @@ from ..core import reports
 from ..core.coverage import unwrapped
 from ..core.options import Group, Options
 from ..core.preconditioner import make_rule, sizes_of
-from ..core.registry import Registry, task_of
+from ..core.placements import task_of
+from ..core.registry import Registry
 from ..curvature.stacks import WITH_STREAMS
 from ..errors import invalid_because
 from ..plan.assignment import LayerWise
@@ -57,7 +58,7 @@ class Survey:
         self.registry.rebuild(self.registry.cover(groups, first=False), groups)
         if not self.registry.layers:
             raise reports.nothing_covered(self.registry)
-        if self.registry.sharded:
+        if self.registry.placements.sharded:
             why = (
                 '"auto" for parameters sharded by fully_shard, which are always layer-wise; leave '
                 "it out"
@@ -71,10 +72,12 @@ class Survey:
         gather, refresh = (n(0) if callable(n) else n for n in intervals)
         defers = self.rule.checks_later and device in WITH_STREAMS
         base, momenta = self._state()
+        placements = registry.placements
+        placements.find_facts(registry.layers.values())
         held: set[Tensor] = {*self.model.parameters(), *self.model.buffers()}
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return Case(
-            [registry.facts_of(layer) for layer in registry.layers.values()],
+            [*placements.facts.values()],
             sizes_of(self.rule, options),
             self.rule.work,
             (gather, refresh),
