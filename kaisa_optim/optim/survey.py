@@ -15,8 +15,8 @@ from ..comm.ranks import Ranks
 from ..core import reports
 from ..core.coverage import unwrapped
 from ..core.options import Group, Options
-from ..core.preconditioner import make_rule, sizes_of
 from ..core.placements import task_of
+from ..core.preconditioner import make_rule, sizes_of
 from ..core.registry import Registry
 from ..curvature.stacks import WITH_STREAMS
 from ..errors import invalid_because
