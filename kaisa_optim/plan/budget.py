@@ -41,3 +41,9 @@ def shown(size: float) -> str:
             number = size / one
             return f"{number:,.0f} {unit}" if abs(number) >= 99.95 else f"{number:.3g} {unit}"
     return f"{size:.0f} bytes"
+
+
+def mega(size: float) -> str:
+    """Return bytes as a number of megabytes, with three digits."""
+    number = size / 1e6
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"

@@ -14,7 +14,7 @@ from .budget import shown
 from .facts import LayerFacts
 from .hardware import Hardware
 from .moves import Sizes
-from .prices import Clock, Passes, StepTimes, Work
+from .prices import Clock, Passes, StepTimes, Work, milliseconds
 from .schedule import Schedule
 
 
@@ -191,9 +191,10 @@ class Choice:
         within = "" if limit is None else f" of those that fit into {shown(limit)}"
         if len(self.priced) == 1:
             return f"{best.candidate.title} is the only strategy, and needs {shown(best.needs)}"
+        step = milliseconds(best.step)
         return (
-            f"{best.candidate.title} has the shortest step{within}: {1e3 * best.step:.3g} ms on "
-            f"average, with {shown(best.needs)} on the fullest rank (estimated, ± "
+            f"{best.candidate.title} has the shortest step{within}: {step} ms on average, "
+            f"with {shown(best.needs)} on the fullest rank (estimated, ± "
             f"{100 * self.hardware.margin:.0f} %, for {self.hardware.name})"
         )
 

@@ -174,3 +174,9 @@ def _beside(quiet: Seconds, found: list[Seconds]) -> Seconds:
         for stage, seconds in one.items():
             total[stage] += seconds / len(found)
     return total
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds with three digits."""
+    ms = 1e3 * seconds
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"

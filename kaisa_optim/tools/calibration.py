@@ -19,7 +19,7 @@ from ..linalg import eigen, kronecker, products, roots
 from ..optim.family import KFACAdam
 from ..plan import hardware
 from ..plan.hardware import Hardware
-from .texts import milliseconds
+from ..plan.prices import milliseconds
 
 COMMENT = """\
 Written by kaisa calibrate.

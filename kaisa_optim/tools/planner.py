@@ -19,11 +19,11 @@ from ..optim.mixin import KFACMixin
 from ..optim.survey import Survey
 from ..plan import hardware
 from ..plan.assignment import make_grid
-from ..plan.budget import check_budget, shown
+from ..plan.budget import check_budget, mega, shown
 from ..plan.choice import Candidate, Choice, Priced, choose_among
-from ..plan.prices import Seconds
+from ..plan.prices import Seconds, milliseconds
 from .passes import passes_of
-from .texts import aligned, milliseconds
+from .texts import aligned
 
 Watch = Callable[[Sequence[Candidate]], Iterator[Candidate]]
 
@@ -162,7 +162,7 @@ class Plan:
             fits = "best" if one is best else "yes" if one in self.choice.fitting else "no"
             sizes = max(one.kfac), one.mean_kfac, max(one.momenta), one.needs
             times = [milliseconds(sum(x.values())) for x in one.times]
-            received = f"{fmean(one.received) / 1e6:,.3g}"
+            received = mega(fmean(one.received))
             rows.append([one.candidate.title, *map(shown, sizes), received, *times, fits])
         return rows
 

@@ -12,9 +12,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         cells = [first.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         yield "  ".join(cells).rstrip()
-
-
-def milliseconds(seconds: float) -> str:
-    """Return seconds as milliseconds with three digits."""
-    ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kaisa_optim.plan.budget import check_budget, shown
+from kaisa_optim.plan.budget import check_budget, mega, shown
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,7 @@ def test_bytes_as_people_write_them():
     sizes = {999: "999 bytes", 1e3: "1 kB", 12_345: "12.3 kB", 999_960_000: "1 GB"}
     sizes |= {123.4e6: "123 MB", 5.4e15: "5,400 TB", -2e9: "-2 GB"}
     assert {size: shown(size) for size in sizes} == sizes
+
+
+def test_megabytes_have_three_digits():
+    assert [mega(x) for x in (0, 12_345, 99.94e6, 5_432.1e6)] == ["0", "0.0123", "99.9", "5,432"]
