@@ -1,4 +1,4 @@
-"""Models to plan for, without their memory.
+"""plans.py: models to plan for, without their memory.
 
     kaisa plan examples.plans:bert_large --ranks 64 --memory 32GB --device v100
 
