@@ -45,7 +45,7 @@ $(VENV)/demo-ready: $(REQUIREMENTS)
 # The tests' and the tools' environment adds to it. On Linux the index has torchvision for CUDA's
 # torch only; beside another one it can't be imported, and neither can what looks for it.
 $(VENV)/all-ready: $(VENV)/demo-ready
-	$(INSTALL) --no-build-isolation --editable '.[applications,bench,dev,integrations,test]'
+	$(INSTALL) --no-build-isolation --editable '.[applications,bench,dev,integrations,test,tools]'
 	@$(BIN)/python -c 'import torchvision' 2>$(VENV)/torchvision.log || { \
 		echo "torchvision's wheel is not for this build of torch: leaving it out"; \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision; }

@@ -1,6 +1,14 @@
 """What to do about messages that do not end with it, by a part of their text."""
 
 REMEDIES = {
+    # plans
+    "are not known before a step": (
+        "Give grad_worker_fraction as a number. No plan can be made for this base."
+    ),
+    "is no TOML file": "Write the profile as those in kaisa_optim/plan/profiles.",
+    "the model can't be run with it on the meta device": (
+        "Give the arguments of the model's forward, or leave batch out."
+    ),
     # warnings
     "the base optimizer updates these": (
         "K-FAC knows no layer kind for these parameters, or skip_layers names them. Read "

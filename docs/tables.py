@@ -108,7 +108,10 @@ SECTIONS = {
     ),
     "The true Fisher": ("capture/fisher",),
     "Ranks": ("comm", "optim/join"),
-    "Assignment": ("plan",),
+    "Assignment": ("plan/assignment",),
+    "Plans": (
+        "optim/automatic", "optim/survey", "plan/budget", "plan/choice", "plan/hardware", "tools",
+    ),
     "Checkpoints": ("core/checkpoint", "optim/loading"),
     "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),

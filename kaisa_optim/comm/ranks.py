@@ -279,12 +279,14 @@ class Ranks:
 
     def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
         """Return items of one device and dtype together, up to the size that the user has set."""
-        return routes.buckets(
-            items,
-            lambda item: (item.device, item.dtype),
-            lambda item: (self.comm_dtype or item.dtype).itemsize,
-            self.bucket_bytes,
-            self.world,
+        return (
+            Bucket(some, self.world)
+            for some in routes.in_buckets(
+                items,
+                lambda item: (item.device, item.dtype),
+                lambda item: (self.comm_dtype or item.dtype).itemsize,
+                self.bucket_bytes,
+            )
         )
 
     def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:

@@ -16,11 +16,13 @@ import torch
 from ..checks import check_callable, check_flag, is_real, is_whole
 from ..errors import invalid, invalid_because
 from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
+from ..plan.budget import check_budget
 from ..plan.facts import WIDEST
 
 Check = Callable[[str, Any], Any]
 Group = dict[str, Any]  # one of the optimizer's param_groups
 DEFAULT = object()  # stands for an option's own default
+AUTO = "auto"  # the fraction is chosen by a plan
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -80,8 +82,9 @@ def _kl_clip(name: str, value: Any) -> float | None:
     return None if value is None else _real(_above_zero, must)(name, value)
 
 
-def _fraction(name: str, value: Any) -> float | None:
-    return None if value is None else check_fraction(value)
+def _fraction(name: str, value: Any) -> float | str | None:
+    automatic = isinstance(value, str) and value == AUTO
+    return value if value is None or automatic else check_fraction(value)
 
 
 _interval = _whole(1, "a whole number of steps, at least 1")
@@ -333,12 +336,18 @@ _STEP = (
            of_papers=True, guide=_FIRST_STEPS),
 )
 _RANKS = (
-    Option("grad_worker_fraction", None, "float | None", _fraction,
+    Option("grad_worker_fraction", None, "float | str | None", _fraction,
            "The share of the ranks that precondition a layer: the smaller, the less memory and "
-           "the more communication. None: all, or as assignment says."),
+           'the more communication. "auto": the fastest that memory_budget allows. None: all, or '
+           "as assignment says."),
+    Option("memory_budget", None, "int | float | str | None", check_budget,
+           "The memory of a rank for weights, gradients, the base's state and K-FAC's, without "
+           'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
+           'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
     Option("assignment", None, "WorkAssignment | str | None", _unchecked,
            '"layer-wise", "opt", "hybrid" or a WorkAssignment. None: "opt", or "hybrid" with '
-           "grad_worker_fraction."),
+           "grad_worker_fraction.",
+           conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan is to choose"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),
     Option("bucket_cap_mb", 25.0, "float", _real(_above_zero, "a number of MiB above 0"),
@@ -408,6 +417,16 @@ class Options:
             self._refuse_without_use(name, value)
         for name, value in asked.items():
             self._refuse_conflicts(name, value)
+        # The reason for a fraction that a plan has chosen.
+        self._settle("chosen", "")
+        if self.is_automatic:
+            return
+        if self.memory_budget is not None:
+            why = (
+                f"{self.memory_budget!r} with grad_worker_fraction={self.grad_worker_fraction!r}, "
+                'which has no use for it; give grad_worker_fraction="auto", or leave it out'
+            )
+            raise invalid_because("memory_budget", why)
         check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
 
     def checked(self, name: str, value: Any) -> Any:
@@ -465,6 +484,16 @@ class Options:
         values = {n: v for n, v in self.__dict__.items() if n in names}
         values["grad_scaler"] = None if self.grad_scaler is None else "given"
         return {name: "a callable" if callable(v) else v for name, v in values.items()}
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if a plan is to choose the assignment."""
+        return isinstance(self.grad_worker_fraction, str)
+
+    def choosing(self, assignment: WorkAssignment, reason: str) -> Options:
+        """Return a copy with the assignment that a plan has chosen, and the reason."""
+        values = {"assignment": assignment, "grad_worker_fraction": None, "chosen": reason}
+        return self.having(values)
 
     @property
     def strategy(self) -> WorkAssignment:

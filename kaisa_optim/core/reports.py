@@ -122,6 +122,8 @@ def describe(kfac: Preconditioner) -> str:
     registry = kfac.registry
     head = f"Preconditioner({how}, {kfac.steps} steps taken)"
     lines = [head, f"  {intervals}", f"  {coverage(registry).amount}"]
+    if options.chosen:
+        lines.append(f"  {options.chosen}")
     named = unwrapped(kfac.model).named_parameters()
     excluded = registry.excluded
     for title, entries in (

@@ -45,6 +45,11 @@ def narrow(matrices: Tensor) -> bool:
     return matrices.device.type == "cpu" and min(matrices.shape[1:]) <= _NARROW
 
 
+def polynomials_for(shorter: int) -> Sequence[Polynomial]:
+    """Return the polynomials for matrices by their shorter side."""
+    return _FROM_FURTHER if shorter > _FAR else _TOWARDS_ONE
+
+
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
 
@@ -60,8 +65,7 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
     wide = wide / norms.clamp_(min=_TINY)
-    polynomials = _FROM_FURTHER if wide.shape[1] > _FAR else _TOWARDS_ONE
-    found = _towards_one(wide, polynomials, in_half)
+    found = _towards_one(wide, polynomials_for(wide.shape[1]), in_half)
     return found.mT if tall else found
 
 

@@ -148,6 +148,13 @@ class BaseStep:
         """Return whether parameters of this group have a momentum."""
         return True
 
+    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
+        """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.
+
+        ``entry`` is the one that the base itself would make.
+        """
+        return 0, p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
+
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
     ) -> dict[Tensor, Any]:
@@ -382,6 +389,10 @@ class AnyStep(BaseStep):
 
     def keeps(self, group: Group) -> bool:
         return False  # as a rule, the base keeps one on all ranks
+
+    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
+        everywhere = sum(x.nbytes for x in entry.values() if isinstance(x, Tensor))
+        return everywhere, 0 if "exp_avg" in entry else p.nbytes
 
     def follow(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

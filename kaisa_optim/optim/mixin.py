@@ -18,7 +18,7 @@ from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..linalg import precision
-from . import arguments, bases, loading, notices
+from . import arguments, automatic, bases, loading, notices
 from .bases import gradients_of
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
 
@@ -73,6 +73,8 @@ class KFACMixin(Optimizer, Joinable):
         # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
         # and skip instead.
         self._step_supports_amp_scaling = False
+        if self._kfac_options.is_automatic:
+            self._kfac_options = automatic.settled(self)
         self.preconditioner = Preconditioner(
             self._kfac_model,
             self._kfac_options,

@@ -13,14 +13,14 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from . import routes
 from .assignment import Grid
 from .facts import LayerFacts
 from .moves import Sizes, gradient_buckets
 from .routes import cargo_bytes, grouped
-from .schedule import Schedule
+from .schedule import Schedule, Slots
 from .step_plan import SIDES, RefreshReport, StepPlan, StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
@@ -34,6 +34,28 @@ KEPT = (
     "counters",
 )
 MOVED = ("factors", "second_order", "gradients", "status")
+
+
+class PerSlot(NamedTuple):
+    """The bytes that arrive at each rank, lists by rank: in every step, or in a slot's steps."""
+
+    gradients: list[int]  # in every step
+    factors: dict[int, list[int]]  # by slot to gather
+    state: dict[int, list[int]]  # by slot to refresh
+    status: float  # the mean of a step, alike on all ranks
+
+    def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
+        """Return the bytes of a step by rank and kind, as a mean over whole intervals."""
+        got = {kind: [0.0] * len(self.gradients) for kind in MOVED}
+        got["gradients"] = list(map(float, self.gradients))
+        got["status"] = [self.status] * len(self.gradients)
+        for kind, slots, interval in (
+            ("factors", self.factors, factor_update_steps),
+            ("second_order", self.state, inv_update_steps),
+        ):
+            for sizes in slots.values():
+                got[kind] = [x + size / interval for x, size in zip(got[kind], sizes, strict=True)]
+        return _by_rank(got)
 
 
 @dataclass(frozen=True)
@@ -109,12 +131,9 @@ class Account:
         got = {kind: [0] * self.grid.world for kind in MOVED}
         got["gradients"] = list(self._gradients(plan.precondition))
         if self.grid.world > 1:
-            average, refresh = self._chosen(plan.average), self._chosen(plan.refresh)
             _add(got["status"], [self._status(plan)] * self.grid.world)
-            _add(got["factors"], self._sums(average))
-            size = sum(map(self._all_reduced, self._means(refresh)))
-            _add(got["second_order"], [size] * self.grid.world)
-            _add(got["second_order"], self._shared(refresh, plan))
+            _add(got["factors"], self._sums(self._chosen(plan.average)))
+            _add(got["second_order"], self._renewed(plan))
         return _by_rank(got)
 
     def per_step(
@@ -125,10 +144,31 @@ class Account:
         Where ranks learn of a refresh in the step after it, the mean is the most that it can be:
         these steps had no other exchange. Inverses that fail are left out.
         """
-        both = math.gcd(factor_update_steps, inv_update_steps)
-        together = factor_update_steps * inv_update_steps // both
+        slots = self.per_slot(schedule, factor_update_steps, inv_update_steps)
+        return slots.per_step(factor_update_steps, inv_update_steps)
+
+    def per_slot(
+        self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
+    ) -> PerSlot:
+        """Return the bytes that arrive at each rank in the slots of both intervals."""
         gathering = schedule.gathering_slots(factor_update_steps)
         refresh = schedule.refresh_slots(inv_update_steps)
+        several = self.grid.world > 1
+        return PerSlot(
+            self._gradients(self.names),
+            {n: self._sums(self._chosen(names)) for n, names in gathering.items() if several},
+            {n: self._renewed(self.plan(refresh=x)) for n, x in refresh.items() if several},
+            self._mean_status(gathering, refresh, factor_update_steps, inv_update_steps),
+        )
+
+    def _mean_status(
+        self, gathering: Slots, refresh: Slots, factor_update_steps: int, inv_update_steps: int
+    ) -> float:
+        """Return the bytes of numbers that ranks agree on in a step, as a mean."""
+        if self.grid.world == 1:
+            return 0.0
+        both = math.gcd(factor_update_steps, inv_update_steps)
+        together = factor_update_steps * inv_update_steps // both
         # A slot of the one kind meets one of the other once in ``together`` steps, or never.
         shares: dict[tuple[int | None, int | None], float]
         shares = {(g, None): 1 / factor_update_steps for g in gathering}
@@ -139,20 +179,15 @@ class Account:
                 shares[g, None] -= 1 / together
                 shares[None, r] -= 1 / together
         shares[None, None] = 1 - sum(shares.values())
-        mean = [dict.fromkeys((*MOVED, "total"), 0.0) for _ in range(self.grid.world)]
+        mean = 0.0
         for (at_g, at_r), share in shares.items():
-            if share > 1e-12:
-                average = () if at_g is None else gathering[at_g]
-                plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
-                for own, sizes in zip(mean, self.price(plan), strict=True):
-                    for kind, size in sizes.items():
-                        own[kind] += share * size
+            average = () if at_g is None else gathering[at_g]
+            plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
+            mean += share * self._status(plan)
         # Add what the step after a refresh exchanges, if the refresh was not checked at once.
         asked = [[name for name in renewed if name in self.defers] for renewed in refresh.values()]
         checks = [self._status(self.plan(answered=x)) - self._status(self.plan()) for x in asked]
-        for own, kind in itertools.product(mean, ("status", "total")):
-            own[kind] += sum(checks) / inv_update_steps
-        return mean
+        return mean + sum(checks) / inv_update_steps
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
         chosen = set(names)
@@ -178,21 +213,27 @@ class Account:
         world = self.grid.world
         got = [0] * world
         factors = itertools.chain(*(layer.factors for layer in average))
-        for bucket in routes.buckets(
+        for items in routes.in_buckets(
             factors,
             lambda factor: factor.layer.place,
             lambda factor: self.sizes.wire or factor.layer.itemsize,
             self.bucket_bytes,
-            world,
         ):
-            itemsize = bucket.items[0].layer.itemsize
-            scales = self._all_reduced(len(bucket.items) * itemsize) if self.sizes.scaled else 0
+            itemsize = items[0].layer.itemsize
+            scales = self._all_reduced(len(items) * itemsize) if self.sizes.scaled else 0
             # Every other rank sends its term of the part that this rank adds up.
             wire = (world - 1) * (self.sizes.wire or itemsize)
-            _add(got, [scales + wire * size for size in bucket.sizes])
-            for owner, size in bucket.passed_on.items():
+            sizes, passed_on = routes.added_up(routes.segments_of(items), world)
+            _add(got, [scales + wire * size for size in sizes])
+            for owner, size in passed_on.items():
                 got[owner] += size * itemsize
         return got
+
+    def _renewed(self, plan: StepPlan) -> list[int]:
+        """Return the bytes of a refresh: mean eigenvalues, and new state."""
+        refresh = self._chosen(plan.refresh)
+        size = sum(map(self._all_reduced, self._means(refresh)))
+        return [size + own for own in self._shared(refresh, plan)]
 
     def _means(self, refresh: list[LayerFacts]) -> Iterator[int]:
         """Yield the bytes of mean eigenvalues that the owners of A and of G tell each other."""

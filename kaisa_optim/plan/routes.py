@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 # Items are padded to this number of elements, and tensors to this number of bytes: views of any
 # dtype can begin there.
 _ALIGN = 16
+_owner = operator.itemgetter(0)  # of a segment
 
 
 class Sized(Protocol):
@@ -84,6 +86,26 @@ def cut(segments: tuple[tuple[int, int], ...], world: int) -> tuple[Shard, ...]:
     return tuple(pieces)
 
 
+@functools.lru_cache(maxsize=1024)
+def added_up(segments: tuple[tuple[int, int], ...], world: int) -> tuple[list[int], Counter[int]]:
+    """Return how much each rank adds up of a bucket, and how much owners get from other adders.
+
+    Nobody may change the answers, which are kept.
+    """
+    sizes, passed_on = [0] * world, Counter[int]()
+    for piece in cut(segments, world):
+        size = piece.stop - piece.start
+        sizes[piece.adder] += size
+        if piece.adder != piece.owner:
+            passed_on[piece.owner] += size
+    return sizes, passed_on
+
+
+def segments_of(items: Iterable[Sized]) -> tuple[tuple[int, int], ...]:
+    """Return owners and sizes of a bucket's items, as they lie in it: sorted by owner."""
+    return tuple(sorted([(item.owner, _padded(item.size)) for item in items], key=_owner))
+
+
 class Bucket(Generic[P]):
     """Items that travel together, and the way of each piece."""
 
@@ -101,17 +123,13 @@ class Bucket(Generic[P]):
         self.size = at
         self.pieces = cut(tuple(segments), world)
         self.to_add: list[list[Shard]] = [[] for _ in range(world)]  # by rank
-        self.sizes = [0] * world  # elements to add up, by rank
         self.owned = [(0, 0)] * world  # start and stop of each rank's items
-        self.passed_on: Counter[int] = Counter()  # elements that owners get from other adders
         for piece in self.pieces:
-            size = piece.stop - piece.start
             self.to_add[piece.adder].append(piece)
-            self.sizes[piece.adder] += size
             start, stop = self.owned[piece.owner]
             self.owned[piece.owner] = (start if stop else piece.start), piece.stop
-            if piece.adder != piece.owner:
-                self.passed_on[piece.owner] += size
+        # Elements to add up, by rank, and those that owners get from other adders.
+        self.sizes, self.passed_on = added_up(tuple(segments), world)
 
 
 class Moves(NamedTuple):
@@ -199,18 +217,16 @@ def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def buckets(
+def in_buckets(
     items: Iterable[P],
     place_of: Callable[[P], Hashable],
     itemsize_of: Callable[[P], int],
     bucket_bytes: int,
-    world: int,
-) -> Iterator[Bucket[P]]:
+) -> Iterator[list[P]]:
     """Yield items of one place together, up to ``bucket_bytes``."""
     for same in grouped(items, place_of).values():
         limit = bucket_bytes // itemsize_of(same[0])
-        for chunk in chunks(same, lambda item: item.size, limit):
-            yield Bucket(chunk, world)
+        yield from chunks(same, lambda item: item.size, limit)
 
 
 def side_by_side(total: int, senders: int, limit: int) -> int:

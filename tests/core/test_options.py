@@ -50,6 +50,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     "comm_dtype": ([torch.float32, "bfloat16"], "torch.bfloat16, torch.float16, or None"),
     "bucket_cap_mb": ([0, -1.0, NAN, INF, "25", None], "a number of MiB above 0"),
+    "memory_budget": ([0, -1, NAN, "4 apples", True], 'a text such as "80GB" or "4GiB"'),
     "grad_worker_fraction": ([-0.1, 1.5, "half", True], "between 0 and 1"),
     "assignment": (["layerwise"], "layer-wise"),
     "grad_scaler": (["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
@@ -96,6 +97,7 @@ USED: dict[str, Any] = {
     "kl_clip": 0.01,
     "grafting": True,
     "warmup_steps": 5,
+    "assignment": "opt",
 }
 CONFLICTS = [
     (option.name, conflict, value)

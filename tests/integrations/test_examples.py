@@ -65,3 +65,22 @@ def test_batch_scripts_start_the_applications_that_there_are(path):
         module = name.split()[0]
         assert importlib.util.find_spec("benchmarks") is not None
         assert (EXAMPLES.parent / "benchmarks" / "applications" / f"{module}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parameters"), [("bert_large", 64, 335e6), ("llama_7b", 512, 6.74e9)]
+)
+def test_large_models_are_planned_without_their_memory(name, ranks, parameters):
+    pytest.importorskip("transformers")
+    from kaisa_optim.tools import factories, plan
+
+    model, batch = factories.built(f"examples.plans:{name}")
+    found = plan(model, ranks, batch=batch)
+    assert all(p.is_meta for p in model.parameters())
+    assert found.choice.case.gradients == pytest.approx(4 * parameters, rel=0.01)
+    # A forward pass multiplies each weight of a linear layer once for each token.
+    passes = found.choice.case.passes.operations
+    assert passes == pytest.approx(6 * parameters * batch.numel(), rel=0.15)
+    least, most = found.choice.priced[0], found.choice.priced[-1]
+    assert max(least.kfac) < 0.05 * max(most.kfac)
+    assert found.nearest.needs < most.needs

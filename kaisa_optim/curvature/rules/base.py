@@ -16,6 +16,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, moments, products
 from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
+from ...plan.prices import Work
 from ..lengths import Length, OfBase
 from ..stacks import (
     AppliedFactors,
@@ -48,6 +49,7 @@ class Rule(ABC):
     """
 
     sizes: Sizes  # the tensors that it keeps and sends
+    work: Work  # its operations, which plans price
     more_damping: tuple[int, ...] = ()  # multiples for factors whose decomposition fails
     scale_free = False  # a scale of the loss changes nothing
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up

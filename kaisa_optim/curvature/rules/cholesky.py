@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
+from ...plan.prices import Work
 from ..stacks import Factor, Factors, LayerGroup, StackKey, by_place, stack_key
 from .base import StepValues, TriangleRule, triangles
 
@@ -17,6 +18,7 @@ class CholeskyRule(TriangleRule):
     """Multiply by damped inverses; ``split`` says how A and G share the damping."""
 
     sizes = triangles("inverse", "inverses")
+    work = Work("inverses", 1)
 
     def __init__(self, dtype: torch.dtype | None, split: str) -> None:
         super().__init__(dtype)

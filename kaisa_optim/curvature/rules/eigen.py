@@ -10,6 +10,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import eigen, kronecker
 from ...plan.moves import Sizes, TensorSpec
+from ...plan.prices import Work
 from ..stacks import AppliedFactors, LayerGroup, at
 from .base import DampingOf, Rule, StepValues, stored
 
@@ -19,6 +20,7 @@ _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 class EigenRule(Rule):
     """Divide by the eigenvalues' product, with the current damping."""
 
+    work = Work("eigenvectors", 2)
     sizes = Sizes(
         (
             TensorSpec("values", "eigenvalues", "spectrum", "own"),

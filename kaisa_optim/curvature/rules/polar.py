@@ -17,6 +17,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.moves import TensorSpec
+from ...plan.prices import Work
 from ..lengths import SQUARE_SUM, BlockSums, Length
 from ..stacks import LayerGroup
 from .base import StepValues, TriangleRule, triangles
@@ -32,6 +33,7 @@ class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
     sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
+    work = Work("roots", 2, lambda shorter: len(orthogonal.polynomials_for(shorter)))
     scale_free = True
     more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
     wants_half_products = True

@@ -1,0 +1,182 @@
+"""The time of steps: products, decompositions and collectives of a plan, priced by a profile.
+
+Times are estimates. They are functions of the same slots, factors and bytes that a step executes,
+and need no tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .account import Account, PerSlot
+from .facts import LayerFacts
+from .hardware import Hardware
+from .routes import grouped
+from .schedule import Slots
+
+# The stages of a step, in their order.
+STAGES = (
+    *("passes", "statistics", "average gradients", "reduce", "decompose", "share"),
+    *("precondition", "hand out", "base step"),
+)
+_BACKWARD = 2 / 3  # share of the passes, under which averaged gradients travel
+# Times that each number of a gradient is read or written: by stacks, norms and scales of a
+# direction, and by the steps of the base.
+_TOUCHED, _TOUCHED_BY_BASE = 12, 6
+
+Seconds = dict[str, float]  # by stage
+
+
+class Work(NamedTuple):
+    """The operations of one rule, by their counts."""
+
+    decomposition: str  # the operation of a profile that makes a factor's state
+    two_sided: int  # products of a gradient with matrices of both sides
+    # Polynomials that make a gradient orthogonal, by its shorter side.
+    polynomials: Callable[[int], int] | None = None
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a model on one rank, as one batch tells."""
+
+    operations: float = 0.0  # of forward and backward
+    rows: Mapping[str, int] = field(default_factory=dict)  # that each layer sees
+
+
+class StepTimes(NamedTuple):
+    """Seconds of steps: of a quiet one, and means of those in a slot to gather or to refresh."""
+
+    quiet: Seconds
+    gathering: Seconds
+    refreshing: Seconds
+    mean: Seconds
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The seconds of an account's steps on some hardware."""
+
+    account: Account
+    hardware: Hardware
+    work: Work
+    passes: Passes
+    parameters: int  # bytes of the gradients that all ranks average
+
+    def times(
+        self, slots: PerSlot, gathering: Slots, refresh: Slots, intervals: tuple[int, int]
+    ) -> StepTimes:
+        """Return the times of steps; ``slots`` are the account's bytes in both kinds of slots."""
+        quiet = self.always(max(slots.gradients))
+        most = {n: max(sizes) for n, sizes in slots.factors.items()}
+        gathered = [self.gathering(names, most.get(n, 0)) for n, names in gathering.items()]
+        most = {n: max(sizes) for n, sizes in slots.state.items()}
+        renewed = [self.refreshing(names, most.get(n, 0)) for n, names in refresh.items()]
+        mean = dict(quiet)
+        for found, interval in zip((gathered, renewed), intervals, strict=True):
+            for stage, seconds in itertools.chain(*(one.items() for one in found)):
+                mean[stage] += seconds / interval
+        return StepTimes(quiet, _beside(quiet, gathered), _beside(quiet, renewed), mean)
+
+    # ---- stages ----
+
+    def always(self, arriving: int) -> Seconds:
+        """Return the stages of every step; gradients of ``arriving`` bytes are handed out."""
+        account, hardware, grid = self.account, self.hardware, self.account.grid
+        seconds = dict.fromkeys(STAGES, 0.0)
+        seconds["passes"] = self.passes.operations / hardware.flops
+        # Rings bring all but a share of the bytes twice, while the backward pass goes on.
+        averaged = 2 * self.parameters * (grid.world - 1) // grid.world
+        on_node = min(grid.world, hardware.ranks_per_node)
+        travels = hardware.transfer(averaged, grid.world, on_node)
+        hidden = _BACKWARD * seconds["passes"]
+        seconds["average gradients"] = max(0.0, travels - hidden)
+        columns = grouped(account.active, lambda x: x.placement.g % grid.columns).values()
+        seconds["precondition"] = max(map(self.precondition, columns), default=0.0)
+        calls = 2 * self._calls(arriving)
+        on_node = min(grid.columns, hardware.ranks_per_node)  # rows are neighbours
+        seconds["hand out"] = hardware.transfer(arriving, grid.columns, on_node, calls)
+        touched = _TOUCHED_BY_BASE * self.parameters
+        seconds["base step"] = touched / hardware.memory_bandwidth
+        return seconds
+
+    def gathering(self, names: Collection[str], arriving: int) -> Seconds:
+        """Return what a slot to gather adds: statistics, and their sums on the way to owners."""
+        grid, on_node = self.account.grid, self.hardware.ranks_per_node
+        calls = self._calls(arriving)
+        sent = self.hardware.transfer(arriving, grid.world, min(grid.world, on_node), calls)
+        return {"statistics": self.row_products(names), "reduce": sent}
+
+    def refreshing(self, names: Collection[str], arriving: int) -> Seconds:
+        """Return what a slot to refresh adds: decompositions, and their results on the way."""
+        grid, hardware = self.account.grid, self.hardware
+        on_node = max(1, min(grid.workers, hardware.ranks_per_node // grid.columns))
+        calls = 2 * self._calls(arriving)
+        sent = hardware.transfer(arriving, grid.workers, on_node, calls)
+        return {"decompose": max(self.decompose(names), default=0.0), "share": sent}
+
+    def row_products(self, names: Collection[str]) -> float:
+        """Return the seconds of products of these layers' rows, on each rank."""
+        chosen, products = frozenset(names), self.hardware.times["products"]
+        total = 0.0
+        for layer in self.account.active:
+            rows = self.passes.rows.get(layer.name, 0)
+            if rows and layer.name in chosen:
+                for f in layer.factors:
+                    if not f.diagonal:
+                        side = (f.n * f.n * rows) ** (1 / 3)
+                        total += products.seconds(side, layer.task.blocks)
+        return total
+
+    def decompose(self, names: Collection[str]) -> list[float]:
+        """Return the seconds of each rank that has factors of these layers to decompose."""
+        chosen, times = frozenset(names), self.hardware.times[self.work.decomposition]
+        counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for layer in self.account.active:
+            for f in layer.factors if layer.name in chosen else ():
+                if not f.diagonal:
+                    counts[f.owner][f.n] += layer.task.blocks
+        return [sum(times.seconds(n, k) for n, k in own.items()) for own in counts.values()]
+
+    def precondition(self, layers: Collection[LayerFacts]) -> float:
+        """Return the seconds of new gradients of these layers, on one of their workers."""
+        hardware, total = self.hardware, 0.0
+        floats = hardware.times["products"]
+        halves = hardware.times.get("half_products", floats)
+        for same in grouped(layers, lambda layer: layer.shape).values():
+            task, count = same[0].task, sum(layer.task.blocks for layer in same)
+            short, long = sorted((task.a, task.g))
+            for n, diagonal in ((task.a, task.diagonal_a), (task.g, task.diagonal_g)):
+                if not diagonal:
+                    side = (n * task.a * task.g) ** (1 / 3)
+                    total += self.work.two_sided * floats.seconds(side, count)
+            if self.work.polynomials is not None:
+                flat = (short * short * long) ** (1 / 3)
+                one = 2 * halves.seconds(flat, count) + halves.seconds(short, count)
+                total += self.work.polynomials(short) * one
+            size = count * task.a * task.g * same[0].itemsize
+            total += hardware.host + _TOUCHED * size / hardware.memory_bandwidth
+        return total
+
+    def _calls(self, size: int) -> int:
+        """Return the calls in which so many bytes travel, about."""
+        return -(-size // self.account.bucket_bytes)
+
+
+def _beside(quiet: Seconds, found: list[Seconds]) -> Seconds:
+    """Return a quiet step's seconds with the means of what slots add."""
+    total = dict(quiet)
+    for one in found:
+        for stage, seconds in one.items():
+            total[stage] += seconds / len(found)
+    return total
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds with three digits."""
+    ms = 1e3 * seconds
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"

@@ -1,0 +1,149 @@
+"""The command line: ``kaisa plan`` and its like, by typer and rich."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ..optim import family
+from ..optim.mixin import KFACMixin
+from ..plan import hardware
+from . import calibration, factories, pictures
+from .planner import Plan, plan
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-FAC on many ranks.")
+T = TypeVar("T")
+
+NOTHING_FITS, WRONG = 1, 2  # exit codes
+_SLOW = 2.0  # seconds, after which a bar shows how it goes
+_KFAC = {"KFACAdam", "KFACSGD", "KFACLAMB", "KFACMuon"}
+
+Ranks = Annotated[int, typer.Option(min=1, help="How many ranks.")]
+Device = Annotated[str, typer.Option(help="A hardware profile: its name, or a TOML file.")]
+Target = Annotated[str, typer.Argument(help="package.module:factory")]
+Args = Annotated[list[str], typer.Option("--arg", help="name=value for the factory; repeat it.")]
+Given = Annotated[
+    list[str], typer.Option("--option", help="name=value for the optimizer; repeat it.")
+]
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[None]:
+    """Print an error about an argument as one line, and exit with 2."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(WRONG) from None
+
+
+def watched(items: Sequence[T]) -> Iterator[T]:
+    """Yield items; show a bar on the terminal if they take longer than two seconds."""
+    console, begun = Console(stderr=True), time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("pricing", total=len(items), visible=False)
+        for item in items:
+            yield item
+            bar.update(task, advance=1, visible=time.monotonic() - begun > _SLOW)
+
+
+def optimizer_of(name: str) -> type[KFACMixin]:
+    """Return one of the family's classes, or K-FAC over a class of torch.optim."""
+    import torch
+
+    if name in _KFAC:
+        found: type[KFACMixin] = getattr(family, name)
+        return found
+    base = getattr(torch.optim, name.removeprefix("KFAC"), None)
+    if base is None:
+        names = ", ".join(sorted(_KFAC))
+        raise ValueError(f"no optimizer {name!r}; choose from {names}, or a class of torch.optim")
+    return family.with_kfac(base)
+
+
+def table(found: Plan) -> Table:
+    """Return a plan's table with the best row marked."""
+    head, *rows = found.cells()
+    shown = Table(*head, title=found.head, title_justify="left", title_style="")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        style = {"best": "bold green", "no": "dim"}.get(row[-1], "")
+        shown.add_row(*row, style=style)
+    return shown
+
+
+@app.command("plan")
+def plan_command(
+    factory: Target,
+    ranks: Ranks,
+    memory: Annotated[str, typer.Option(help='Of a rank: "80GB"; by default all it has.')] = "",
+    device: Device = "h100",
+    optimizer: Annotated[str, typer.Option(help="KFACAdam, KFACSGD, ...")] = "KFACAdam",
+    arg: Args = [],  # noqa: B006 (typer copies it)
+    option: Given = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory against traffic here.")] = None,
+) -> None:
+    """Price every strategy for a model; exit with 1 if nothing fits.
+
+    The factory returns a model, or a model and one rank's input; it runs on the meta device.
+    """
+    with faults():
+        model, batch = factories.built(factory, arg)
+        kind, options = optimizer_of(optimizer), factories.values(option)
+        budget = memory or None
+        given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
+        found = plan(model, ranks, budget, optimizer=kind, **given, **options)
+    if plot is not None:
+        pictures.draw_plan(found, plot)
+    if as_json:
+        print(found.to_json())
+    else:
+        console = Console()
+        console.print(table(found))
+        console.print(found.reason, highlight=False)
+        for text in found.assumptions:
+            console.print(f"- {text}", style="dim", highlight=False)
+    if found.best is None:
+        raise typer.Exit(NOTHING_FITS)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("mine.toml"),
+    ranks: Ranks = 2,
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda".')] = "cpu",
+    check: Annotated[
+        Path | None, typer.Option(help="Print this profile's times beside measured ones.")
+    ] = None,
+) -> None:
+    """Measure this machine in under two minutes, and write a hardware profile."""
+    with faults():
+        known = None if check is None else hardware.load(check)
+        measured = calibration.measure(device, ranks, watched)
+    if known is None:
+        out.write_text(hardware.text(measured, calibration.COMMENT))
+        print(f"profile: {out}")
+        return
+    shown = Table("operation", "size", "profile ms", "measured ms", "error")
+    for row in calibration.compare(known, measured):
+        shown.add_row(*row)
+    Console().print(shown)
+
+
+@app.command()
+def profiles() -> None:
+    """List the hardware profiles of this package, with their sources."""
+    for path in sorted(hardware.PROFILES.glob("*.toml")):
+        found = hardware.load(path.stem)
+        print(json.dumps({"name": found.name, "title": found.title, "sources": found.sources}))

@@ -1,0 +1,72 @@
+"""What a batch makes of a model: the operations of its passes, and the rows of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..core.placements import task_of
+from ..errors import invalid, invalid_because
+from ..layers import Layer
+from ..plan.prices import Passes
+
+_BACKWARD = 2  # operations of a backward pass, in forward passes
+
+
+def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float) -> Passes:
+    """Return what one batch costs; the forward pass runs on the meta device, without numbers.
+
+    ``batch`` is the model's input: a tensor, a tuple of arguments or a dict of them. ``fraction``
+    is the part of the examples that statistics are taken from.
+    """
+    args, kwargs = _arguments(_on_meta(batch))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    rows: dict[str, int] = {}
+    counter = FlopCounterMode(display=False)
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            handle = layer.module.register_forward_hook(_reader(layer, rows, fraction))
+            hooks.callback(handle.remove)
+        try:
+            with torch.no_grad(), counter, torch.device("meta"):
+                torch.func.functional_call(model, _on_meta(state), args, kwargs)
+        except Exception as error:
+            why = f"the model can't be run with it on the meta device: {error}"
+            raise invalid_because("batch", why) from error
+    return Passes((1 + _BACKWARD) * float(counter.get_total_flops()), rows)
+
+
+def _on_meta(values: Any) -> Any:
+    return tree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    must = "it must be a model's input: a tensor, a tuple of arguments, or a dict of them"
+    raise invalid("batch", batch, must)
+
+
+def _reader(layer: Layer, rows: dict[str, int], fraction: float) -> Any:
+    """Return a hook that adds the rows of a call: one for each vector of outputs."""
+    task = task_of(layer)
+    # Blocks of a convolution are groups of its outputs; blocks of attention share an output.
+    outputs_of_row = task.g * (1 if layer.intercepts() else task.blocks)
+
+    def read(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        tensors = [x for x in tree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        if tensors:
+            own = tensors[0].numel() // outputs_of_row
+            rows[task.name] = rows.get(task.name, 0) + max(1, round(fraction * own))
+
+    return read

@@ -1,0 +1,128 @@
+"""Times of steps, against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from kaisa_optim.plan import hardware
+from kaisa_optim.plan.account import Account
+from kaisa_optim.plan.assignment import (
+    Grid,
+    Hybrid,
+    LayerWise,
+    Opt,
+    Placement,
+    Task,
+    assign,
+    make_grid,
+)
+from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.moves import Sizes, TensorSpec
+from kaisa_optim.plan.prices import STAGES, Clock, Passes, Work, milliseconds
+from kaisa_optim.plan.schedule import Schedule
+from tests.plan.test_hardware import PLAIN
+
+HARDWARE = hardware.parse("x", PLAIN)
+SIZES = Sizes((TensorSpec("root", "roots"),), packed=True)
+POLAR = Work("roots", 2, lambda shorter: 3)
+TASKS = [Task(f"{i}", 200, 300) for i in range(8)]
+
+
+def clock(strategy, world, tasks=TASKS, work=POLAR, passes=None):
+    grid = make_grid(strategy, world)
+    places = assign(strategy, tasks, grid)
+    layers = [LayerFacts(task, places[task.name]) for task in tasks]
+    account = Account(layers, grid, SIZES)
+    parameters = sum(4 * layer.gradient for layer in layers)
+    return Clock(account, HARDWARE, work, passes or Passes(), parameters)
+
+
+def times(made, gather=10, refresh=20):
+    account = made.account
+    schedule = Schedule(account.layers, account.grid.world)
+    slots = account.per_slot(schedule, gather, refresh)
+    turns = schedule.gathering_slots(gather), schedule.refresh_slots(refresh)
+    return made.times(slots, *turns, (gather, refresh))
+
+
+def test_products_of_a_stack_by_hand():
+    layer = LayerFacts(Task("x", 200, 300), Placement(0, 0))
+    made = clock(LayerWise(), 1, [layer.task])
+    product = HARDWARE.times["products"].seconds
+    a, g = (200 * 200 * 300) ** (1 / 3), (300 * 200 * 300) ** (1 / 3)
+    polar = 3 * (2 * product(a) + product(200))  # the shorter side is A's
+    moved = HARDWARE.host + 12 * 4 * 200 * 300 / HARDWARE.memory_bandwidth
+    found = made.precondition([layer])
+    assert found == pytest.approx(2 * (product(a) + product(g)) + polar + moved)
+    inverse = clock(LayerWise(), 1, [layer.task], Work("inverses", 1))
+    assert inverse.precondition([layer]) == pytest.approx(product(a) + product(g) + moved)
+    diagonal = layer._replace(task=layer.task._replace(diagonal_a=True))
+    assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
+
+
+def test_the_busiest_rank_decomposes_for_all():
+    made = clock(LayerWise(), 3)
+    root = HARDWARE.times["roots"].seconds
+    found = made.decompose(made.account.names)
+    assert sorted(found) == pytest.approx(sorted([root(200, n) + root(300, n) for n in (3, 3, 2)]))
+    assert made.refreshing(made.account.names, 0)["decompose"] == max(found)
+
+
+def test_statistics_follow_the_rows():
+    rows = {task.name: 1000 for task in TASKS[:1]}
+    made = clock(Opt(), 4, passes=Passes(0.0, rows))
+    product = HARDWARE.times["products"].seconds
+    sides = [(n * n * 1000) ** (1 / 3) for n in (200, 300)]
+    assert made.row_products(["0", "1"]) == pytest.approx(sum(map(product, sides)))
+
+
+@pytest.mark.parametrize("world", [1, 4, 8])
+def test_strategies_differ_in_the_stages_that_they_should(world):
+    lw, half, opt = (times(clock(x, world)).mean for x in (LayerWise(), Hybrid(0.5), Opt()))
+    assert set(lw) == set(STAGES)
+    if world == 1:
+        assert lw == pytest.approx(opt)
+        assert lw["reduce"] == lw["hand out"] == lw["average gradients"] == 0
+        return
+    assert opt["hand out"] == 0 and lw["share"] == 0
+    assert 0 < half["share"] < opt["share"]
+    assert 0 < half["hand out"] < lw["hand out"]
+    assert lw["precondition"] < half["precondition"] < opt["precondition"]
+
+
+def test_the_mean_is_that_of_an_interval():
+    rows = {task.name: 500 for task in TASKS}
+    found = times(clock(Hybrid(0.5), 4, passes=Passes(1e9, rows)), 4, 8)
+    quiet, gathering, refreshing, mean = (sum(x.values()) for x in found)
+    assert 0 < quiet < min(gathering, refreshing)
+    made = clock(Hybrid(0.5), 4, passes=Passes(1e9, rows))
+    schedule = Schedule(made.account.layers, 4)
+    slots = len(schedule.gathering_slots(4)), len(schedule.refresh_slots(8))
+    added = slots[0] * (gathering - quiet) / 4 + slots[1] * (refreshing - quiet) / 8
+    assert mean == pytest.approx(quiet + added)
+
+
+def test_averaged_gradients_hide_behind_the_backward_pass():
+    plain = clock(Opt(), 4).always(0)["average gradients"]
+    some = clock(Opt(), 4, passes=Passes(1e7)).always(0)["average gradients"]
+    assert 0 < some < plain
+    assert clock(Opt(), 4, passes=Passes(1e15)).always(0)["average gradients"] == 0
+
+
+def test_ranks_of_one_row_are_on_one_node():
+    """Two neighbours hand gradients to each other by the faster link."""
+    made = clock(Hybrid(0.5), 4)
+    assert made.account.grid == Grid(4, 2)
+    arriving = 10**8
+    handed = made.always(arriving)["hand out"]
+    calls = 2 * 4  # 100 MB in buckets of 25 MiB, each passed on once
+    assert handed == pytest.approx(HARDWARE.transfer(arriving, 2, 2, calls))
+    shared = made.refreshing(["0"], arriving)["share"]
+    assert shared == pytest.approx(HARDWARE.transfer(arriving, 2, 1, calls))
+    assert shared > handed
+
+
+def test_milliseconds_have_three_digits():
+    assert [milliseconds(x) for x in (0.0, 1.2345e-4, 0.09994, 12.3456)] == [
+        *("0", "0.123", "99.9", "12,346"),
+    ]

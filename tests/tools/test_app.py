@@ -1,0 +1,109 @@
+"""The command line: tables, JSON, pictures, and exit codes for scripts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from kaisa_optim import KFACAdam, with_kfac
+from kaisa_optim.plan import hardware
+from kaisa_optim.tools import app, calibration, plan
+from tests.plan.test_hardware import PLAIN
+
+NET = "tests.tools.test_app:net"
+runner = CliRunner()
+
+
+def net(width=8):
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+    return model, torch.zeros(10, 6)
+
+
+def kaisa(*arguments):
+    return runner.invoke(app.app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_plan_is_a_table():
+    told = kaisa("plan", NET, "--ranks", 4, "--memory", "1GB", "--arg", "width=16")
+    assert told.exit_code == 0, told.output
+    with torch.device("meta"):
+        model, batch = net(16)
+    found = plan(model, 4, "1GB", batch=batch)
+    for cells in found.cells():
+        assert any(all(cell in line for cell in cells) for line in told.output.splitlines()), cells
+    assert " ".join(found.reason.split()) in " ".join(told.output.split())
+    assert "activations" in told.output
+
+
+def test_all_numbers_as_json():
+    arguments = ("--ranks", 2, "--json", "--optimizer", "RMSprop", "--option", "damping=0.1")
+    told = kaisa("plan", NET, *arguments)
+    assert told.exit_code == 0, told.output
+    values = json.loads(told.stdout)
+    assert values["optimizer"] == "KFACRMSprop" and values["ranks"] == 2
+    assert [one["strategy"] for one in values["strategies"]] == ["layer-wise", "opt"]
+
+
+def test_nothing_fits_and_scripts_hear_of_it(tmp_path):
+    path = tmp_path / "plan.png"
+    told = kaisa("plan", NET, "--ranks", 2, "--memory", "1k", "--plot", path)
+    assert told.exit_code == app.NOTHING_FITS == 1
+    assert "no strategy fits into 1 kB" in told.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no_module:x", "--ranks", 2), "no_module:x' can't be imported"),
+        ((NET, "--ranks", 2, "--device", "abacus"), "Invalid device: 'abacus'"),
+        ((NET, "--ranks", 2, "--memory", "lots"), "Invalid memory_budget: 'lots'"),
+        ((NET, "--ranks", 2, "--optimizer", "Magic"), "no optimizer 'Magic'; choose from KFACAdam"),
+        ((NET, "--ranks", 5, "--option", "grad_worker_fraction=0.3"), "does not divide 5"),
+        ((NET, "--ranks", 2, "--option", "dampng=1"), "unexpected keyword argument 'dampng'"),
+    ],
+)
+def test_faults_are_one_line_and_exit_with_2(arguments, said):
+    told = kaisa("plan", *arguments)
+    assert told.exit_code == app.WRONG == 2
+    assert said in told.output and "Traceback" not in told.output
+
+
+def test_optimizers_by_name():
+    assert app.optimizer_of("KFACAdam") is KFACAdam is app.optimizer_of("Adam")
+    assert app.optimizer_of("KFACNAdam") is with_kfac(torch.optim.NAdam)
+
+
+def test_profiles_say_their_sources():
+    told = kaisa("profiles")
+    found = [json.loads(line) for line in told.stdout.splitlines()]
+    names = [path.stem for path in sorted(hardware.PROFILES.glob("*.toml"))]
+    assert [one["name"] for one in found] == names
+    assert all(one["sources"] for one in found)
+
+
+def test_a_profile_is_written_and_checked(tmp_path, monkeypatch):
+    asked = []
+
+    def measure(device, ranks, watch):
+        asked.append((device, ranks))
+        return PLAIN
+
+    monkeypatch.setattr(calibration, "measure", measure)
+    path = tmp_path / "mine.toml"
+    told = kaisa("calibrate", "--out", path, "--ranks", 3)
+    assert told.exit_code == 0 and f"profile: {path}" in told.output
+    assert hardware.load(path) == hardware.parse("mine", PLAIN)
+    told = kaisa("calibrate", "--check", path)
+    assert told.exit_code == 0 and "measured ms" in told.output and "+0 %" in told.output
+    assert asked == [("cpu", 3), ("cpu", 2)]
+    assert kaisa("calibrate", "--check", "abacus").exit_code == 2
+
+
+def test_items_are_watched_one_by_one(monkeypatch):
+    monkeypatch.setattr(app, "_SLOW", 0.0)
+    assert list(app.watched(["a", "b"])) == ["a", "b"]

@@ -1,0 +1,76 @@
+"""Measured profiles: complete, and read back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kaisa_optim.plan import hardware
+from kaisa_optim.tools import calibration
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(calibration, "SIDES", {"cpu": (8, 16)})
+    monkeypatch.setattr(calibration, "_ENOUGH", 0.0)
+    monkeypatch.setattr(calibration, "_SMALL", 64)
+    monkeypatch.setattr(calibration, "_LARGE", 1 << 22)
+
+
+def test_a_machine_is_measured(short, tmp_path):
+    seen = []
+
+    def watch(items):
+        for item in items:
+            seen.append(item)
+            yield item
+
+    measured = calibration.measure("cpu", 2, watch)
+    assert {side for side, _ in seen} == {8, 16} and len(seen) == 8
+    path = tmp_path / "mine.toml"
+    path.write_text(hardware.text(measured, calibration.COMMENT))
+    found = hardware.load(path)
+    assert found.device == "cpu" and found.memory > 2**30
+    assert {kind: times.sides for kind, times in found.times.items()} == dict.fromkeys(
+        ("products", "roots", "eigenvectors", "inverses"), (8, 16)
+    )
+    assert 0 < found.inside.latency < 10 and found.inside.bandwidth > 0
+    same = {row[4] for row in calibration.compare(found, measured)}
+    assert same <= {"+0 %", "-0 %"}
+
+
+def test_operations_are_what_their_names_say():
+    rows = torch.randn(2, 40, 20, dtype=torch.float64)
+    stack = rows.mT @ rows / 40
+    found = {kind: function(stack) for kind, function in calibration.operations("cpu").items()}
+    eye = torch.eye(20, dtype=torch.float64)
+    assert torch.allclose(found["products"], stack @ stack)
+    assert torch.allclose(found["inverses"] @ (stack + 0.01 * eye), eye.expand(2, 20, 20))
+    scaled = stack / stack.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] + 0.01 * eye
+    root, good = found["roots"]
+    assert good.all() and torch.allclose(root @ scaled @ root, eye.expand(2, 20, 20), atol=1e-6)
+    values, vectors = found["eigenvectors"]
+    assert torch.allclose(vectors * values[:, None] @ vectors.mT, stack)
+
+
+def test_a_profile_beside_a_measurement(short):
+    measured = calibration.measure("cpu", 1)
+    known = hardware.load("cpu")
+    rows = list(calibration.compare(known, measured))
+    titles = [row[0] for row in rows]
+    assert titles.count("products") == 2
+    assert titles[-5:] == ["a small exchange", "a large exchange", "passes", "memory", "host"]
+    assert all(row[4].endswith(" %") for row in rows)
+
+
+def test_times_do_not_fall_as_sides_grow():
+    rows = [[8, 3.0, 1.0], [16, 2.0, 1.5], [32, 5.0, 0.5]]
+    assert calibration._rising(rows) == [[8, 3.0, 1.0], [16, 3.0, 1.5], [32, 5.0, 1.5]]
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda"])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match=f"Invalid device: '{device}'; it must be"):
+        calibration.measure(device, 1)

@@ -1,0 +1,40 @@
+"""Operations and rows of a batch, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kaisa_optim import KFACSGD
+from kaisa_optim.tools.passes import passes_of
+from tests.support.cluster import network
+
+
+def test_rows_and_operations_of_convolutions_and_linear_layers():
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
+    layers = KFACSGD(net, lr=0.1).preconditioner.layers.values()
+    batch = torch.zeros(8, 2, 5, 5)
+    found = passes_of(net, batch, layers, 1.0)
+    assert found.rows == {"0": 8 * 9, "2": 8}
+    forward = 2 * 8 * 9 * 4 * 18 + 2 * 8 * 36 * 5
+    assert found.operations == 3 * forward
+    assert passes_of(net, (batch,), layers, 0.25).rows == {"0": 18, "2": 2}
+    assert passes_of(net, {"input": batch}, layers, 1.0) == found
+
+
+def test_attention_sees_a_row_for_each_token():
+    net = network("tokens")
+    layers = KFACSGD(net, lr=0.1).preconditioner.layers.values()
+    rows = passes_of(net, torch.zeros(6, 3, dtype=torch.long), layers, 1.0).rows
+    assert rows.pop("head") == 6
+    assert set(rows.values()) == {18}
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    net = nn.Sequential(nn.Linear(4, 3))
+    layers = KFACSGD(net, lr=0.1).preconditioner.layers.values()
+    with pytest.raises(ValueError, match="Invalid batch: the model can't be run with it"):
+        passes_of(net, torch.zeros(2, 5), layers, 1.0)
+    with pytest.raises(ValueError, match=r"Invalid batch: 32; it must be a model's input"):
+        passes_of(net, 32, layers, 1.0)
