@@ -83,7 +83,7 @@ def resnet50() -> list[Task]:
 
 
 def bert_large(width: int = 1024, vocabulary: int = 30522) -> list[Task]:
-    """For pre-training; with a decoder of its own, since tied weights are left to the base."""
+    """For pre-training, with a decoder of its own."""
     sizes = {"word": vocabulary, "position": 512, "token_type": 2}
     tasks = [embedding(f"{name}_embeddings", size, width) for name, size in sizes.items()]
     for i in range(24):

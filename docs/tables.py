@@ -25,6 +25,7 @@ from docs.messages import Source
 from docs.remedies import REMEDIES
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.optim import arguments
+from kaisa_optim.plan.assignment import Hybrid, Task
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "benchmarks/results", ROOT / "docs/results"
@@ -335,6 +336,42 @@ def of_64_ranks() -> str:
     return traffic.table([*head, "memory of the fullest rank, MB", "papers"], rows)
 
 
+def gpt2() -> list[Task]:
+    tasks = [traffic.embedding("words", 50257, 768), traffic.embedding("places", 1024, 768)]
+    for i in range(12):
+        shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
+        tasks += [traffic.linear(f"{i}.{k}", *shape) for k, shape in enumerate(shapes)]
+    return tasks
+
+
+def llama_7b() -> list[Task]:
+    tasks = [traffic.embedding("words", 32000, 4096), traffic.linear("head", 4096, 32000, False)]
+    for i in range(32):
+        shapes = [*[(4096, 4096)] * 4, *[(4096, 11008)] * 2, (11008, 4096)]
+        tasks += [traffic.linear(f"{i}.{k}", *shape, False) for k, shape in enumerate(shapes)]
+    return tasks
+
+
+def calculator() -> str:
+    """Return weights, Adam's state, and K-FAC's with its momentum, on the mean rank, in GB."""
+    models = {
+        **{name: traffic.MODELS[name] for name in ("ResNet-50", "BERT-Large")},
+        **{"GPT-2": gpt2, "Llama-7B": llama_7b},
+    }
+    rows = []
+    for title, make in models.items():
+        weights = 4 * traffic.parameters(make())
+        sizes = [weights, 2 * weights]
+        for world in (8, 64):
+            for workers in (world, world // 4, 1):
+                kept = traffic.account(make(), Hybrid(workers / world), world).memory()
+                sizes.append(traffic.mean(kept) + weights * workers / world)
+        rows.append([title, *(f"{size / 1e9:#.3g}" for size in sizes)])
+    head = ["model, GB", "weights", "Adam's state"]
+    head += [f"{world} ranks: {name}" for world in (8, 64) for name in ("1", "1/4", f"1/{world}")]
+    return traffic.table(head, rows)
+
+
 def slow_lines() -> str:
     found = kept("network_cpu")["results"]
     rows = []
@@ -359,6 +396,7 @@ TABLES = {
         "memory": memory_limit,
         "findings": findings,
     },
+    ROOT / "docs/guides/memory.md": {"calculator": calculator},
     PAGES / "step_time.md": {"steps": step_times, "ranks": two_ranks},
     PAGES / "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
 }
