@@ -90,7 +90,7 @@ MASKED = {
 }
 MACHINES = {"EPYC, AVX-512": "", "EPYC, AVX2": "_avx2", "Xeon, AVX-512": "_intel"}
 STEPS = {
-    "KFACSGD": "KFACSGD",
+    "eigenvectors": "KFACSGD",
     "inverses": "KFACSGD, inverse",
     "kfac-pytorch": "kfac-pytorch",
 }
@@ -301,23 +301,6 @@ def step_times() -> str:
     return traffic.table(["network, machine", *STEPS], rows)
 
 
-def two_ranks() -> str:
-    rows = []
-    for machine, suffix in MACHINES.items():
-        found = kept(f"step_time_ranks_cpu_transformer{suffix}")["results"]
-        for name in ("SGD", "KFACSGD, layer-wise", "KFACSGD, opt"):
-            cells = []
-            for interval in ("10/100", "1/10"):
-                row = found[f"transformer {interval}"][name]
-                cells += [f"{row['growth']:.2f}", f"{row['beside']:.2f}"]
-            rows.append([f"{name}, {machine}", *cells])
-    head = ["", "10/100: growth", "of SGD's", "1/10: growth", "of SGD's"]
-    return traffic.table(head, rows)
-
-
-# ---- bytes ----
-
-
 def fullest(model: str, strategy: str) -> tuple[float, float]:
     """Return what the fullest of 64 ranks keeps, here and in the papers' scheme."""
     found = traffic.plan(model, strategy, 64)
@@ -397,7 +380,7 @@ TABLES = {
         "findings": findings,
     },
     ROOT / "docs/guides/memory.md": {"calculator": calculator},
-    PAGES / "step_time.md": {"steps": step_times, "ranks": two_ranks},
+    PAGES / "step_time.md": {"steps": step_times},
     PAGES / "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
 }
 
