@@ -25,6 +25,7 @@ from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
 from ..linalg.precision import statistics_precision, without_autocast
+from ..stages import stage
 from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, sequence_nr
 from .tap import (
     Call,
@@ -467,7 +468,7 @@ class Capture:
         how = PassSettings(self._reduce, dtype, call.blocks, call.part)
         in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
         precision = statistics_precision(self._precision, device, in_half=in_half)
-        with self._lock, torch.no_grad(), precision, without_autocast(device):
+        with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
             if drawing is not None:
                 if call.gathers:
                     known = drawing[drawn][1] if drawn in drawing else drawn.moments

@@ -136,8 +136,7 @@ def cover(
             for p in own:
                 reasons.setdefault(p, _PAPERS_ONLY)
         elif layer.weight in tied or _claims(layer, own, names, reasons):
-            layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
-            _train(layer, trained, found, reasons)
+            _train(layer, trained, found, max_factor_size)
     _leave_out_biases_in_part(found, reasons)
     _note_uncovered(found, trained, names, reasons)
     return found
@@ -197,16 +196,14 @@ def _claims(
 
 
 def _train(
-    layer: Layer,
-    trained: Collection[Tensor],
-    found: Coverage,
-    reasons: dict[Tensor | None, str],
+    layer: Layer, trained: Collection[Tensor], found: Coverage, max_factor_size: float | None
 ) -> None:
     """Cover the layer's trained parameters, if it has any."""
     has_bias = layer.bias is not None and layer.bias in trained
     layer.trained = (layer.weight in trained, has_bias)
     if any(layer.trained):
         check_sizes(layer)
+        layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
         layer.cover(layer.covers_now())
         found.layers[layer.name] = layer
 

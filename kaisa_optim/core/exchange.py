@@ -37,6 +37,7 @@ from ..plan.facts import FactorFacts
 from ..plan.moves import Sizes, gradient_buckets
 from ..plan.routes import chunks, grouped, in_turn, side_by_side
 from ..plan.step_plan import AgreedStep
+from ..stages import stage
 from . import gradients
 from .gradients import (
     GradientStack,
@@ -114,11 +115,12 @@ def share_state(
 
     ``keys_of`` are the renewed factors of each layer.
     """
-    if ranks.grid.workers > 1:
-        keys = [key for keys in keys_of.values() for key in keys]
-        for device, same in grouped(keys, lambda key: device_of(key[0])).items():
-            _broadcast_state(ranks, registry, rule, sizes, applied, same, device)
-    rule.renew(applied, list(keys_of), damping_of)
+    with stage("share"):
+        if ranks.grid.workers > 1:
+            keys = [key for keys in keys_of.values() for key in keys]
+            for device, same in grouped(keys, lambda key: device_of(key[0])).items():
+                _broadcast_state(ranks, registry, rule, sizes, applied, same, device)
+        rule.renew(applied, list(keys_of), damping_of)
 
 
 def _broadcast_state(
@@ -217,8 +219,11 @@ class GradientExchange:
                 self._ready = ready, [self.stack_of(some) for some in members if some]
             updates.add(precondition(self._ready[1]))
         else:
-            self._broadcast(whole, updates, precondition)
-        self._precondition_shards(updates, precondition, values.base)
+            with stage("hand out"):
+                self._broadcast(whole, updates, precondition)
+        if self._placements.sharded:
+            with stage("hand out"):
+                self._precondition_shards(updates, precondition, values.base)
         return updates
 
     def directions(self, base: BaseSide, values: StepValues) -> dict[Tensor, Tensor]:
@@ -233,9 +238,10 @@ class GradientExchange:
             key = layers[0], len(layers)
             if key not in self._blocks or self._blocks[key].layers != layers:
                 self._blocks[key] = Blocks(layers)
-            scales = length.finish(terms, self._blocks[key], of_base)
-            assert scales is not None
-            updates.scale(scales, self.shards_of)
+            with stage("length"):
+                scales = length.finish(terms, self._blocks[key], of_base)
+                assert scales is not None
+                updates.scale(scales, self.shards_of)
         new = updates.by_parameter(self._registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
@@ -272,10 +278,11 @@ class GradientExchange:
     ) -> list[NewGradients]:
         """Return the new gradients of stacks; sharded ones were ``gathered``."""
         base, found = values.base, []
-        if base is None:
-            return [self._preconditioned(values, stack, gathered) for stack in stacks]
-        for some in self._divided(stacks):
-            found += self._directed(values, base, some, gathered)
+        with stage("precondition"):
+            if base is None:
+                return [self._preconditioned(values, stack, gathered) for stack in stacks]
+            for some in self._divided(stacks):
+                found += self._directed(values, base, some, gathered)
         return found
 
     def _divided(self, stacks: list[GradientStack]) -> list[Together]:
@@ -327,13 +334,14 @@ class GradientExchange:
                 rule.apply(group, momentum, stack.layers, values)
                 for group, momentum, stack in zip(groups, momenta, stacks, strict=True)
             ]
-        if gathered is None:
-            sums = _sums(stacks, base, length)
-        else:
-            sums = BlockSums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
-        kept, present = _kept(groups, slots, sizes), _present(blocks, base)
-        one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
-        terms = length.give(one, base).split(sizes)
+        with stage("length"):
+            if gathered is None:
+                sums = _sums(stacks, base, length)
+            else:
+                sums = BlockSums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
+            kept, present = _kept(groups, slots, sizes), _present(blocks, base)
+            one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
+            terms = length.give(one, base).split(sizes)
         return list(map(NewGradients, stacks, directions, terms))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
@@ -384,8 +392,6 @@ class GradientExchange:
 
         A layer's owner gathers its gradient, preconditions it, and returns to every rank its shard.
         """
-        if not self._placements.sharded:
-            return
         ready = set(self._registry.with_state)
         layers = [layer for layer in self._placements.sharded if layer in ready]
         # Each rank has only a part of the bytes of a chunk.

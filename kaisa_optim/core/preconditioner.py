@@ -23,6 +23,7 @@ from ..layers import Layer, sampling
 from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
+from ..stages import staged
 from . import coverage, exchange, gradients, reports
 from .coverage import CoverageReport
 from .exchange import BaseSide
@@ -267,7 +268,7 @@ class Preconditioner:
         try:
             average = [layers[name] for name in plan.average]
             given = self.ranks, self.registry, self.sums, average, agreed
-            for arrived in exchange.reduce_to_owners(*given):
+            for arrived in staged("reduce", exchange.reduce_to_owners(*given)):
                 store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
             self.sums.clear()
             shifts = exchange.damping_shifts(

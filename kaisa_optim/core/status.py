@@ -18,6 +18,7 @@ from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
 from .gradients import with_gradient
@@ -108,7 +109,8 @@ class Status:
         if loads or self._failure is not None:
             report = report._replace(failed=True)
         numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
-        totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
+        with stage("agree"):
+            totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
         sections = {layer.name: count for layer, count in self._registry.sections.items()}
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)

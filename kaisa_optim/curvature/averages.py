@@ -17,6 +17,7 @@ from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
+from ..stages import stage
 from .stacks import Factor, Factors, Key, StackKey, common_or_each, per_block, sent
 
 Number = Tensor | float  # a tensor has one entry a block
@@ -55,7 +56,7 @@ class RunningAverages:
         """Take new values of owned factors into their averages in step ``number``."""
         stacks = owned.stacks.values()
         own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
-        with full_precision():
+        with full_precision(), stage("average"):
             for factors in grouped(own, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
                 self._update(factors, values, agreed, decay_of, number)

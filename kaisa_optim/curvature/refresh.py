@@ -18,6 +18,7 @@ from ..linalg import decompose
 from ..linalg.precision import full_precision
 from ..plan.routes import chunks, grouped
 from ..plan.step_plan import RefreshReport, StepPlan
+from ..stages import stage
 from .notes import Notes
 from .rules.base import Rule, stored
 from .stacks import (
@@ -68,7 +69,7 @@ class Refresher:
         report = RefreshReport()
         if not plan.refresh:
             return report
-        with full_precision():
+        with full_precision(), stage("decompose"):
             try:
                 self._decompose(owned, applied, plan, shifts, report)
             except Exception as error:

@@ -18,6 +18,7 @@ from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..linalg import precision
+from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
 from .bases import gradients_of
 from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
@@ -130,7 +131,8 @@ class KFACMixin(Optimizer, Joinable):
                     self._stepped.discard(p)
             self._stepped.update(directions)
             base.rest(self, directions)
-        base.move(self, directions)
+        with stage("base step"):
+            base.move(self, directions)
 
     def base_step(self) -> None:
         """Take the base's own step; on several ranks, an error waits for the next exchange."""
@@ -140,7 +142,8 @@ class KFACMixin(Optimizer, Joinable):
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         try:
-            step(self)
+            with stage("base step"):
+                step(self)
         except Exception as error:
             self.preconditioner.status.note_failure(error)
 

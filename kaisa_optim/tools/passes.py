@@ -25,7 +25,7 @@ def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: f
     ``batch`` is the model's input: a tensor, a tuple of arguments or a dict of them. ``fraction``
     is the part of the examples that statistics are taken from.
     """
-    args, kwargs = _arguments(_on_meta(batch))
+    args, kwargs = arguments(_on_meta(batch))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     rows: dict[str, int] = {}
     counter = FlopCounterMode(display=False)
@@ -46,7 +46,7 @@ def _on_meta(values: Any) -> Any:
     return tree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, tuple | list):

@@ -1,0 +1,38 @@
+"""Labels of a step's stages, for ``torch.profiler``; free where no profiler runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+PREFIX = "kaisa::"  # of the labels that a profiler shows
+# In the order of a step. Stages nest: gradients are preconditioned while others travel.
+STAGES = (
+    *("capture", "agree", "reduce", "average", "decompose", "share"),
+    *("precondition", "length", "hand out", "base step"),
+)
+
+_NOTHING = nullcontext()
+T = TypeVar("T")
+
+
+def stage(name: str) -> AbstractContextManager[Any]:
+    """Return a context that labels what runs in it as one of the :data:`STAGES`."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(PREFIX + name)
+    return _NOTHING
+
+
+def staged(name: str, items: Iterable[T]) -> Iterator[T]:
+    """Yield items, and label the work that makes each of them, but not the work of their reader."""
+    iterator = iter(items)
+    while True:
+        with stage(name):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item

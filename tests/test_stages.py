@@ -1,0 +1,81 @@
+"""A profiler sees the stages of a step by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim.stages import PREFIX, STAGES, stage, staged
+from tests.support.ranks import run
+from tests.support.training import backward, network
+
+
+def seen(profiler: Any) -> set[str]:
+    names = {event.key for event in profiler.key_averages()}
+    return {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+
+
+def of_a_first_step(cls: type, options: dict[str, Any]) -> set[str]:
+    """Return the stages of a step that gathers and refreshes everything."""
+    model = network()
+    opt = cls(model, lr=0.1, **options)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        backward(model, 0)
+        opt.step()
+    return seen(profiler)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "without"),
+    [
+        (KFACAdam, {}, {"hand out"}),
+        (KFACSGD, {"compute_method": "eigen"}, {"hand out", "length"}),
+    ],
+)
+def test_one_process_has_all_stages_but_those_of_other_ranks(cls, options, without):
+    assert of_a_first_step(cls, options) == set(STAGES) - without
+
+
+def test_ranks_have_all_stages():
+    options = {"assignment": "layer-wise"}
+    assert run(2, of_a_first_step, KFACAdam, options) == [set(STAGES)] * 2
+
+
+def test_a_quiet_step_has_its_own_stages_alone():
+    model = network()
+    opt = KFACAdam(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
+    for i in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            opt.zero_grad()
+            backward(model, i)
+            opt.step()
+    assert seen(profiler) == {"precondition", "length", "base step"}
+
+
+def test_without_a_profiler_there_is_no_label():
+    assert stage("capture") is stage("reduce")
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert stage("capture") is not stage("reduce")
+
+
+def test_the_readers_work_is_not_the_makers():
+    def made():
+        for _ in range(2):
+            torch.ones(3)
+            yield 1
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in staged("reduce", made()):
+            torch.zeros(3)
+    of = {}
+    for event in profiler.events():
+        parents, above = [], event.cpu_parent
+        while above is not None:
+            parents.append(above.name)
+            above = above.cpu_parent
+        of[event.name] = parents
+    assert of["aten::ones"] == [PREFIX + "reduce"] and of["aten::zeros"] == []
