@@ -8,6 +8,9 @@ WORKERS ?= 2
 RANKS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+ZOO ?= .zoo
+ZOO_ARGS ?=
+PROGRAMS ?= 2000
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +20,7 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test coverage bench cuda lint types format clean
+.PHONY: help setup demo docs test zoo coverage bench cuda lint types format clean
 
 help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
@@ -27,6 +30,8 @@ help:
 	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
+	@echo "make zoo     train architectures of four libraries for some steps, and run 2,000 random"
+	@echo "             programs, in $(ZOO) (ZOO_ARGS='--sources peft --only LoRA', PROGRAMS=2000)"
 	@echo "make lint    ruff: rules, formatting, limits; which floor imports which (make format repairs)"
 	@echo "make types   mypy"
 	@echo "make setup   only build the environment, in $(VENV)"
@@ -81,6 +86,17 @@ cuda: $(VENV)/all-ready
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TEST_ARGS)
 
+# An environment of its own: torchvision stays in it, though its operators may not load.
+$(ZOO)/ready: zoo-constraints.txt $(REQUIREMENTS)
+	$(PYTHON) -m venv $(ZOO)
+	PYTHONWARNINGS=ignore $(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint zoo-constraints.txt --editable '.[test]' timm peft torchvision transformers
+	@touch $@
+
+zoo: $(ZOO)/ready
+	OMP_NUM_THREADS=1 PROGRAMS=$(PROGRAMS) $(ZOO)/bin/python -m pytest tests/capture/test_programs.py
+	OMP_NUM_THREADS=1 $(ZOO)/bin/python -m tests.integrations.zoo $(ZOO_ARGS)
+
 # Apart from test: to measure coverage takes half as long again.
 coverage: override TEST_ARGS += --cov --cov-report=term --cov-fail-under=97
 coverage: test
@@ -98,6 +114,6 @@ types: $(VENV)/all-ready
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov demo.png
+	rm -rf $(VENV) $(ZOO) build dist *.egg-info .coverage .coverage.* htmlcov demo.png
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find kaisa_optim tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -168,6 +168,7 @@ class Capture:
         self.draws = 0  # calls of draw since the last reset
         self._missed = False  # misses(), as the model's last call began
         self.tapped = False  # whether a pass since the last reset may gather
+        self.ran = False  # whether the model ran since the last reset, in a pass that may train
         # Name, positions and examples of a layer whose positions K counts as examples.
         self.misread: tuple[str, int, int] | None = None
         self._drawing: dict[Drawn, tuple[ForwardPass, Moments]] | None = None
@@ -230,6 +231,7 @@ class Capture:
         self._missed = any([any(layer.covers_now()) for layer in self.missing])
         if counts:
             self.witness.starts(self.wanted, self.missing)
+            self.ran = True
         mode: TorchFunctionMode | None = None
         if self.uses.sought and counts and (self.wanted or self.misses()):
             mode = self.uses.search(self._tap)
@@ -266,7 +268,7 @@ class Capture:
         self.shared.clear()
         self._inputs.clear()
         self.backwards = self.draws = 0
-        self.tapped = False
+        self.tapped = self.ran = False
         self.errors.error = None
         self.uses.reset()
         self._added.clear()
@@ -275,7 +277,7 @@ class Capture:
     def resume(self, former: Capture) -> None:
         """Go on in a step that another capture has begun; other layers may train by now."""
         self.backwards, self.was_paused = former.backwards, former.was_paused
-        self.draws, self.tapped = former.draws, former.tapped
+        self.draws, self.tapped, self.ran = former.draws, former.tapped, former.ran
         self._added = former._added
 
     def detach(self) -> None:

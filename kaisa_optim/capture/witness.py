@@ -106,6 +106,7 @@ class Witness:
         self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
         # By layer and backward pass: calls (None: kinds do not tell), and gradients of biases.
         self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}
+        self._compared: dict[Layer, ForwardPass] = {}
         self._of_bias: dict[tuple[Layer, int | None], Tensor] = {}
 
     def watches(self, call: Layer, forward_pass: ForwardPass, weight: Tensor) -> bool:
@@ -121,7 +122,8 @@ class Witness:
             if layer not in self.due:
                 self._later.add(layer)  # earlier calls of this pass were not kept whole
         # A rank's shard of a weight has no gradient of its own calls.
-        if layer not in self.due or is_sharded(weight) or not weight.is_leaf:
+        compares = self._compares(layer, forward_pass)
+        if not compares or is_sharded(weight) or not weight.is_leaf:
             return False
         if graph_task() is not None and (layer, 0) not in self.hooks.handles:
             # A reentrant checkpoint: other gradients of this pass may have come before.
@@ -129,6 +131,10 @@ class Witness:
             self._later.add(layer)
         self._wait_for(layer, weight)
         return True
+
+    def _compares(self, layer: Layer, forward_pass: ForwardPass) -> bool:
+        """Return whether to compare a layer; all parts of a pass that checkpoints part are."""
+        return layer in self.due or self._compared.get(layer) is forward_pass
 
     def starts(self, *gathering: Collection[Layer]) -> None:
         """Wait from the beginning of a pass for gradients of layers that a checkpoint runs."""
@@ -151,7 +157,10 @@ class Witness:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            self._seen[key] = _Seen(layer, here.anchor) if layer in self.due else None
+            compares = self._compares(layer, here.forward_pass)
+            self._seen[key] = _Seen(layer, here.anchor) if compares else None
+            if compares:
+                self._compared[layer] = here.forward_pass
         seen = self._seen[key]
         if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
             self._results.setdefault(layer, []).append((torch.ones(()), None))
@@ -206,6 +215,7 @@ class Witness:
         self.hooks.remove()  # the layer may not gather in the next step
         self._calls.clear()
         self._seen.clear()
+        self._compared.clear()
         return again
 
     @property

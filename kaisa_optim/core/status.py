@@ -170,7 +170,7 @@ class Status:
         """
         states = self._registry.states
         waiting = {x for x in capture.wanted if not states[x.name].missed}
-        if agreed.captured:
+        if agreed.captured or agreed.unread:
             self._silent = 0
         elif waiting and agreed.has_gradients:
             # Once layers have statistics, it is fine if a step passes by the layers that are due.
@@ -185,7 +185,8 @@ class Status:
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
         begun = agreed.rows or any(state.has_average for state in states.values())
-        for layer in self._registry.layers.values() if agreed.captured and begun else ():
+        counts = (agreed.captured and begun) or agreed.unread
+        for layer in self._registry.layers.values() if counts else ():
             name, state = layer.name, states[layer.name]
             if state.has_average or name in agreed.rows or not agreed.gradients[name]:
                 continue
@@ -365,6 +366,7 @@ def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int
     return StepReport(
         failed=held.error is not None,
         captured=capture.backwards > 0 or capture.was_paused,
+        unread=capture.ran and not capture.tapped and not capture.was_paused,
         has_gradients=any(graded),
         drawn=capture.draws > 0 or any([one.drawn for one in all_sums]),
         trained=any([one.trained for one in all_sums]),

@@ -49,6 +49,7 @@ class StepReport(NamedTuple):
 
     failed: bool = False  # an error in a hook waits to be raised
     captured: bool = False  # a backward pass reached a layer, or capture was paused
+    unread: bool = False  # the model ran, and no call in it was one that K-FAC reads
     has_gradients: bool = False
     drawn: bool = False  # labels were drawn for some passes
     trained: bool = False  # some statistics are of the gradients that train
@@ -83,6 +84,7 @@ class AgreedStep:
     terms: float = 0.0  # Σ K over the ranks
     failed: float = 0.0  # a number of ranks, as in all fields down to ``trained``
     captured: float = 0.0
+    unread: float = 0.0
     has_gradients: float = 0.0
     drawn: float = 0.0
     trained: float = 0.0
@@ -108,8 +110,8 @@ class AgreedStep:
         head, flags, stale, counts, givers = [
             totals[start:end] for start, end in itertools.pairwise([0, *starts])
         ]
-        failed, captured, has_gradients, drawn, trained, checksum, terms, *flags_of_all = head
-        lacks, elsewhere, squares = flags_of_all
+        failed, captured, unread, has_gradients, drawn, trained, *others = head
+        checksum, terms, lacks, elsewhere, squares = others
         ends = list(itertools.accumulate(sections.values()))
         places = zip(sections, [0, *ends[:-1]], ends, strict=True)
         seen = {name: slice(*place) for name, *place in places if any(counts[slice(*place)])}
@@ -120,6 +122,7 @@ class AgreedStep:
             terms=terms,
             failed=failed,
             captured=captured,
+            unread=unread,
             has_gradients=has_gradients,
             drawn=drawn,
             trained=trained,

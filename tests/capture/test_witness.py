@@ -145,8 +145,8 @@ def test_a_bias_with_other_sources_is_told():
     assert shares.keys() == {"first"} and shares["first"] > 0.1 and len(texts) == 1
 
 
-@pytest.mark.parametrize("penalty", [False, True])
-def test_what_a_reentrant_checkpoint_hides_is_told(penalty):
+@pytest.mark.parametrize("beside", ["a call before", "a penalty", "a call within"])
+def test_what_a_reentrant_checkpoint_hides_is_told(beside):
     """Its backward pass is one of its own, within that of the other uses."""
 
     class Hides(nn.Module):
@@ -155,17 +155,18 @@ def test_what_a_reentrant_checkpoint_hides_is_told(penalty):
             self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            if penalty:  # the layer's only call is recomputed
+            if beside == "a penalty":  # the layer's only call is recomputed
                 return self.head(checkpoint(self.first, x, use_reentrant=True).tanh())
-            x = self.first(x).tanh()
-            again = checkpoint(self.use, x, use_reentrant=True)  # calls no module
-            return self.head(again)
+            if beside == "a call within":
+                return self.head(self.first(checkpoint(self.use, x, use_reentrant=True)))
+            return self.head(checkpoint(self.use, self.first(x).tanh(), use_reentrant=True))
 
         def use(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.first.weight.exp())
+            out = F.linear(x, self.first.weight.exp())
+            return out + self.first(x) if beside == "a call within" else out
 
     def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return loss_of(net(x)) + net.first.weight.square().sum() * penalty
+        return loss_of(net(x)) + net.first.weight.square().sum() * (beside == "a penalty")
 
     shares, texts = elsewhere(seeded(Hides), normal(6, 4).requires_grad_(), loss)
     assert shares.keys() == {"first"} and len(texts) == 1

@@ -84,6 +84,18 @@ def test_a_weight_used_outside_of_its_module_is_found_around_it(use):
     assert opts[0].preconditioner.coverage().share == 1
 
 
+def test_a_model_without_any_known_use_trains_with_raw_gradients():
+    """As adapters do that compute all of their weights."""
+    net = Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3))
+    opt = exact(net, lr=0.01, factor_update_steps=2)
+    with pytest.warns(UserWarning, match="w: 9, Body uses it in a way"):
+        for _ in range(12):
+            opt.zero_grad()
+            loss_of(net(normal(6, 3))).backward()
+            assert_close(taken(opt, net)["w"], 0.01 * net.w.grad, 1e-12)
+    assert opt.preconditioner.coverage().covered == 0
+
+
 def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
     net = headed(Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3)))
     opt = exact(net)
