@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -73,9 +74,10 @@ def optimizer_of(name: str) -> type[KFACMixin]:
 def table(found: Plan) -> Table:
     """Return a plan's table with the best row marked."""
     head, *rows = found.cells()
-    shown = Table(*head, title=found.head, title_justify="left", title_style="")
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
+    shown = Table(*head, title=found.head, title_justify="left", title_style="", **look)
     for column in shown.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for row in rows:
         style = {"best": "bold green", "no": "dim"}.get(row[-1], "")
         shown.add_row(*row, style=style)

@@ -7,6 +7,8 @@ from statistics import fmean
 
 from .planner import Plan
 
+_NEAR = 0.04  # share of the largest memory, within which points have one name
+
 
 def draw_plan(found: Plan, path: Path) -> None:
     """Draw memory against traffic, a point a strategy; the best is marked."""
@@ -18,8 +20,13 @@ def draw_plan(found: Plan, path: Path) -> None:
     traffic = [fmean(one.received) / 1e6 for one in priced]
     memory = [one.needs / 1e9 for one in priced]
     axes.plot(traffic, memory, "o-", color="#9e9e9e", zorder=1)
+    named: list[float] = []
     for one, x, y in zip(priced, traffic, memory, strict=True):
-        axes.annotate(one.candidate.title, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+        apart = all(abs(y - other) > _NEAR * max(memory) for other in named)
+        if apart or one is best:  # other names would lie upon each other
+            name = one.candidate.title.partition(" =")[0]
+            axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+            named.append(y)
         if one is best:
             axes.plot([x], [y], "o", color="#3f51b5", markersize=10, label="best", zorder=2)
     if budget is not None and budget / 1e9 < 1.5 * max(memory):
