@@ -91,8 +91,7 @@ class Clock:
         seconds["passes"] = self.passes.operations / hardware.flops
         # Rings bring all but a share of the bytes twice, while the backward pass goes on.
         averaged = 2 * self.parameters * (grid.world - 1) // grid.world
-        on_node = min(grid.world, hardware.ranks_per_node)
-        travels = hardware.transfer(averaged, grid.world, on_node)
+        travels = hardware.ring(averaged, grid.world)
         hidden = _BACKWARD * seconds["passes"]
         seconds["average gradients"] = max(0.0, travels - hidden)
         seconds["precondition"] = max(self.by_column().values(), default=0.0)
