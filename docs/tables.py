@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import traffic
+from benchmarks import published, traffic
 from benchmarks.convergence.rates import Kept as Rated
 from benchmarks.convergence.rates import best, means
 from benchmarks.convergence.tasks import TASKS
@@ -381,6 +381,7 @@ TABLES = {
     },
     ROOT / "docs/guides/memory.md": {"calculator": calculator},
     PAGES / "step_time.md": {"steps": step_times},
+    REFERENCE / "plans.md": {"published": published.report},
     PAGES / "memory_traffic.md": {"bytes": of_64_ranks, "lines": slow_lines},
 }
 

@@ -94,6 +94,19 @@ class Hardware:
         others = (on_node - 1) * self.inside.each + (members - on_node) * self.between.each
         return seconds + calls * (far.latency + others)
 
+    def ring(self, size: float, members: int) -> float:
+        """Return the seconds in which a ring of all ranks brings ``size`` bytes to each.
+
+        The ring crosses the line of each node once, so that its ranks need not share the line.
+        """
+        if members <= 1:
+            return 0.0
+        inside, between = self.inside, self.between
+        if members <= self.ranks_per_node:
+            return inside.latency + size / inside.bandwidth
+        line = min(inside.bandwidth, self.ranks_per_node * between.bandwidth)
+        return between.latency + size / line
+
 
 def load(source: str | Path) -> Hardware:
     """Return the profile of this name, or the one in this TOML file."""
@@ -133,7 +146,7 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
     # Data sheets tell how much slower another device is than one that was measured.
     like = load(values["like"]).times if "like" in values else {}
     slower, tables = values.get("slower", {}), values.get("times_ms", {})
-    times = {kind: _slower(found, slower[kind]) for kind, found in like.items()}
+    times = {kind: _slower(like[kind], by) for kind, by in slower.items()}
     known = {*tables, *times, "half_products"}  # devices without it multiply in float32
     times |= {n: Times.of(tables[n]) for n in OPERATIONS if n in tables or n not in known}
     links = []

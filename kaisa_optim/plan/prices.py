@@ -86,17 +86,15 @@ class Clock:
 
     def always(self, arriving: int) -> Seconds:
         """Return the stages of every step; gradients of ``arriving`` bytes are handed out."""
-        account, hardware, grid = self.account, self.hardware, self.account.grid
+        hardware, grid = self.hardware, self.account.grid
         seconds = dict.fromkeys(STAGES, 0.0)
         seconds["passes"] = self.passes.operations / hardware.flops
         # Rings bring all but a share of the bytes twice, while the backward pass goes on.
         averaged = 2 * self.parameters * (grid.world - 1) // grid.world
-        on_node = min(grid.world, hardware.ranks_per_node)
-        travels = hardware.transfer(averaged, grid.world, on_node)
+        travels = hardware.ring(averaged, grid.world)
         hidden = _BACKWARD * seconds["passes"]
         seconds["average gradients"] = max(0.0, travels - hidden)
-        columns = grouped(account.active, lambda x: x.placement.g % grid.columns).values()
-        seconds["precondition"] = max(map(self.precondition, columns), default=0.0)
+        seconds["precondition"] = max(self.by_column().values(), default=0.0)
         calls = 2 * self._calls(arriving)
         on_node = min(grid.columns, hardware.ranks_per_node)  # rows are neighbours
         seconds["hand out"] = hardware.transfer(arriving, grid.columns, on_node, calls)
@@ -117,7 +115,7 @@ class Clock:
         on_node = max(1, min(grid.workers, hardware.ranks_per_node // grid.columns))
         calls = 2 * self._calls(arriving)
         sent = hardware.transfer(arriving, grid.workers, on_node, calls)
-        return {"decompose": max(self.decompose(names), default=0.0), "share": sent}
+        return {"decompose": max(self.decompose(names).values(), default=0.0), "share": sent}
 
     def row_products(self, names: Collection[str]) -> float:
         """Return the seconds of products of these layers' rows, on each rank."""
@@ -132,7 +130,7 @@ class Clock:
                         total += products.seconds(side, layer.task.blocks)
         return total
 
-    def decompose(self, names: Collection[str]) -> list[float]:
+    def decompose(self, names: Collection[str]) -> dict[int, float]:
         """Return the seconds of each rank that has factors of these layers to decompose."""
         chosen, times = frozenset(names), self.hardware.times[self.work.decomposition]
         counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -140,7 +138,15 @@ class Clock:
             for f in layer.factors if layer.name in chosen else ():
                 if not f.diagonal:
                     counts[f.owner][f.n] += layer.task.blocks
-        return [sum(times.seconds(n, k) for n, k in own.items()) for own in counts.values()]
+        return {
+            rank: sum(times.seconds(n, k) for n, k in own.items()) for rank, own in counts.items()
+        }
+
+    def by_column(self) -> dict[int, float]:
+        """Return the seconds in which the ranks of each column precondition their layers."""
+        columns = self.account.grid.columns
+        layers = grouped(self.account.active, lambda x: x.placement.g % columns)
+        return {column: self.precondition(own) for column, own in layers.items()}
 
     def precondition(self, layers: Collection[LayerFacts]) -> float:
         """Return the seconds of new gradients of these layers, on one of their workers."""

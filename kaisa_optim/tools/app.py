@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -17,8 +18,10 @@ from rich.table import Table
 from ..optim import family
 from ..optim.mixin import KFACMixin
 from ..plan import hardware
+from ..plan.prices import STAGES, milliseconds
 from . import calibration, factories, pictures
 from .planner import Plan, plan
+from .simulation import WAIT, simulate
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-FAC on many ranks.")
 T = TypeVar("T")
@@ -73,9 +76,10 @@ def optimizer_of(name: str) -> type[KFACMixin]:
 def table(found: Plan) -> Table:
     """Return a plan's table with the best row marked."""
     head, *rows = found.cells()
-    shown = Table(*head, title=found.head, title_justify="left", title_style="")
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
+    shown = Table(*head, title=found.head, title_justify="left", title_style="", **look)
     for column in shown.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for row in rows:
         style = {"best": "bold green", "no": "dim"}.get(row[-1], "")
         shown.add_row(*row, style=style)
@@ -116,6 +120,45 @@ def plan_command(
             console.print(f"- {text}", style="dim", highlight=False)
     if found.best is None:
         raise typer.Exit(NOTHING_FITS)
+
+
+@app.command("simulate")
+def simulate_command(
+    factory: Target,
+    ranks: Ranks,
+    device: Device = "h100",
+    optimizer: Annotated[str, typer.Option(help="KFACAdam, KFACSGD, ...")] = "KFACAdam",
+    arg: Args = [],  # noqa: B006
+    option: Given = [],  # noqa: B006
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the best.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the best's timeline here.")] = None,
+) -> None:
+    """Simulate one interval of steps on every rank; options may name the strategy.
+
+    The table has the mean milliseconds of a step by stage. Traces and pictures have 64 ranks.
+    """
+    with faults():
+        model, batch = factories.built(factory, arg)
+        kind, options = optimizer_of(optimizer), factories.values(option)
+        given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
+        found = plan(model, ranks, optimizer=kind, **given, **options).choice
+        priced = sorted(found.priced, key=lambda one: one.step)
+        world = found.world
+        # A simulation takes longer than a plan: of many, take the fastest and both ends.
+        ends = {x.candidate.title for x in (priced[0], found.priced[0], found.priced[-1])}
+        chosen = [one.candidate for one in priced if one.candidate.title in ends]
+        done = {x.title: simulate(found.case, x, world, found.hardware) for x in watched(chosen)}
+    shown = Table("stage, mean ms a step", *done, box=box.SIMPLE_HEAD)
+    for stage in (*STAGES, WAIT):
+        cells = [milliseconds(one.busy.get(stage, 0.0)) for one in done.values()]
+        shown.add_row(stage, *cells)
+    shown.add_row("step", *(milliseconds(one.mean) for one in done.values()), style="bold")
+    Console().print(shown)
+    best = done[priced[0].candidate.title]
+    if trace is not None:
+        trace.write_text(best.trace())
+    if plot is not None:
+        pictures.draw_timeline(best, plot)
 
 
 @app.command()

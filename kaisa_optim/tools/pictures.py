@@ -1,11 +1,21 @@
-"""Pictures of plans, by matplotlib."""
+"""Pictures of plans and of simulated steps, by matplotlib."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
 
+from ..plan.prices import STAGES
 from .planner import Plan
+from .simulation import WAIT, Simulation
+
+_NEAR = 0.04  # share of the largest memory, within which points have one name
+
+_LINES = 16  # ranks of a timeline
+_COLORS = (
+    *("#c5cae9", "#7986cb", "#3f51b5", "#ef6c00", "#2e7d32", "#f9a825", "#6a1b9a", "#c62828"),
+    *("#455a64", "#eeeeee"),
+)
 
 
 def draw_plan(found: Plan, path: Path) -> None:
@@ -18,8 +28,13 @@ def draw_plan(found: Plan, path: Path) -> None:
     traffic = [fmean(one.received) / 1e6 for one in priced]
     memory = [one.needs / 1e9 for one in priced]
     axes.plot(traffic, memory, "o-", color="#9e9e9e", zorder=1)
+    named: list[float] = []
     for one, x, y in zip(priced, traffic, memory, strict=True):
-        axes.annotate(one.candidate.title, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+        apart = all(abs(y - other) > _NEAR * max(memory) for other in named)
+        if apart or one is best:  # other names would lie upon each other
+            name = one.candidate.title.partition(" =")[0]
+            axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+            named.append(y)
         if one is best:
             axes.plot([x], [y], "o", color="#3f51b5", markersize=10, label="best", zorder=2)
     if budget is not None and budget / 1e9 < 1.5 * max(memory):
@@ -33,3 +48,23 @@ def draw_plan(found: Plan, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def draw_timeline(found: Simulation, path: Path) -> None:
+    """Draw what the first ranks do, from a refresh to the next but one."""
+    from matplotlib.figure import Figure
+
+    lines = min(_LINES, found.grid.world)
+    figure = Figure(figsize=(10, 1.5 + 0.22 * lines), layout="constrained")
+    axes = figure.subplots()
+    for stage, color in zip((*STAGES, WAIT), _COLORS, strict=True):
+        own = [x for x in found.events if x.stage == stage and x.rank < lines and x.step < 2]
+        if not own:
+            continue
+        starts, lengths = [1e3 * x.start for x in own], [1e3 * x.seconds for x in own]
+        ranks = [one.rank for one in own]
+        axes.barh(ranks, lengths, 0.8, starts, color=color, label=stage)
+    axes.set(xlabel="ms", ylabel="rank", title=f"The first two steps of {found.grid.world} ranks")
+    axes.invert_yaxis()
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8)
+    figure.savefig(path, dpi=110)

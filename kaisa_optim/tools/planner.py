@@ -155,8 +155,8 @@ class Plan:
 
     def cells(self) -> list[list[str]]:
         """Return the table's head and rows."""
-        head = ["strategy", "K-FAC fullest", "mean", "momenta", "in all", "MB a step", "quiet ms"]
-        rows = [[*head, "gathering", "refreshing", "mean ms", "fits"]]
+        head = ["strategy", "K-FAC", "mean", "momenta", "in all", "MB/step", "quiet ms"]
+        rows = [[*head, "gather", "refresh", "mean ms", "fits"]]
         best = self.best
         for one in self.choice.priced:
             fits = "best" if one is best else "yes" if one in self.choice.fitting else "no"

@@ -41,6 +41,13 @@ def test_bytes_to_other_nodes_take_the_slower_link():
     assert calls == pytest.approx(2 * (50e-6 + 1e-6))
 
 
+def test_a_ring_crosses_each_nodes_line_once():
+    found = hardware.parse("x", PLAIN)
+    assert found.ring(10**9, 1) == 0
+    assert found.ring(10**9, 2) == pytest.approx(5e-6 + 0.1)
+    assert found.ring(10**9, 8) == pytest.approx(50e-6 + 0.5)  # two ranks' shares of the line
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_profiles_of_the_package_say_their_sources(name):
     found = hardware.load(name)

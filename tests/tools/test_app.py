@@ -73,6 +73,20 @@ def test_faults_are_one_line_and_exit_with_2(arguments, said):
     assert said in told.output and "Traceback" not in told.output
 
 
+def test_an_interval_is_simulated(tmp_path):
+    trace, plot = tmp_path / "trace.json", tmp_path / "steps.png"
+    told = kaisa("simulate", NET, "--ranks", 4, "--trace", trace, "--plot", plot)
+    assert told.exit_code == 0, told.output
+    stages = {line.strip().split("  ")[0] for line in told.output.splitlines()}
+    assert stages >= {"passes", "decompose", "hand out", "wait", "step"}
+    assert "layer-wise" in told.output and "opt" in told.output
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {one["tid"] for one in events} == {0, 1, 2, 3}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    one = kaisa("simulate", NET, "--ranks", 4, "--option", "grad_worker_fraction=0.5")
+    assert "layer-wise" not in one.output and "0.5" in one.output
+
+
 def test_optimizers_by_name():
     assert app.optimizer_of("KFACAdam") is KFACAdam is app.optimizer_of("Adam")
     assert app.optimizer_of("KFACNAdam") is with_kfac(torch.optim.NAdam)

@@ -1,0 +1,217 @@
+"""The papers' figures beside predictions by the profiles of their machines.
+
+    python -m benchmarks.published
+
+Nothing is measured: times are prices of moves, of the papers' own scheme and of this package's. The
+published figures are those of Pauloski et al., SC '20 and SC '21. A step of SGD is taken from the
+paper, and everything else is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.traffic import SIZES, bert_large, conv, linear, table
+from kaisa_optim.curvature.rules import EigenRule, PolarRule
+from kaisa_optim.plan import hardware
+from kaisa_optim.plan.account import Account
+from kaisa_optim.plan.assignment import LayerWise, Opt, Task, WorkAssignment, assign, make_grid
+from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.hardware import Hardware
+from kaisa_optim.plan.prices import Clock, Passes, Work
+from kaisa_optim.plan.schedule import Schedule
+
+BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+GIGAFLOPS = {50: 4.1, 101: 7.8, 152: 11.5}  # multiplications and additions of one image, forward
+BATCH = 32  # images of a rank
+IMAGES = 1_281_167
+EPOCHS, EPOCHS_OF_SGD = 55, 90
+MINUTES_OF_SGD = 178  # ResNet-50 on 64 V100
+STRATEGIES: dict[str, WorkAssignment] = {"layer-wise": LayerWise(), "opt": Opt()}
+RANKS = (16, 32, 64, 128, 256)
+OFTEN = 500  # steps between refreshes on 64 ranks; as many images on other numbers of ranks
+
+
+def steps(epochs: int, ranks: int) -> float:
+    return epochs * IMAGES / (BATCH * ranks)
+
+
+def resnet(depth: int) -> tuple[list[Task], dict[str, int]]:
+    """Return a ResNet's layers, and the rows of each for one image."""
+    tasks, rows = [conv("conv1", 3, 64, 7)], {"conv1": 112**2}
+    inputs = 64
+    for stage, count in enumerate(BLOCKS[depth]):
+        width, side = 64 * 2**stage, 56 // 2**stage
+        for block in range(count):
+            name, outputs = f"layer{stage}.{block}", 4 * width
+            own = [
+                conv(f"{name}.a", inputs, width, 1),
+                conv(f"{name}.b", width, width, 3),
+                conv(f"{name}.c", width, outputs, 1),
+            ]
+            if block == 0:
+                own.append(conv(f"{name}.down", inputs, outputs, 1))
+            tasks += own
+            rows |= {task.name: side**2 for task in own}
+            inputs = outputs
+    tasks.append(linear("fc", inputs, 1000))
+    return tasks, rows | {"fc": 1}
+
+
+class Stages(NamedTuple):
+    """Seconds of the papers' scheme."""
+
+    sgd: float
+    average: float  # of the factors, by a ring
+    statistics: float
+    decompose: float
+    share: float  # eigenvectors to gradient workers
+    precondition: float
+    hand_out: float
+
+    def step(self, gather: int, refresh: int) -> float:
+        often = self.sgd + self.precondition + self.hand_out
+        gathered = self.statistics + self.average
+        return often + gathered / gather + (self.decompose + self.share) / refresh
+
+
+def seconds_of_sgd(depth: int) -> float:
+    """Return the paper's seconds of a step on 64 ranks; by operations for other depths."""
+    own = 60 * MINUTES_OF_SGD / steps(EPOCHS_OF_SGD, 64)
+    return own * GIGAFLOPS[depth] / GIGAFLOPS[50]
+
+
+def account_of(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Account:
+    grid = make_grid(strategy, world)
+    places = assign(strategy, tasks, grid)
+    return Account([LayerFacts(task, places[task.name]) for task in tasks], grid, SIZES)
+
+
+def clock_of(account: Account, device: Hardware, work: Work, passes: Passes) -> Clock:
+    parameters = sum(4 * layer.gradient for layer in account.layers)
+    return Clock(account, device, work, passes, parameters)
+
+
+def broadcast(device: Hardware, size: float, calls: int, members: int) -> float:
+    """Return the seconds of broadcasts, one after the other, each down a binary tree."""
+    levels = math.ceil(math.log2(members))
+    return levels * (calls * device.between.latency + device.ring(size, members))
+
+
+def papers(depth: int, strategy: str, world: int) -> Stages:
+    """Return the stages of the papers' scheme on V100: whole factors, all refreshed at once."""
+    tasks, rows = resnet(depth)
+    device = hardware.load("v100")
+    account = account_of(tasks, STRATEGIES[strategy], world)
+    passes = Passes(0.0, {name: BATCH * n for name, n in rows.items()})
+    clock = clock_of(account, device, EigenRule.work, passes)
+    factors = [f for layer in account.layers for f in layer.factors]
+    whole = sum(4 * f.elements for f in factors)
+    gradients = sum(4 * layer.gradient for layer in account.layers)
+    columns, workers = account.grid.columns, account.grid.workers
+    count = len(tasks)
+    return Stages(
+        seconds_of_sgd(depth),
+        device.ring(2 * whole, world),
+        clock.row_products(account.names),
+        max(clock.decompose(account.names).values()),
+        broadcast(device, whole, 2 * count, workers),
+        max(clock.by_column().values()),
+        broadcast(device, gradients, count, columns),
+    )
+
+
+def ours(depth: int, strategy: str, world: int, gather: int, refresh: int) -> float:
+    """Return the mean seconds of a step under this package's defaults and moves."""
+    tasks, rows = resnet(depth)
+    account = account_of(tasks, STRATEGIES[strategy], world)
+    passes = Passes(0.0, {name: BATCH * n for name, n in rows.items()})
+    clock = clock_of(account, hardware.load("v100"), PolarRule.work, passes)
+    schedule = Schedule(account.layers, world)
+    slots = account.per_slot(schedule, gather, refresh)
+    turns = schedule.gathering_slots(gather), schedule.refresh_slots(refresh)
+    mean = clock.times(slots, *turns, (gather, refresh)).mean
+    mean["average gradients"] = mean["base step"] = 0.0  # they are in SGD's step
+    return seconds_of_sgd(depth) + sum(mean.values())
+
+
+def minutes(seconds: float, epochs: int, ranks: int) -> float:
+    return seconds * steps(epochs, ranks) / 60
+
+
+def interval(ranks: int) -> int:
+    return OFTEN * 64 // ranks
+
+
+def ahead(step: float, sgd: float) -> float:
+    """Return by how many per cent the training ends earlier than SGD's."""
+    return 100 * (1 - EPOCHS * step / (EPOCHS_OF_SGD * sgd))
+
+
+class Row(NamedTuple):
+    """A published figure, and what is predicted."""
+
+    what: str
+    published: float
+    predicted: float
+    ours: float | None = None
+
+    def cells(self) -> list[str]:
+        error = 100 * (self.predicted / self.published - 1)
+        mine = "" if self.ours is None else f"{self.ours:.3g}"
+        return [self.what, f"{self.published:g}", f"{self.predicted:.3g}", f"{error:+.0f} %", mine]
+
+
+def rows() -> Iterator[Row]:
+    sgd = seconds_of_sgd(50)
+    opt = papers(50, "opt", 64)
+    for every, published in ((100, 152), (500, 128), (1000, 124)):
+        gather = every // 10
+        found = minutes(opt.step(gather, every), EPOCHS, 64)
+        mine = minutes(ours(50, "opt", 64, gather, every), EPOCHS, 64)
+        yield Row(f"minutes on 64 V100, opt, refresh every {every}", published, found, mine)
+    for name, least, most in (("layer-wise", 2.8, 19.1), ("opt", 17.7, 25.2)):
+        by_ranks: list[tuple[float, float]] = []
+        for ranks in RANKS:
+            every = interval(ranks)
+            theirs = ahead(papers(50, name, ranks).step(every // 10, every), sgd)
+            mine = ahead(ours(50, name, ranks, every // 10, every), sgd)
+            by_ranks.append((theirs, mine))
+        for title, value, pick in (("least", least, min), ("most", most, max)):
+            theirs, mine = (pick(column) for column in zip(*by_ranks, strict=True))
+            what = f"% ahead of SGD, {name}, {title} on 16 to 256 V100"
+            yield Row(what, value, theirs, mine)
+    layer_wise = papers(50, "layer-wise", 64)
+    ratio = opt.share / layer_wise.hand_out
+    yield Row("eigenvectors' broadcast, opt, over gradients', layer-wise", 3.4, ratio)
+    yield Row("seconds of BERT-Large's refresh on 16 A100", 25, bert_refresh("a100"))
+
+
+def bert_refresh(device: str) -> float:
+    account = account_of(bert_large(), LayerWise(), 16)
+    clock = clock_of(account, hardware.load(device), EigenRule.work, Passes())
+    return max(clock.decompose(account.names).values())
+
+
+def by_depth() -> Iterator[list[str]]:
+    """Yield milliseconds of steps by depth and ranks: layer-wise, opt, and which is ahead."""
+    for depth in BLOCKS:
+        for ranks in RANKS:
+            every = interval(ranks)
+            pair = [papers(depth, name, ranks).step(every // 10, every) for name in STRATEGIES]
+            own = [ours(depth, name, ranks, every // 10, every) for name in STRATEGIES]
+            times = [f"{1e3 * x:.0f}" for x in (seconds_of_sgd(depth), *pair, *own)]
+            yield [f"ResNet-{depth}, {ranks}", *times]
+
+
+def report() -> str:
+    head = ["figure", "published", "predicted", "error", "this package"]
+    first = table(head, [row.cells() for row in rows()])
+    head = ["model, V100", "SGD", "papers, layer-wise", "papers, opt", "ours, layer-wise", "opt"]
+    return f"{first}\n\nMilliseconds of a step, predicted:\n\n{table(head, [*by_depth()])}"
+
+
+if __name__ == "__main__":
+    print(report())
