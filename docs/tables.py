@@ -344,7 +344,7 @@ def calculator() -> str:
     rows = []
     for title, make in models.items():
         weights = 4 * traffic.parameters(make())
-        sizes = [weights, 2 * weights]
+        sizes: list[float] = [weights, 2 * weights]
         for world in (8, 64):
             for workers in (world, world // 4, 1):
                 kept = traffic.account(make(), Hybrid(workers / world), world).memory()
