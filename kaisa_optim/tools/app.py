@@ -21,6 +21,7 @@ from ..plan import hardware
 from ..plan.prices import STAGES, milliseconds
 from . import calibration, factories, pictures
 from .planner import Plan, plan
+from .profile import profile
 from .simulation import WAIT, simulate
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-FAC on many ranks.")
@@ -159,6 +160,39 @@ def simulate_command(
         trace.write_text(best.trace())
     if plot is not None:
         pictures.draw_timeline(best, plot)
+
+
+@app.command("profile")
+def profile_command(
+    factory: Target,
+    optimizer: Annotated[str, typer.Option(help="KFACAdam, KFACSGD, ...")] = "KFACAdam",
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda".')] = "cpu",
+    steps: Annotated[int | None, typer.Option(min=1, help="By default one interval.")] = None,
+    arg: Args = [],  # noqa: B006
+    option: Given = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+) -> None:
+    """Train a model for one interval of steps here, and print the time of each stage.
+
+    The factory returns a model and its input; numbers are drawn. The loss is the output's square.
+    """
+    with faults():
+        model, batch = factories.built(factory, arg)
+        if batch is None:
+            raise ValueError(
+                f"{factory} returns a model alone; return a model and one rank's input"
+            )
+        kind, options = optimizer_of(optimizer), factories.values(option)
+        given: dict[str, Any] = {"optimizer": kind, "device": device, "steps": steps}
+        found = profile(model, batch, **given, **options)
+    if as_json:
+        print(found.to_json())
+        return
+    head, *rows = found.cells()
+    shown = Table(*head, title=f"{found.optimizer} on {found.device}", box=box.SIMPLE_HEAD)
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
 
 
 @app.command()

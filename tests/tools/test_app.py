@@ -23,6 +23,10 @@ def net(width=8):
     return model, torch.zeros(10, 6)
 
 
+def alone():
+    return nn.Linear(3, 2)
+
+
 def kaisa(*arguments):
     return runner.invoke(app.app, [*map(str, arguments)], env={"COLUMNS": "200"})
 
@@ -85,6 +89,23 @@ def test_an_interval_is_simulated(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     one = kaisa("simulate", NET, "--ranks", 4, "--option", "grad_worker_fraction=0.5")
     assert "layer-wise" not in one.output and "0.5" in one.output
+
+
+def test_stages_of_a_step_are_timed():
+    arguments = ("profile", NET, "--optimizer", "KFACSGD", "--option", "lr=0.1")
+    told = kaisa(*arguments)
+    assert told.exit_code == 0, told.output
+    for stage in ("capture", "decompose", "precondition", "length", "base step", "whole step"):
+        assert stage in told.output
+    values = json.loads(kaisa(*arguments, "--steps", 3, "--json").stdout)
+    assert values["steps"] == 3 and values["optimizer"] == "KFACSGD"
+    assert all(row["mean"] >= 0 for row in values["rows"])
+
+
+def test_a_profile_needs_an_input():
+    told = kaisa("profile", "tests.tools.test_app:alone")
+    assert told.exit_code == app.WRONG
+    assert "return a model and one rank's input" in told.output
 
 
 def test_optimizers_by_name():
