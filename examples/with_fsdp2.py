@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/with_fsdp2.py
 
-Works with ``MixedPrecisionPolicy`` and with torch.distributed.checkpoint. Each gradient is brought
-to one rank, preconditioned there and returned in parts, so that the assignment is layer-wise. This
-takes the place of ZeRO 1 to 3. FullyShardedDataParallel, its predecessor, is refused.
+Works with ``MixedPrecisionPolicy`` and with torch.distributed.checkpoint. The parts of each
+momentum are brought to one rank, which makes the direction and returns it in parts, so that the
+assignment is layer-wise. This takes the place of ZeRO 1 to 3. FullyShardedDataParallel, its
+predecessor, is refused.
 """
 
 import torch
