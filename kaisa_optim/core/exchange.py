@@ -173,6 +173,13 @@ class BaseSide(Protocol):
         """Make entries, and momenta of ``mine``, without a step."""
 
 
+class Last:
+    """The numbers of the last step that users may ask for."""
+
+    clip: Tensor | None = None  # ν, on the device
+    damping_of: Callable[[Layer], float] | None = None
+
+
 class GradientExchange:
     """Preconditions the gradients of this rank's layers, and hands them to receivers."""
 
@@ -192,6 +199,7 @@ class GradientExchange:
         self._sizes = sizes
         self._comm_dtype = comm_dtype
         self._grafting = grafting
+        self.last = Last()
         self.allocate(AppliedFactors())
 
     def allocate(self, applied: AppliedFactors) -> None:
@@ -209,6 +217,7 @@ class GradientExchange:
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
         updates = Updates()
+        self.last.damping_of = values.damping_of
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._placements.sharded]
         if self._ranks.grid.columns == 1:

@@ -391,20 +391,23 @@ class Updates:
         """The terms of all layers, ``[blocks, count]`` each."""
         return self._terms | {x: row for one in self.stacks for x, row in one.terms_of().items()}
 
-    def clip(self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]) -> None:
-        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) on the device; the host does not wait.
+    def clip(
+        self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]
+    ) -> Tensor | None:
+        """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), and return ν; the host does not wait.
 
         ``alphas`` has the α of each parameter group.
         """
         found = self.terms.items()
         terms = {layer: rows[0] if len(rows) == 1 else rows.sum(0) for layer, rows in found}
         if not terms:
-            return
+            return None
         scale = clip_scale(terms, limit, alphas, group_of)
         for one in self.stacks:
             one.new.mul_(scale.to(one.new.device, one.new.dtype))
         for shard in map(local, self.shards.values()):
             shard.mul_(scale.to(shard.device, shard.dtype))
+        return scale
 
     def all_terms(self) -> tuple[list[Layer], Tensor]:
         """Return the layers of stacks and of shards, in order, and their terms as one tensor."""

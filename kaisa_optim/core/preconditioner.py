@@ -62,6 +62,7 @@ class Preconditioner:
     factors = Forward[Callable[[str], tuple[Tensor, Tensor]]](View, "view")
     memory_usage = Forward[Callable[[], dict[str, int]]](View, "view")
     communication_volume = Forward[Callable[[], dict[str, float]]](View, "view")
+    metrics = Forward[Callable[..., dict[str, float]]](View, "view")
     paused = Forward[Callable[[], AbstractContextManager[None]]](View, "view")
     sample_fisher = Forward[Callable[..., None]](View, "view")
 
@@ -188,9 +189,9 @@ class Preconditioner:
         reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
         if base is None:
             updates = self.gradients.updates(values)
-            kl_clip = self.hyperparameters.kl_clip
-            if kl_clip is not None:
-                updates.clip(kl_clip, list(map(clip_lr, groups)), registry.group_of)
+            if (kl_clip := self.hyperparameters.kl_clip) is not None:
+                given = kl_clip, list(map(clip_lr, groups)), registry.group_of
+                self.gradients.last.clip = updates.clip(*given)
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.gradients.directions(base, values)
@@ -342,8 +343,7 @@ class Preconditioner:
         former = self.capture if self._is_built else None
         if former is not None:
             former.detach()
-        several = self.ranks.world > 1
-        new = make_capture(registry, self.sums, self.rule, self.options, keep_errors=several)
+        new = make_capture(registry, self.ranks, self.sums, self.rule, self.options)
         if former is not None:  # this may be between a backward pass and its step
             new.resume(former)
         self.capture = self.hyperparameters.capture = new
@@ -492,12 +492,12 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
 
 
 def make_capture(
-    registry: Registry, sums: FactorSums, rule: Rule, options: Options, *, keep_errors: bool
+    registry: Registry, ranks: Ranks, sums: FactorSums, rule: Rule, options: Options
 ) -> Capture:
     """Return the capture of a model's layers.
 
-    With ``keep_errors``, an error of the backward pass waits for the step: one rank that raised
-    alone would leave the others waiting.
+    On several ranks, an error of the backward pass waits for the step: one rank that raised alone
+    would leave the others waiting.
     """
     return Capture(
         coverage.unwrapped(registry.model),
@@ -506,7 +506,7 @@ def make_capture(
         reduce=options.weight_sharing == "reduce",
         counts=not rule.scale_free,
         precision=options.statistics_precision,
-        keep_errors=keep_errors,
+        keep_errors=ranks.world > 1,
     )
 
 

@@ -291,7 +291,11 @@ class Status:
             elif name not in lost:
                 states[name].has_state = True
                 states[name].failures = 0
+                states[name].refreshes += 1
+                states[name].refreshed = plan.number
         self._count_failures([name for name in plan.refresh if name in lost], max_failures)
+        for name in agreed.rejected:
+            states[name].rejected += 1
         if agreed.rejected:
             names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
             text = f"statistics that were not finite have been left out for {names}"
@@ -303,6 +307,7 @@ class Status:
         for name in names:
             state = self._registry.states[name]
             state.failures += 1
+            state.failed += 1
             text = f"the decomposition of layer {name!r} failed, {state.failures} in a row"
             if state.failures > max_failures:
                 raise RuntimeError(

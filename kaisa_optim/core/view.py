@@ -13,7 +13,7 @@ from torch import Tensor
 from ..capture import fisher
 from ..layers import Layer
 from ..plan.account import Account
-from . import reports
+from . import metrics, reports
 from .coverage import CoverageReport
 from .reports import Assigned
 
@@ -135,6 +135,18 @@ class View:
         kfac = self._kfac
         intervals = kfac.factor_update_steps, kfac.inv_update_steps
         return self.account.per_step(kfac.schedule, *intervals)[kfac.ranks.rank]
+
+    def metrics(self, *, wait: bool = False) -> dict[str, float]:
+        """Return how training goes on this rank, as plain numbers by name; no collective is called.
+
+        Steps, the share of covered parameters, layers without statistics, refreshes done and
+        failed, rejected statistics, the largest share of a gradient from elsewhere, bytes kept and
+        received in a step, and the age of layers' state in steps. The host does not wait, unless
+        ``wait`` asks for the device's numbers, too: the last step's "clip", and of the factors that
+        this rank owns "residual" (of roots S, ‖S F̂ S - I‖ / √n with the averages of now), or
+        "condition" (of factors with the damping, under "eigen").
+        """
+        return metrics.measured(self._kfac, wait=wait)
 
     def sample_fisher(
         self,

@@ -52,6 +52,18 @@ def inverse_root(
     return (_by_products if by_products else _by_eigenvectors)(damped, factors.dtype)
 
 
+def residual(factors: Tensor, found: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
+    """Return ‖S F̂ S - I‖ / √n of roots S that were ``found``, in the Frobenius norm, ``[k]``."""
+    damped = _damped(factors, damping, diagonal=diagonal)
+    exact = found.to(damped.dtype)
+    if diagonal:
+        rest = exact.square() * damped - 1
+    else:
+        rest = exact @ damped @ exact
+        rest.diagonal(dim1=1, dim2=2).sub_(1)
+    return rest.flatten(1).norm(dim=1) / factors.shape[-1] ** 0.5
+
+
 def _residual(lower: Tensor, roots: Tensor) -> Tensor:
     """Return an upper estimate of the spectral norm of S F̂ S - I for F̂ = L Lᵀ, ``[k]``.
 

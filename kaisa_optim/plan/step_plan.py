@@ -21,6 +21,10 @@ class LayerState:
     has_average: bool = False
     has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # decompositions that failed in a row
+    failed: int = 0  # decompositions that failed in all
+    refreshes: int = 0  # refreshes that were done
+    refreshed: int = -1  # the step of the last one
+    rejected: int = 0  # refreshes in which statistics that were not finite were left out
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average

@@ -52,6 +52,7 @@ class Rule(ABC):
     work: Work  # its operations, which plans price
     more_damping: tuple[int, ...] = ()  # multiples for factors whose decomposition fails
     scale_free = False  # a scale of the loss changes nothing
+    quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
@@ -92,6 +93,10 @@ class Rule(ABC):
     def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
         """Store the tensors of :meth:`outgoing`; the owner does so, too."""
         return None
+
+    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+        """Return the quality of a factor's state, ``[blocks]``, on the device."""
+        raise NotImplementedError
 
     # ---- refresh ----
 

@@ -11,7 +11,7 @@ from ...layers import Layer
 from ...linalg import eigen, kronecker
 from ...plan.moves import Sizes, TensorSpec
 from ...plan.prices import Work
-from ..stacks import AppliedFactors, LayerGroup, at
+from ..stacks import AppliedFactors, Factor, LayerGroup, at
 from .base import DampingOf, Rule, StepValues, stored
 
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
@@ -27,6 +27,7 @@ class EigenRule(Rule):
             TensorSpec("vectors", "eigenvectors", "basis"),
         )
     )
+    quality = "condition"
     slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
@@ -37,6 +38,11 @@ class EigenRule(Rule):
             off = wide.mT @ wide - torch.eye(wide.shape[-1], device=wide.device)
             if not off.abs().max() <= _ORTHONORMAL:  # infinities of both signs make NaN
                 yield "not orthonormal"
+
+    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+        """Return condition numbers of a factor with the damping."""
+        values = state["values"].double() + damping
+        return values.amax(1) / values.amin(1)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         return (factors.clamp(min=0),) if diagonal else eigen.eigendecompose(factors)

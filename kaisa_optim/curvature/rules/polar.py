@@ -19,7 +19,7 @@ from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.moves import TensorSpec
 from ...plan.prices import Work
 from ..lengths import SQUARE_SUM, BlockSums, Length
-from ..stacks import LayerGroup
+from ..stacks import Factor, LayerGroup
 from .base import StepValues, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
@@ -37,6 +37,7 @@ class PolarRule(TriangleRule):
     scale_free = True
     more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
     wants_half_products = True
+    quality = "residual"
 
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
         super().__init__(dtype)
@@ -55,6 +56,12 @@ class PolarRule(TriangleRule):
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
         half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
         return nullcontext() if half else precision.full_precision(device.type)
+
+    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+        """Return the residuals of a root, with the average of now."""
+        average = owned["average"]
+        shifts = average.new_full((len(average),), damping)
+        return roots.residual(average, state["root"], shifts, diagonal=owned.key.diagonal)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None
