@@ -32,6 +32,7 @@ _BATCH = 4  # matrices of the batch that tells the time of each further one
 _ENOUGH = 0.2  # seconds of a measurement, but for a single call that takes longer
 _DAMPING = 0.01
 _MARGIN = 0.25
+_START = 180.0  # seconds in which ranks start and exchange, on a busy machine, too
 _SMALL, _LARGE = 4 << 10, 8 << 20  # bytes to each rank, of collectives
 _WIDTH, _DEPTH, _ROWS = 512, 4, 256  # of the network whose passes are timed
 
@@ -191,7 +192,7 @@ def links(ranks: int) -> dict[str, float]:
         one.start()
     theirs.close()
     try:
-        small, large = ours.recv() if ours.poll(60) else (0.0, 0.0)
+        small, large = ours.recv() if ours.poll(_START) else (0.0, 0.0)
     except EOFError:
         small = large = 0.0
     finally:
