@@ -257,7 +257,11 @@ def adapted(cls: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     return make
 
 
-PENALTIES = {"AdaLoraConfig"}  # their losses have one: the gradients have other sources, indeed
+# Networks some of whose gradients have other sources, indeed.
+ELSEWHERE = {
+    "AdaLoraConfig": "the loss has a penalty",
+    "MobileBertForMaskedLM": "the head multiplies by a tied weight that is joined with another",
+}
 
 SOURCES: dict[str, Callable[[], Iterator[tuple[str, Network]]]] = {
     "torchvision": from_torchvision,
@@ -316,7 +320,8 @@ def tried(network: Network, name: str, shard: bool = False) -> dict[str, Any]:
     if report.elsewhere:
         largest = max(report.elsewhere, key=lambda layer: report.elsewhere[layer])
         told = f"{len(report.elsewhere)} layers, {largest} by {report.elsewhere[largest]:.3g}"
-        found["elsewhere" if name in PENALTIES else "failed"] = f"other sources: {told}"
+        known = ELSEWHERE.get(name)
+        found["elsewhere" if known else "failed"] = f"{known or 'other sources'}: {told}"
     if not all(map(math.isfinite, values)) and math.isfinite(plain[0]):
         found["failed"] = f"losses {values}"
     return found
@@ -385,19 +390,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="an expression that is searched in names")
     parser.add_argument("--out", type=Path, help="a file; other sources keep their results in it")
     asked = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {source: {} for source in asked.sources}
+    out = asked.out
+    known = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    libraries = "torchvision", "timm", "transformers", "peft"
+    known["versions"] = {name: metadata.version(name) for name in libraries}
+    known.pop("machine", None)
+    known |= {source: {} for source in asked.sources}
     for source, name, told in networks(asked.sources, asked.only):
-        found[source][name] = told
+        known[source][name] = told
         print(source, name, told, flush=True)
-    every = [one for of in found.values() for one in of.values()]
+        if out is not None:
+            machine.keep(out, threads=1, **known)
+    every = [one for source in asked.sources for one in known[source].values()]
     counts = {kind: sum(kind in one for one in every) for kind in ("failed", "not_run")}
     print(f"{len(every)} networks, {counts}")
-    if asked.out is not None:
-        known = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-        known.pop("machine", None)
-        libraries = "torchvision", "timm", "transformers", "peft"
-        versions = {name: metadata.version(name) for name in libraries}
-        machine.keep(asked.out, threads=1, **{**known, "versions": versions, **found})
     raise SystemExit(counts["failed"] > 0)
 
 
