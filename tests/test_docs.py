@@ -23,7 +23,10 @@ PAGES = sorted({str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} - {B
 OUTSIDE = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md"]
 NOT_OURS = ["docs/guides/from_kfac_pytorch.md"]  # shows another package's calls
 # Pages whose examples run on two ranks.
-OF_RANKS = [f"docs/guides/{name}.md" for name in ("checkpoints", "fsdp", "launch", "ranks")]
+OF_RANKS = [
+    f"docs/guides/{name}.md"
+    for name in ("checkpoints", "fsdp", "launch", "ranks", "troubleshooting")
+]
 # Whole scripts, for several ranks; variables of the environment make their networks small.
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
 SMALL = {"WIDTH": "64", "LAYERS": "1", "LENGTH": "16", "BATCH": "2", "STEPS": "4", "SAVE": "2"}

@@ -122,7 +122,11 @@ def _read(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        try:
+            import tomli as tomllib
+        except ImportError:
+            text = "hardware profiles need tomli on Python 3.10; pip install 'kaisa_optim[tools]'"
+            raise ImportError(text) from None
     try:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
