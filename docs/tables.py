@@ -226,6 +226,10 @@ def rates_of_sgd() -> str:
     return rates_of("KFACSGD", "SGD", BY_SGD)
 
 
+def rates_of_muon() -> str:
+    return rates_of("KFACMuon", "Muon", ("digits-256",))
+
+
 def rates_of(kfac: str, base_name: str, tasks: Sequence[str]) -> str:
     """Return the last losses of both at each rate; bold is what the base does not reach."""
     rows = []
@@ -371,6 +375,7 @@ TABLES = {
         "losses": losses,
         "rates": rates,
         "rates of SGD": rates_of_sgd,
+        "rates of Muon": rates_of_muon,
         "masked": masked,
         "memory": memory_limit,
         "findings": findings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from ..layers import Layer
 
 # The number that autograd gives the next node that this thread makes.
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
 
 
 class ForwardPass:
@@ -28,6 +30,7 @@ class ForwardPass:
         "end",
         "examples",
         "first",
+        "number",
         "paused",
         "positions",
         "reached",
@@ -41,6 +44,7 @@ class ForwardPass:
         self.first = first  # the layer that began the pass, if the model itself was not called
         self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
+        self.number = next(NUMBERS)
         self.thread = threading.get_ident()
         self.start = sequence_nr()
         self.end: int | None = None

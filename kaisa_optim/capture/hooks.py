@@ -26,7 +26,7 @@ from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
 from ..linalg.precision import statistics_precision, without_autocast
 from ..stages import stage
-from .forward_pass import ForwardPass, ForwardPasses, first_tensor, graph_task, sequence_nr
+from .forward_pass import NUMBERS, ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
     Call,
     Covers,
@@ -49,6 +49,8 @@ from .witness import Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
+# A module in which uses are watched, and the weights.
+Watch = tuple[nn.Module, frozenset[Tensor | None]]
 
 
 class Sums(Protocol):
@@ -188,6 +190,7 @@ class Capture:
         for layer in layers:
             layer.shared = self.shared
         self.uses = Uses(layers, self._passes)
+        self._since: dict[Watch, int] = {}  # the NUMBERS at which watches began
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -219,9 +222,10 @@ class Capture:
         return handles
 
     def _watch_in(self, module: nn.Module, layers: list[Layer]) -> list[Any]:
-        since = sequence_nr()
+        watch = module, frozenset(layer.weight for layer in layers)
+        self._since[watch] = next(NUMBERS)
         return [
-            module.register_forward_pre_hook(_Hook(self._watch_calls, layers, since)),
+            module.register_forward_pre_hook(_Hook(self._watch_calls, layers, watch)),
             module.register_forward_hook(_Hook(self._exit), always_call=True),
         ]
 
@@ -279,6 +283,7 @@ class Capture:
         self.backwards, self.was_paused = former.backwards, former.was_paused
         self.draws, self.tapped, self.ran = former.draws, former.tapped, former.ran
         self._added = former._added
+        self._since |= {x: former._since[x] for x in self._since.keys() & former._since.keys()}
 
     def detach(self) -> None:
         _remove(self._handles)
@@ -371,14 +376,14 @@ class Capture:
             mode.__enter__()
         self._passes.enter(mode)
 
-    def _watch_calls(self, layers: list[Layer], since: int, module: nn.Module, args: Any) -> None:
+    def _watch_calls(self, layers: list[Layer], watch: Watch, module: nn.Module, args: Any) -> None:
         """Run a module's forward under a mode that finds uses, if the pass gathers.
 
-        Where a checkpoint recomputes a forward that was not watched, its taps would save more.
+        If a checkpoint recomputes a forward that was not watched, taps would save more tensors.
         """
         mode: TorchFunctionMode | None = None
         checkpointed = self._passes.again() if is_checkpointed() else None
-        watched = checkpointed is None or checkpointed.start >= since
+        watched = checkpointed is None or checkpointed.number > self._since[watch]
         if watched and torch.is_grad_enabled() and self._concerns(layers):
             mode = WatchMode(layers, tap_for_mode(self._tap), self.uses)
             mode.__enter__()

@@ -577,5 +577,5 @@ def _named(action: str) -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             f"K-FAC lost other ranks while {action}: one of them has failed, left, timed out or "
-            "did not make this call, as where step() was skipped; its own log says why"
+            "did not make this call, or skipped step(); its own log says why"
         ) from error

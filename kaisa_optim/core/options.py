@@ -206,6 +206,10 @@ def _refresh_interval(options: Options) -> int:
     return _OFTEN if options.compute_method == "polar" else _SELDOM
 
 
+def _is_polar(options: Options) -> bool:
+    return options.compute_method == "polar" and not options.kaisa_scaling
+
+
 def _early(options: Options) -> tuple[int, ...]:
     """Return early steps where the first batches' state would else be kept for long."""
     every = options.inv_update_steps
@@ -271,9 +275,9 @@ _CURVATURE = (
     Option("max_factor_size", None, "float | None", _real(lambda x: x >= 1, "1 or more"),
            "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
            "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 512 for a side "
-           "at least 64 times as wide as the other, such as an adapter's, unless normalization is "
-           '"kaisa".',
-           follows=lambda options: WIDEST if options.kaisa_scaling else None),
+           "at least 64 times as wide as the other, such as an adapter's, with "
+           '"polar".',
+           follows=lambda options: None if _is_polar(options) else WIDEST),
 )
 _REFRESHES = (
     Option("factor_update_steps", 10, _STEPS, _interval,

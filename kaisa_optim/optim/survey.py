@@ -20,7 +20,7 @@ from ..core.preconditioner import make_rule, sizes_of
 from ..core.registry import Registry
 from ..curvature.stacks import WITH_STREAMS
 from ..errors import invalid_because
-from ..plan.assignment import LayerWise
+from ..plan.assignment import LayerWise, Opt
 from ..plan.choice import Case, Momentum
 from . import bases
 from .bases import BaseStep, Entry
@@ -44,7 +44,8 @@ class Survey:
     ) -> None:
         """Cover a model; ``groups`` are the optimizer's, of its base class with ``defaults``."""
         self.model = unwrapped(model)
-        self.options = options.choosing(LayerWise(), "")
+        together = options.colocate_factors is not False
+        self.options = options.choosing(LayerWise() if together else Opt(), "")
         self.groups = groups
         self._base, self._defaults = base, defaults
         self._part: BaseStep = bases.step_of(base, defaults)

@@ -40,7 +40,7 @@ def shown(size: float) -> str:
         if abs(size) >= 0.9995 * one:
             number = size / one
             return f"{number:,.0f} {unit}" if abs(number) >= 99.95 else f"{number:.3g} {unit}"
-    return f"{size:.0f} bytes"
+    return f"{size:.0f} byte{'s' * (round(size) != 1)}"
 
 
 def mega(size: float) -> str:

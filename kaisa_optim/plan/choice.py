@@ -202,7 +202,7 @@ class Choice:
         """Return the best; raise an error that says what the smallest needs."""
         best = self.best
         if best is None:
-            least, fixed = shown(self.nearest.needs), shown(self.case.fixed)
+            least, fixed = f"{self.nearest.needs:,} bytes", shown(self.case.fixed)
             remedy = f"give at least {least}, use more ranks, or a lower max_factor_size"
             why = f"{self.reason}, where weights, gradients and the base's state take {fixed}"
             raise invalid_because("memory_budget", f"{why}; {remedy}")

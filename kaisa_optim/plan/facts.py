@@ -12,7 +12,7 @@ FactorName = tuple[str, Side]  # a layer's name, and the side of its factor
 
 WIDEST = 16384  # the widest side with a factor in full
 _NARROW = 64  # a side so many times as wide as the other costs as many times Adam's moments
-_SMALL = 512  # a side up to which that costs little: heads and first layers of small networks
+_SMALL = 513  # a side up to which that costs little: heads of 512 features, with the bias
 
 
 def widest(inputs: int, outputs: int) -> int:

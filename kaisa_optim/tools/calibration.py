@@ -86,25 +86,32 @@ def measure(device: str, ranks: int, watch: Watch = iter) -> dict[str, Any]:
             one, many = (_seconds_of(kinds[kind], count, side, device) for count in (1, _BATCH))
             further = max((many - one) / (_BATCH - 1), one / 1e3)
             times[kind].append([side, 1e3 * one, 1e3 * further])
-    link = {"gb_per_s": 1.0, "latency_us": 100.0}
+    # One device tells nothing of links: take those of the profile that is nearest.
+    known = hardware.load(hardware.named_for(device, _title(device)))
+    inside, between = _as_written(known.inside), _as_written(known.between)
+    told, node = f"links of the profile {known.name!r}", known.ranks_per_node
     if device == "cpu" and ranks > 1:
-        link = links(ranks)
-    elif device == "cuda":  # one device tells nothing of links
-        near = hardware.load(hardware.named_for(device, _title(device))).inside
-        link = {"gb_per_s": near.bandwidth / 1e9, "latency_us": 1e6 * near.latency}
+        inside = between = links(ranks)
+        told, node = f"links between {ranks} ranks of this machine", ranks
     return {
         "title": _title(device),
         "device": device,
         "memory_gb": _memory(device) / 1e9,
-        "ranks_per_node": max(1, ranks),
+        "ranks_per_node": node,
         "tflops": passes(device) / 1e12,
         "memory_gb_per_s": bandwidth(device) / 1e9,
         "host_us": 1e6 * host(device),
         "margin": _MARGIN,
-        "sources": [f"measured by kaisa calibrate, torch {torch.__version__}, {_threads()}"],
-        "links": {"inside": link, "between": link},
+        "sources": [f"measured by kaisa calibrate, torch {torch.__version__}, {_threads()}", told],
+        "links": {"inside": inside, "between": between},
         "times_ms": {kind: _rising(rows) for kind, rows in times.items()},
     }
+
+
+def _as_written(link: hardware.Link) -> dict[str, float]:
+    """Return a link as a profile's file has it."""
+    each = {"each_us": 1e6 * link.each} if link.each else {}
+    return {"gb_per_s": link.bandwidth / 1e9, "latency_us": 1e6 * link.latency, **each}
 
 
 def _seconds_of(function: Callable[[Tensor], Any], count: int, side: int, device: str) -> float:

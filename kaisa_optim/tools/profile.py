@@ -78,8 +78,9 @@ def profile(
     ``batch`` is the model's input. A model or a batch on the meta device is filled with random
     numbers. ``loss`` makes a number of the model's output; without it, the mean square of the
     output's numbers is the loss. The interval has ``steps`` steps: by default as many as lie
-    between two refreshes of a layer. On a GPU, times are those of the kernels. Labels and
-    operations are recorded meanwhile, which makes a step longer, and small models most of all.
+    between two refreshes of a layer, after the early ones. On a GPU, times are those of the
+    kernels. Labels and operations are recorded meanwhile, which makes a step longer, and small
+    models most of all.
     """
     net, (args, kwargs) = _filled(model, device), arguments(_drawn(batch, device))
     made: Any = optimizer(net, **options)
@@ -90,6 +91,9 @@ def profile(
 
     first, first_whole = train(1)
     kfac = made.preconditioner
+    if steps is None:  # pass by the early refreshes, which are not those of an interval
+        for _ in range(max(kfac.options.early, default=0)):
+            _step(lambda: measure(net(*args, **kwargs)), made)
     count = steps or max(kfac.inv_update_steps, kfac.factor_update_steps)
     later, whole = train(count)
     rows = [Row(x, first[x], later[x] / count) for x in STAGES if x in first or x in later]
@@ -107,13 +111,17 @@ def _timed(
     with torch.profiler.profile(activities=kinds) as profiler:
         begun = time.perf_counter()
         for _ in range(count):
-            optimizer.zero_grad()
-            passes().backward()
-            optimizer.step()
+            _step(passes, optimizer)
         if on_gpu:
             torch.cuda.synchronize()
         whole = time.perf_counter() - begun
     return own_times(profiler.events(), on_gpu=on_gpu), 1e3 * whole
+
+
+def _step(passes: Callable[[], Tensor], optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    passes().backward()
+    optimizer.step()
 
 
 def own_times(events: Iterable[Any], *, on_gpu: bool) -> Counter[str]:

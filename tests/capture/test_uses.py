@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,6 +283,61 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
     for step, wanted in zip(found, plain, strict=True):
         for name, value in step.items():
             assert_close(value, wanted[name], 1e-9, name)
+
+
+class Checkpointed(nn.Module):
+    """Uses a parameter of its own in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w = nn.Linear(4, 4), nn.Parameter(torch.eye(4) / 2)
+        self.last = nn.Linear(4, 2)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.last(F.linear(x, self.w).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+
+def test_a_checkpointed_model_trains_in_another_thread():
+    """Autograd numbers the nodes of each thread apart: a new thread's numbers are small."""
+    net = Checkpointed()
+    for _ in range(50):
+        net(normal(3, 4).float()).sum().backward()
+    opt = KFACSGD(net, lr=0.1, factor_update_steps=1)
+    failed: list[Exception] = []
+
+    def train() -> None:
+        try:
+            for _ in range(3):
+                opt.zero_grad()
+                net(normal(3, 4).float()).square().mean().backward()
+                opt.step()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert not failed and opt.preconditioner.coverage().share == 1
+
+
+def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
+    net = Checkpointed()
+    given = [p for name, p in net.named_parameters() if name != "last.bias"]
+    opt = KFACSGD(given, lr=0.1, model=net)
+    for step in range(3):
+        opt.zero_grad()
+        loss = net(normal(3, 4).float()).square().mean()
+        if step != 1:
+            loss.backward()
+            opt.step()
+            continue
+        opt.add_param_group({"params": [net.last.bias]})
+        loss.backward()
+        with pytest.warns(UserWarning, match="'last' has a gradient but no statistics"):
+            opt.step()
 
 
 def test_a_layers_own_module_may_call_another_with_its_weight():

@@ -59,6 +59,15 @@ def test_all_ranks_take_the_fastest_that_fits(world):
             assert weights == found[0][3]
 
 
+def parted() -> list[bool]:
+    kfac = build(network("tokens"), "1GB", colocate_factors=False).preconditioner
+    return [owners.a != owners.g for owners in kfac.assignment.values()]
+
+
+def test_factors_may_part():
+    assert all(map(any, run(2, parted)))
+
+
 def refused(budget: int) -> None:
     build(network("tokens", dtype=torch.float32), budget)
 
@@ -69,9 +78,7 @@ def test_nothing_fits_and_all_ranks_hear_what_the_smallest_needs():
         run(2, refused, least.needs - 1)
     assert set(caught.value.errors) == {0, 1}
     for error in caught.value.errors.values():
-        assert re.search(
-            "no strategy fits into .*needs .* on its fullest rank, 1 bytes more", error
-        )
+        assert re.search("no strategy fits into .*needs .* on its fullest rank, 1 byte more", error)
 
 
 def differing() -> None:

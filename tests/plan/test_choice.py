@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -76,8 +77,11 @@ def test_what_is_missing_is_said_where_nothing_fits():
     none = choice(budget=least.needs - 1000)
     assert none.best is None and none.fitting == []
     said = "no strategy fits into .*layer-wise, needs .*, 1 kB more"
-    with pytest.raises(ValueError, match=f"Invalid memory_budget: {said}.*; give at least"):
+    with pytest.raises(ValueError, match=f"Invalid memory_budget: {said}.*; give at least") as told:
         none.refuse_if_none_fits()
+    advised = re.search(r"give at least ([\d,]+) bytes", str(told.value))
+    assert advised is not None
+    assert choice(budget=int(advised[1].replace(",", ""))).best == least
 
 
 def test_one_rank_has_one_strategy():

@@ -34,7 +34,8 @@ def test_a_machine_is_measured(short, tmp_path):
     assert {kind: times.sides for kind, times in found.times.items()} == dict.fromkeys(
         ("products", "roots", "eigenvectors", "inverses"), (8, 16)
     )
-    assert 0 < found.inside.latency < 10 and found.inside.bandwidth > 0
+    assert 0 < found.inside.latency < 10 and found.inside == found.between
+    assert found.ranks_per_node == 2 and "between 2 ranks" in found.sources[1]
     same = {row[4] for row in calibration.compare(found, measured)}
     assert same <= {"+0 %", "-0 %"}
 
@@ -56,6 +57,10 @@ def test_operations_are_what_their_names_say():
 def test_a_profile_beside_a_measurement(short):
     measured = calibration.measure("cpu", 1)
     known = hardware.load("cpu")
+    # One rank measures no link.
+    alone = hardware.parse("alone", measured)
+    assert (alone.inside, alone.between) == (known.inside, known.between)
+    assert alone.ranks_per_node == known.ranks_per_node and "profile 'cpu'" in alone.sources[1]
     rows = list(calibration.compare(known, measured))
     titles = [row[0] for row in rows]
     assert titles.count("products") == 2
