@@ -274,7 +274,7 @@ _CURVATURE = (
            "Patterns of layers to leave alone, searched in qualified names and class names."),
     Option("max_factor_size", None, "float | None", _real(lambda x: x >= 1, "1 or more"),
            "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
-           "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 512 for a side "
+           "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 513 for a side "
            "at least 64 times as wide as the other, such as an adapter's, with "
            '"polar".',
            follows=lambda options: None if _is_polar(options) else WIDEST),
