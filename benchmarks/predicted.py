@@ -1,0 +1,190 @@
+"""Predicted times of steps beside measured ones, on this machine's CPU, after calibration.
+
+    python -m benchmarks.predicted [--out benchmarks/results/predicted_cpu.json]
+
+Four gloo ranks train three models with three fractions. Times are CPU seconds of the busiest rank,
+which other work on the machine changes little; the profile is calibrated by the same clock. A
+rank's waits are not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.machine import describe
+from benchmarks.networks import CifarResNet
+from kaisa_optim import KFACAdam
+from kaisa_optim.plan import hardware
+from kaisa_optim.tools import calibration, plan
+
+RANKS = 4
+FRACTIONS: dict[str, dict[str, Any]] = {
+    "layer-wise": {"assignment": "layer-wise"},
+    "1/2": {"grad_worker_fraction": 0.5},
+    "opt": {"assignment": "opt"},
+}
+EARLY, STEPS = 26, 20  # steps before, and one interval of refreshes, none of them early
+
+
+class Attention(nn.Module):
+    """A transformer's block over bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (layer(y) for layer in [*self.all][:3])
+        x = x + self.all[3](F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+
+
+class Characters(nn.Module):
+    def __init__(self, width: int = 192, blocks: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(96, width)
+        self.blocks = nn.Sequential(*(Attention(width) for _ in range(blocks)))
+        self.head = nn.Linear(width, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.words(x))).flatten(0, 1)
+
+
+def autoencoder() -> nn.Module:
+    sides = [784, 512, 256, 64, 256, 512, 784]
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sides):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "autoencoder": (autoencoder, lambda: torch.rand(256, 784)),
+    "ResNet-20": (lambda: CifarResNet(20), lambda: torch.rand(16, 3, 32, 32)),
+    "characters": (Characters, lambda: torch.randint(96, (8, 64))),
+}
+
+
+def calibrated() -> dict[str, Any]:
+    """Return a profile by CPU seconds; links come from the ranks."""
+    torch.set_num_threads(1)
+    clock: Any = SimpleNamespace(perf_counter=time.process_time, monotonic=time.monotonic)
+    calibration.time = clock  # type: ignore[attr-defined]
+    return calibration.measure("cpu", 1)
+
+
+def measured(rank: int, port: int, to: Connection) -> None:
+    """Tell CPU seconds of a step by model and fraction, and those of exchanges."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    found: dict[str, Any] = {"links": [_exchanged(1 << 10), _exchanged(1 << 21)]}
+    for name, (make, batch) in MODELS.items():
+        for fraction, options in FRACTIONS.items():
+            torch.manual_seed(0)
+            model, x = make(), batch()
+            optimizer = KFACAdam(model, lr=1e-3, **options)
+            for step in range(EARLY + STEPS):
+                if step == EARLY:
+                    start = time.process_time()
+                optimizer.zero_grad()
+                model(x).float().square().mean().backward()
+                flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore
+                dist.all_reduce(flat)
+                parts = flat.div_(RANKS).split([p.numel() for p in model.parameters()])
+                for p, part in zip(model.parameters(), parts, strict=True):
+                    p.grad = part.view_as(p)
+                optimizer.step()
+            found[f"{name}, {fraction}"] = (time.process_time() - start) / STEPS
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        to.send(everyone)
+    dist.destroy_process_group()
+
+
+def _exchanged(size: int) -> float:
+    x = torch.zeros(RANKS * size, dtype=torch.uint8)
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x)
+    start = time.process_time()
+    for _ in range(20):
+        dist.all_to_all_single(y, x)
+    return (time.process_time() - start) / 20
+
+
+def run() -> dict[str, Any]:
+    profile = calibrated()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    started = [spawning.Process(target=measured, args=(r, port, theirs)) for r in range(RANKS)]
+    for one in started:
+        one.start()
+    ranks = ours.recv()
+    for one in started:
+        one.join()
+    small, large = (max(rank["links"][i] for rank in ranks) for i in (0, 1))
+    rate = (RANKS - 1) * ((1 << 21) - (1 << 10)) / (large - small) / 1e9
+    link = {"gb_per_s": rate, "latency_us": 1e6 * small}
+    profile |= {"links": {"inside": link, "between": link}, "ranks_per_node": RANKS}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.toml"
+        path.write_text(hardware.text(profile))
+        rows = list(_compared(path, ranks))
+    return {"machine": describe("cpu", 1), "profile": profile, "ranks": RANKS, "rows": rows}
+
+
+def _compared(profile: Path, ranks: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield predicted and measured milliseconds of each model and fraction."""
+    for name, (make, batch) in MODELS.items():
+        for fraction, options in FRACTIONS.items():
+            found = plan(make(), RANKS, batch=batch(), device=str(profile), lr=1e-3, **options)
+            assert found.best is not None
+            seen = max(rank[f"{name}, {fraction}"] for rank in ranks)
+            seconds = found.best.times.mean
+            yield {
+                "model": name,
+                "fraction": fraction,
+                "measured ms": 1e3 * seen,
+                "predicted ms": 1e3 * sum(seconds.values()),
+                "error": sum(seconds.values()) / seen - 1,
+                "stages": {stage: 1e3 * x for stage, x in seconds.items()},
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = run()
+    for row in found["rows"]:
+        times = f"{row['measured ms']:8.2f} {row['predicted ms']:8.2f}"
+        print(f"{row['model']:12} {row['fraction']:10} {times} {100 * row['error']:+5.0f} %")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
