@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode
 from ..layers import Layer
 
 # The number that autograd gives the next node that this thread makes.
-sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
 
 
@@ -46,7 +46,7 @@ class ForwardPass:
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.number = next(NUMBERS)
         self.thread = threading.get_ident()
-        self.start = sequence_nr()
+        self.start = _sequence_nr()
         self.end: int | None = None
         self.measure(value)
 
@@ -194,7 +194,7 @@ class ForwardPasses:
         calls = self._local.calls
         forward_pass = calls.pop().what if calls else None
         if forward_pass is not None and all(call.what is not forward_pass for call in calls):
-            forward_pass.end = sequence_nr()
+            forward_pass.end = _sequence_nr()
 
     def break_off(self) -> None:
         """Leave calls that were interrupted, as by Ctrl-C, after which torch runs no hook."""
@@ -265,7 +265,7 @@ class ForwardPasses:
         here = threading.get_ident()
         for forward_pass in self._left_open:
             if forward_pass.thread == here:
-                forward_pass.end = sequence_nr()
+                forward_pass.end = _sequence_nr()
         self._left_open = [
             forward_pass for forward_pass in self._left_open if forward_pass.thread != here
         ]

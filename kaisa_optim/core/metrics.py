@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
-    """Return this rank's numbers after its last step; ``wait`` adds those that a device has."""
+    """Return this rank's numbers after its last step; ``wait`` adds those on the device."""
     registry = kfac.registry
     states = [registry.states[layer.name] for layer in registry.active]
     found: dict[str, float] = {

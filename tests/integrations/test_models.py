@@ -29,6 +29,19 @@ def library(name: str) -> Any:
         pytest.skip(f"{name} is not installed: {error}")
 
 
+def losses_of(net: nn.Module, loss: Loss, opt: Any, steps: int) -> list[float]:
+    """Train; return the loss of each step."""
+    values = []
+    for step in range(steps):
+        torch.manual_seed(step % 2)
+        opt.zero_grad()
+        value = loss(net)
+        value.backward()
+        opt.step()
+        values.append(value.item())
+    return values
+
+
 def train(
     model: nn.Module, loss: Loss, least: float, cls: Any, steps: int = 6, **options: Any
 ) -> None:
@@ -36,14 +49,7 @@ def train(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="kaisa_optim")
         opt = cls(model, lr=1e-3, **options)
-        values = []
-        for step in range(steps):
-            torch.manual_seed(step % 2)
-            opt.zero_grad()
-            value = loss(model)
-            value.backward()
-            opt.step()
-            values.append(value.item())
+        values = losses_of(model, loss, opt, steps)
     report = opt.preconditioner.coverage()
     # Scales and shifts are the base's in every network.
     left = sum(one.size for one in report.left.values() if one.reason != SCALES)

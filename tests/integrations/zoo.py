@@ -35,6 +35,7 @@ from tests.integrations.test_models import (
     DECODER,
     TRANSFORMERS,
     Loss,
+    losses_of,
     on_classes,
     on_words,
 )
@@ -272,18 +273,6 @@ SOURCES: dict[str, Callable[[], Iterator[tuple[str, Network]]]] = {
 
 
 # ---- training
-
-
-def losses_of(net: nn.Module, loss: Loss, opt: Any, steps: int) -> list[float]:
-    values = []
-    for step in range(steps):
-        torch.manual_seed(step % 2)
-        opt.zero_grad()
-        value = loss(net)
-        value.backward()
-        opt.step()
-        values.append(value.item())
-    return values
 
 
 def tried(network: Network, name: str, shard: bool = False) -> dict[str, Any]:
