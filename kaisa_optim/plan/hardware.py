@@ -21,7 +21,10 @@ PROFILES = Path(__file__).parent / "profiles"
 # Operations on matrices whose times a profile lists.
 OPERATIONS = ("products", "half_products", "roots", "eigenvectors", "inverses")
 _CUBE = 3  # the power by which times grow beyond the largest size that was measured
-_NUMBERS = {"memory_gb", "ranks_per_node", "tflops", "memory_gb_per_s", "host_us", "margin"}
+_NUMBERS = {
+    *("memory_gb", "ranks_per_node", "tflops", "memory_gb_per_s", "host_us", "host_layer_us"),
+    "margin",
+}
 
 
 class Times(NamedTuple):
@@ -72,9 +75,10 @@ class Hardware:
     device: str  # "cuda" or "cpu"
     memory: float  # bytes
     ranks_per_node: int
-    flops: float  # operations a second in passes of a model
-    memory_bandwidth: float  # bytes a second
+    flops: float  # operations a second in products of a model's passes
+    memory_bandwidth: float  # bytes a second, of a network's operations between its products
     host: float  # seconds on the host for each group of layers of one shape
+    host_layer: float  # seconds on the host for each layer
     margin: float  # share by which times may be off
     times: Mapping[str, Times]
     inside: Link
@@ -167,6 +171,7 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
         values["tflops"] * 1e12,
         values["memory_gb_per_s"] * 1e9,
         values["host_us"] / 1e6,
+        values["host_layer_us"] / 1e6,
         float(values["margin"]),
         times,
         links[0],
@@ -176,7 +181,10 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
 
 
 def _slower(times: Times, by: float) -> Times:
-    first, further = (tuple(by * x for x in column) for column in times[1:])
+    """Return times on a device whose arithmetic is slower; a call's fixed time stays."""
+    further = tuple(by * x for x in times.further)
+    pairs = zip(times.first, times.further, strict=True)
+    first = tuple(max(0.0, one - more) + by * more for one, more in pairs)
     return Times(times.sides, first, further)
 
 

@@ -46,6 +46,7 @@ class Passes:
 
     operations: float = 0.0  # of forward and backward
     rows: Mapping[str, int] = field(default_factory=dict)  # that each layer sees
+    touched: float = 0.0  # bytes that operations of both passes read and write
 
 
 class StepTimes(NamedTuple):
@@ -88,7 +89,9 @@ class Clock:
         """Return the stages of every step; gradients of ``arriving`` bytes are handed out."""
         hardware, grid = self.hardware, self.account.grid
         seconds = dict.fromkeys(STAGES, 0.0)
-        seconds["passes"] = self.passes.operations / hardware.flops
+        passes = self.passes
+        moved = passes.touched / hardware.memory_bandwidth
+        seconds["passes"] = passes.operations / hardware.flops + moved
         # Rings bring all but a share of the bytes twice, while the backward pass goes on.
         averaged = 2 * self.parameters * (grid.world - 1) // grid.world
         travels = hardware.ring(averaged, grid.world)
@@ -165,7 +168,8 @@ class Clock:
                 one = 2 * halves.seconds(flat, count) + halves.seconds(short, count)
                 total += self.work.polynomials(short) * one
             size = count * task.a * task.g * same[0].itemsize
-            total += hardware.host + _TOUCHED * size / hardware.memory_bandwidth
+            total += hardware.host + len(same) * hardware.host_layer
+            total += _TOUCHED * size / hardware.memory_bandwidth
         return total
 
     def _calls(self, size: int) -> int:

@@ -35,6 +35,7 @@ _MARGIN = 0.25
 _START = 180.0  # seconds in which ranks start and exchange, on a busy machine, too
 _SMALL, _LARGE = 4 << 10, 8 << 20  # bytes to each rank, of collectives
 _WIDTH, _DEPTH, _ROWS = 512, 4, 256  # of the network whose passes are timed
+_SMALL_SIDES, _COPIES = range(4, 12), 4  # of layers, of which the host's work is timed
 
 
 def seconds(function: Callable[[], Any], device: str) -> float:
@@ -86,6 +87,7 @@ def measure(device: str, ranks: int, watch: Watch = iter) -> dict[str, Any]:
             one, many = (_seconds_of(kinds[kind], count, side, device) for count in (1, _BATCH))
             further = max((many - one) / (_BATCH - 1), one / 1e3)
             times[kind].append([side, 1e3 * one, 1e3 * further])
+    group, layer = host(device)
     # One device tells nothing of links: take those of the profile that is nearest.
     known = hardware.load(hardware.named_for(device, _title(device)))
     inside, between = _as_written(known.inside), _as_written(known.between)
@@ -100,7 +102,8 @@ def measure(device: str, ranks: int, watch: Watch = iter) -> dict[str, Any]:
         "ranks_per_node": node,
         "tflops": passes(device) / 1e12,
         "memory_gb_per_s": bandwidth(device) / 1e9,
-        "host_us": 1e6 * host(device),
+        "host_us": 1e6 * group,
+        "host_layer_us": 1e6 * layer,
         "margin": _MARGIN,
         "sources": [f"measured by kaisa calibrate, torch {torch.__version__}, {_threads()}", told],
         "links": {"inside": inside, "between": between},
@@ -144,10 +147,17 @@ def _memory(device: str) -> int:
 
 
 def bandwidth(device: str) -> float:
-    """Return the bytes a second that additions of large tensors read and write."""
-    x = torch.ones(1 << 24, device=device)
+    """Return the bytes a second that a network's operations between its products move."""
+    x = torch.ones(1024, 16, 16, 16 if device == "cuda" else 4, device=device)
     y = x.clone()
-    return 3 * x.nbytes / seconds(lambda: x.add_(y), device)
+
+    def move() -> None:  # eight times the bytes of a tensor
+        x.add_(y)
+        torch.linalg.vector_norm(x)
+        nn.functional.gelu(x)
+        nn.functional.batch_norm(x, None, None, training=True)
+
+    return 8 * x.nbytes / seconds(move, device)
 
 
 def passes(device: str) -> float:
@@ -159,24 +169,40 @@ def passes(device: str) -> float:
     return 3 * 2 * _DEPTH * _ROWS * _WIDTH**2 / taken
 
 
-def host(device: str) -> float:
-    """Return the seconds on the host that a quiet step spends on each group of layers."""
-    sides = range(4, 12)
-    net = nn.Sequential(*(nn.Linear(n, n + 1, device=device) for n in sides))
+class _Apart(nn.Module):
+    """Copies of small layers of several shapes, side by side."""
+
+    def __init__(self, copies: int, device: str) -> None:
+        super().__init__()
+        sides = [*_SMALL_SIDES] * copies
+        self.layers = nn.ModuleList(nn.Linear(n, n, device=device) for n in sides)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [layer(x[:, : layer.in_features]).sum() for layer in self.layers]
+        return torch.stack(found).sum()
+
+
+def host(device: str) -> tuple[float, float]:
+    """Return the seconds on the host of a quiet step, by group of layers and by layer."""
+    few, many = (_host(copies, device) / len(_SMALL_SIDES) for copies in (1, _COPIES))
+    layer = (many - few) / (_COPIES - 1)
+    return few - layer, layer
+
+
+def _host(copies: int, device: str) -> float:
+    """Return the seconds on the host of a quiet step with so many layers of each shape."""
+    net = _Apart(copies, device)
     optimizer = KFACAdam(net, factor_update_steps=10**6, inv_update_steps=10**6, staggered=False)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        net(torch.ones(4, sides[0], device=device)).sum().backward()
-        start = time.perf_counter()
-        optimizer.step()
-        taken.append(time.perf_counter() - start)
-
+    x = torch.ones(4, max(_SMALL_SIDES), device=device)
     taken: list[float] = []
     with torch.enable_grad():
         for _ in range(80):  # the early refreshes end with step 50
-            step()
-    return sorted(taken)[len(taken) // 3] / len(sides)
+            optimizer.zero_grad()
+            net(x).backward()
+            start = time.perf_counter()
+            optimizer.step()
+            taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 3]
 
 
 # ---- collectives ----
@@ -254,6 +280,7 @@ def compare(known: Hardware, measured: Mapping[str, Any]) -> Iterator[Row]:
     yield _row("passes", "1 GFLOP", 1e9 / known.flops, 1e9 / new.flops)
     yield _row("memory", "1 GB", 1e9 / known.memory_bandwidth, 1e9 / new.memory_bandwidth)
     yield _row("host", "a group of layers", known.host, new.host)
+    yield _row("host", "a layer", known.host_layer, new.host_layer)
 
 
 def _row(title: str, size: str, known: float, measured: float) -> Row:

@@ -1,4 +1,4 @@
-"""What a batch makes of a model: the operations of its passes, and the rows of its layers."""
+"""What a batch makes of a model: operations and bytes of its passes, and the rows of its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.placements import task_of
@@ -16,7 +18,38 @@ from ..errors import invalid, invalid_because
 from ..layers import Layer
 from ..plan.prices import Passes
 
-_BACKWARD = 2  # operations of a backward pass, in forward passes
+_BACKWARD = 2  # operations and bytes of a backward pass, in forward passes
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write; views move none."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.add(args, kwargs, found)
+        return found
+
+    def add(self, *values: Any) -> None:
+        self.size += sum(x.nbytes for x in tree.tree_leaves(values) if isinstance(x, Tensor))
+
+
+class _OneKernel(TorchFunctionMode):
+    """Counts attention as one operation: its scores are never written to memory."""
+
+    def __init__(self, traffic: _Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.traffic.size
+        found = func(*args, **(kwargs or {}))
+        if func is nn.functional.scaled_dot_product_attention:
+            self.traffic.size = before
+            self.traffic.add(args, kwargs, found)
+        return found
 
 
 def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float) -> Passes:
@@ -26,20 +59,22 @@ def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: f
     is the part of the examples that statistics are taken from.
     """
     args, kwargs = arguments(_on_meta(batch))
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = _on_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})
     rows: dict[str, int] = {}
-    counter = FlopCounterMode(display=False)
+    counter, traffic = FlopCounterMode(display=False), _Traffic()
+    fused = _OneKernel(traffic)
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             handle = layer.module.register_forward_hook(_reader(layer, rows, fraction))
             hooks.callback(handle.remove)
         try:
-            with torch.no_grad(), counter, torch.device("meta"):
-                torch.func.functional_call(model, _on_meta(state), args, kwargs)
+            with torch.no_grad(), counter, traffic, fused, torch.device("meta"):
+                torch.func.functional_call(model, state, args, kwargs)
         except Exception as error:
             why = f"the model can't be run with it on the meta device: {error}"
             raise invalid_because("batch", why) from error
-    return Passes((1 + _BACKWARD) * float(counter.get_total_flops()), rows)
+    both = 1 + _BACKWARD
+    return Passes(both * float(counter.get_total_flops()), rows, both * traffic.size)
 
 
 def _on_meta(values: Any) -> Any:

@@ -11,7 +11,8 @@ NAMES = sorted(path.stem for path in PROFILES.glob("*.toml"))
 ROWS = [[100, 1.0, 0.5], [1000, 100.0, 50.0]]
 PLAIN = {
     **{"title": "A device", "device": "cpu", "memory_gb": 16, "ranks_per_node": 2},
-    **{"tflops": 0.5, "memory_gb_per_s": 10.0, "host_us": 100, "margin": 0.25},
+    **{"tflops": 0.5, "memory_gb_per_s": 10.0, "host_us": 100},
+    **{"host_layer_us": 10, "margin": 0.25},
     "sources": ["a measurement", 'a "quoted" one'],
     "links": {
         "inside": {"gb_per_s": 10, "latency_us": 5, "each_us": 1},
@@ -72,8 +73,10 @@ def test_a_device_that_is_like_another_takes_its_times():
     like = PLAIN | {"like": "h100", "slower": dict.fromkeys(OPERATIONS, 3.0), "times_ms": {}}
     mine, other = hardware.parse("x", like), hardware.load("h100")
     for kind in OPERATIONS:
-        for side, count in ((300, 1), (1024, 5)):
-            expected = 3 * other.times[kind].seconds(side, count)
+        for side, count in ((256, 1), (1024, 5)):
+            one = other.times[kind]
+            fixed = one.seconds(side) - one._at(one.further, side)  # calls take no longer
+            expected = fixed + 3 * count * one._at(one.further, side)
             assert mine.times[kind].seconds(side, count) == pytest.approx(expected)
 
 

@@ -51,13 +51,20 @@ def test_products_of_a_stack_by_hand():
     product = HARDWARE.times["products"].seconds
     a, g = (200 * 200 * 300) ** (1 / 3), (300 * 200 * 300) ** (1 / 3)
     polar = 3 * (2 * product(a) + product(200))  # the shorter side is A's
-    moved = HARDWARE.host + 12 * 4 * 200 * 300 / HARDWARE.memory_bandwidth
+    host = HARDWARE.host + HARDWARE.host_layer
+    moved = host + 12 * 4 * 200 * 300 / HARDWARE.memory_bandwidth
     found = made.precondition([layer])
     assert found == pytest.approx(2 * (product(a) + product(g)) + polar + moved)
     inverse = clock(LayerWise(), 1, [layer.task], Work("inverses", 1))
     assert inverse.precondition([layer]) == pytest.approx(product(a) + product(g) + moved)
     diagonal = layer._replace(task=layer.task._replace(diagonal_a=True))
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
+
+
+def test_passes_take_their_operations_and_their_bytes():
+    made = clock(Opt(), 1, passes=Passes(1e9, {}, 5e8))
+    # 0.5 TFLOP/s and 10 GB/s.
+    assert made.always(0)["passes"] == pytest.approx(1 / 500 + 0.5 / 10)
 
 
 def test_the_busiest_rank_decomposes_for_all():

@@ -64,7 +64,8 @@ def test_a_profile_beside_a_measurement(short):
     rows = list(calibration.compare(known, measured))
     titles = [row[0] for row in rows]
     assert titles.count("products") == 2
-    assert titles[-5:] == ["a small exchange", "a large exchange", "passes", "memory", "host"]
+    assert titles[-4:] == ["passes", "memory", "host", "host"]
+    assert titles[-6:-4] == ["a small exchange", "a large exchange"]
     assert all(row[4].endswith(" %") for row in rows)
 
 

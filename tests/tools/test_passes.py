@@ -19,6 +19,9 @@ def test_rows_and_operations_of_convolutions_and_linear_layers():
     assert found.rows == {"0": 8 * 9, "2": 8}
     forward = 2 * 8 * 9 * 4 * 18 + 2 * 8 * 36 * 5
     assert found.operations == 3 * forward
+    # Inputs, weights, biases and outputs; flattening is a view.
+    numbers = [8 * 50 + 72 + 4 + 8 * 36, 8 * 36 + 180 + 5 + 40]
+    assert found.touched == 3 * 4 * sum(numbers)
     assert passes_of(net, (batch,), layers, 0.25).rows == {"0": 18, "2": 2}
     assert passes_of(net, {"input": batch}, layers, 1.0) == found
 
@@ -29,6 +32,14 @@ def test_attention_sees_a_row_for_each_token():
     rows = passes_of(net, torch.zeros(6, 3, dtype=torch.long), layers, 1.0).rows
     assert rows.pop("head") == 6
     assert set(rows.values()) == {18}
+
+
+def test_scores_of_attention_are_not_written():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, value=x)
+
+    assert passes_of(Attention(), torch.zeros(2, 3, 50, 8), [], 1.0).touched == 3 * 4 * 4 * 2400
 
 
 def test_a_batch_that_does_not_fit_is_refused():
