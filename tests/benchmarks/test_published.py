@@ -36,7 +36,20 @@ def test_longer_intervals_gain_ever_less():
     assert minutes[0] - minutes[1] > minutes[1] - minutes[2] > 0
     for row in rows():
         if "minutes" in row.what:
-            assert row.predicted == pytest.approx(row.published, rel=0.2)
+            assert row.predicted == pytest.approx(row.published, rel=0.1)
+
+
+def test_opt_scales_better_than_layer_wise():
+    layer_wise, opt = (row for row in rows() if "efficiency" in row.what)
+    assert layer_wise.predicted < opt.predicted
+    for row in (layer_wise, opt):
+        assert row.predicted == pytest.approx(row.published, abs=8)
+
+
+def test_gains_over_sgd_are_near_the_published_ones():
+    for row in rows():
+        if "ahead" in row.what:
+            assert row.predicted == pytest.approx(row.published, abs=2 if "opt" in row.what else 5)
 
 
 def test_the_broadcast_of_eigenvectors_is_the_larger_one():
