@@ -15,19 +15,15 @@ REMEDIES = {
         "print(optimizer.preconditioner) for the reasons; register a layer kind, or accept it."
     ),
     "the base optimizer's step failed": (
-        "The weights of the ranks have drifted apart since. Mend the error that is named, and go "
-        "back to a checkpoint."
-    ),
-    "has had a gradient in": (
-        "The weight is used outside of its module's forward, or its gradient is always zero. Call "
-        "the module itself, freeze the weight, or name the layer in skip_layers."
+        "The ranks' weights have drifted apart since. Correct the named error, and go back to a "
+        "checkpoint."
     ),
     "has a gradient but no statistics": (
         "Call the layer's module itself, and leave paused() only around evaluations."
     ),
     "statistics that were not finite": (
         "A loss or an activation overflowed. One such warning after a loss spike does no harm. If "
-        "it comes again, lower the learning rate, or use bfloat16 in place of float16."
+        "the warning returns, lower the learning rate, or use bfloat16 in place of float16."
     ),
     "stays in use. See whether the loss": (
         "See whether the loss is finite. Raise damping, or store factors in float32. More than "
@@ -37,42 +33,34 @@ REMEDIES = {
         "The group keeps what it was built with. Build the optimizer with the groups of the run "
         "that was saved, if that is not meant."
     ),
-    "holds no K-FAC factors": (
-        "The file is of a plain optimizer, of other options, or of one rank's share. Factors are "
-        "estimated anew, so nothing has to be done; for a run to go on bit for bit, call "
+    "has no K-FAC factors": (
+        "The file is of a plain optimizer, of other options, or of one rank's share. K-FAC "
+        "estimates the factors again, so nothing has to be done. To continue bit for bit, call "
         "consolidate_state_dict() on all ranks before a save."
     ),
     "'s share of K-FAC's state": (
         "Call consolidate_state_dict(to=rank) on all ranks before state_dict(). Ignore this "
         "warning where torch.distributed.checkpoint saves all ranks' shares."
     ),
-    "a key that nobody reads": "Mend the key's name as the message says, or remove the key.",
+    "an unknown key, which": "Correct the key's name as the message says, or remove the key.",
     # errors
-    "sample_fisher was called for some passes": (
-        "Call it on every rank, for all outputs of the loss; with checkpointing, "
-        "use_reentrant=False."
-    ),
-    "on ranks … is not the one of rank 0": (
+    "on ranks … differs from rank 0's": (
         "The ranks have other weights or gradients. Do what the message ends with."
     ),
     "K-FAC stops on all ranks": (
-        "One rank had an error, which the message names. Mend that one; the others only follow."
+        "One rank had an error, which the message names. Correct that error; the other ranks only "
+        "follow."
     ),
     "they differ among the ranks": "Build the same model with the same options on all ranks.",
     "are not the model's any more": (
         "Something replaced parameters after the optimizer was built. Build it after that."
     ),
     "has no statistics yet": "Ask after the first step.",
-    "not here": "Ask on the rank that optimizer.preconditioner.assignment names.",
     "needs the whole state": "Do both, as the message says.",
     "that fully_shard has sharded": (
         "Save with torch.distributed.checkpoint, or load the weights alone into an unsharded model."
     ),
     "only some ranks have loaded": "Call load_state_dict() on all ranks.",
-    "has no gradient on ranks": (
-        "Average gradients over all ranks before step(), a missing one as zero, or use "
-        "DistributedDataParallel with find_unused_parameters=True."
-    ),
     "needs the module classes": "Write @register_layer(ModuleClass).",
     "needs module classes": "Write @register_layer(ModuleClass).",
     "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",

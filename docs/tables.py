@@ -188,7 +188,7 @@ def findings() -> str:
         margins.append((last[ours] / loss - 1, title, other))
         lower.append(last[ours] <= loss)
     above = [
-        f"on {title} {name} is {100 * x / (1 + x):.0f} % lower"
+        f" {name} is {100 * x / (1 + x):.0f} % lower on {title}."
         for x, title, name in margins
         if x > 0
     ]
@@ -202,13 +202,13 @@ def findings() -> str:
     return "\n".join(
         [
             f"- KFACAdam ends below SOAP and Muon on {sum(lower)} of {len(lower)} tasks, by up to "
-            f"{-100 * min(margins)[0]:.0f} %; {'; '.join(above)}.",
+            f"{-100 * min(margins)[0]:.0f} %.{''.join(above)}",
             f"- KFACAdam reaches the baseline's loss in {min(steps):.2f} to {max(steps):.2f} of "
             f"its steps and {min(seconds):.2f} to {max(seconds):.2f} of its seconds.",
             f"- KFACAdam takes no more seconds than Muon on {len(faster)} of {len(pairs)} rows. "
-            f"Muon is faster on {', '.join(slower)}.",
-            f"- At SGD's own rate of 0.1, KFACSGD ends at {kfac[0.1]:.2f} on ResNet-8, SGD at "
-            f"{base[0.1]:.2f}; with a weight decay of 5e-4, {decayed[0]:.2f} and {decayed[1]:.2f}.",
+            f"Muon is faster on {'; '.join(slower)}.",
+            f"- At SGD's best rate, 0.1, on ResNet-8, KFACSGD ends at {kfac[0.1]:.2f} and SGD at "
+            f"{base[0.1]:.2f}. With a weight decay of 5e-4: {decayed[0]:.2f} and {decayed[1]:.2f}.",
         ]
     )
 

@@ -30,7 +30,8 @@ OF_RANKS = [
 # Whole scripts, for several ranks; variables of the environment make their networks small.
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
 SMALL = {"WIDTH": "64", "LAYERS": "1", "LENGTH": "16", "BATCH": "2", "STEPS": "4", "SAVE": "2"}
-WORDS = 15_000  # of all pages but the reference
+# Of all pages but the reference, and of those in the menu.
+WORDS, IN_MENU = 14_000, 12_000
 
 
 def blocks(page):
@@ -121,15 +122,29 @@ def test_tables_of_results_are_the_kept_numbers():
         assert path.read_text() == page, f"{path.name}: run python -m docs.tables"
 
 
+def listed(entry):
+    """Return the pages that an entry of mkdocs.yml names."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    part = re.search(rf"^{entry}:.*\n((?: .*\n)+)", text, flags=re.M)[1]
+    return ["docs/" + page.lstrip("/") for page in re.findall(r"[\w/]+\.md", part)]
+
+
 def test_the_menu_has_every_page():
-    menu = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(menu) == sorted(page.removeprefix("docs/") for page in [*PAGES, BUILT])
+    """Those beside it have their links on a page of the menu."""
+    menu, beside = listed("nav"), listed("not_in_nav")
+    assert sorted([*menu, *beside]) == sorted([*PAGES, BUILT])
+    assert set(beside) <= {target for page in menu if page != BUILT for target in linked(page)}
+
+
+def words(pages):
+    """Return how many words pages have; tables count, code and the signs of Markdown do not."""
+    return sum(len(re.findall(r"\S*\w\S*", prose(page))) for page in pages)
 
 
 def test_the_documentation_is_short():
     pages = [page for page in PAGES if not page.startswith("docs/reference/")]
-    # Tables count, too; code and the signs of Markdown do not.
-    assert sum(len(re.findall(r"\S*\w\S*", prose(page))) for page in pages) <= WORDS
+    assert words(pages) <= WORDS
+    assert words(set(pages) & set(listed("nav"))) <= IN_MENU
 
 
 def test_the_readme_is_short():
@@ -189,6 +204,13 @@ def anchor(heading):
 
 def anchors(page):
     return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", prose(page), flags=re.M)}
+
+
+def linked(page):
+    """Return the pages that a page links."""
+    targets = re.findall(r"\]\(([^)#\s]+\.md)", prose(page))
+    here = (ROOT / page).parent
+    return {os.path.relpath(here / target, ROOT) for target in targets if ":" not in target}
 
 
 @pytest.mark.parametrize("page", [*OUTSIDE, *PAGES])

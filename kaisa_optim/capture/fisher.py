@@ -57,8 +57,8 @@ class Fisher:
         self.dim = dim % sides if -sides <= dim < sides else sides
         if self.dim == sides or (self.dim == 0 and sides > 1):
             why = (
-                f"{dim} for outputs of shape {tuple(outputs.shape)}; it must be one behind the "
-                "batch, that of the classes or features"
+                f"{dim} for outputs of shape {tuple(outputs.shape)}; it must be the dimension of "
+                "classes or features, which comes after the batch"
             )
             raise invalid_because("dim", why)
         # The shape is [examples, positions, width]. A single dimension holds one example's classes,
@@ -217,7 +217,7 @@ def _check(outputs: Tensor, kind: Kind, exact: bool, others: dict[str, object]) 
                 given[0], "a callable kind makes the gradient alone; leave it out"
             )
     if exact and callable(kind):
-        why = f"True for a callable kind, of which no Hessian is known; it can be for {_NAMES}"
+        why = f"True for a callable kind, whose Hessian is unknown; name a kind: {_NAMES}"
         raise invalid_because("exact", why)
     if exact and others["generator"] is not None:
         raise invalid_because("generator", "exact=True draws nothing; leave it out")
@@ -232,8 +232,8 @@ def _check_call(kind: Callable[[Tensor], Tensor]) -> None:
         called.bind(None)
     except TypeError as error:
         why = (
-            f"{kind!r} is called with the outputs alone, for which it draws labels by itself "
-            f"({error}); a loss that torch has goes by its name, {_NAMES}"
+            f"{kind!r} can't be called with the outputs alone ({error}); give a callable that "
+            f"draws its own labels, or name a loss of torch, {_NAMES}"
         )
         raise invalid_because("kind", why) from None
 
@@ -246,10 +246,9 @@ def raise_half(ranks: Ranks, calls: int, own: list[str]) -> None:
         for rank, (calls, names) in enumerate(theirs)
     )
     raise RuntimeError(
-        f"sample_fisher was called for some passes of this step and not for others ({said}): call "
-        "it on every rank between each forward pass and its backward pass, for all outputs that "
-        "the loss is of. Layers under torch.utils.checkpoint can be reached with "
-        "use_reentrant=False only"
+        f"sample_fisher was called for some passes of this step and not for others ({said}); call "
+        "sample_fisher on every rank between each forward pass and its backward pass, with all "
+        "outputs that the loss reads. Under torch.utils.checkpoint, use_reentrant=False is needed"
     )
 
 

@@ -96,7 +96,7 @@ def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
     for name in codes:
         others = [rank for rank, own in enumerate(theirs) if own.get(name) != theirs[0].get(name)]
         if others:
-            raise RuntimeError(f"{name} on ranks {others} is not the one of rank 0: {remedy}")
+            raise RuntimeError(f"{name} on ranks {others} differs from rank 0's: {remedy}")
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:

@@ -298,11 +298,11 @@ class Homes:
         for p in () if same else set(listed).difference(self._listed):
             raise RuntimeError(
                 f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
-                "optimizer was not given, such as the float32 copies that DeepSpeed puts there "
-                "under ZeRO and under its own bf16 or fp16: K-FAC can't precondition them. Use "
-                "DistributedDataParallel or DeepSpeed's stage 0 with torch.autocast, where "
-                'assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 does, or '
-                "fully_shard; add parameters of the model by add_param_group"
+                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
+                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
+                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
+                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
+                "does. Add parameters of the model by add_param_group"
             )
         for p, own, name, title in self._places:
             now = own[name] if name in own else None  # noqa: SIM401 (TorchScript's has no get)
@@ -355,7 +355,7 @@ def refuse_meta(on_meta: dict[str, Tensor]) -> None:
     for name, p in on_meta.items():
         if p.is_meta:
             raise RuntimeError(
-                f"Invalid params: {name} was on the meta device when the optimizer was built, "
-                "which would never change what has taken its place; call to_empty, load or "
-                "initialize the weights, and build the optimizer then"
+                f"Invalid params: {name} was on the meta device when the optimizer was built, so "
+                "no step would change the weight that replaces it; call to_empty, load or "
+                "initialize the weights, then build the optimizer"
             )

@@ -185,8 +185,8 @@ def refuse_lost_damping(group: dict[str, Any]) -> None:
             raise invalid(
                 "damping",
                 group["damping"],
-                f"with {dtype} arithmetic it must be at least {least:.2g}, or the rounding of "
-                "gradients makes the steps; use a larger one, such as 1e-3",
+                f"with {dtype} arithmetic it must be at least {least:.2g}, or rounding "
+                "errors dominate the steps; use a larger one, such as 1e-3",
             )
 
 

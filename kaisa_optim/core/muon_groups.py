@@ -53,8 +53,8 @@ def refuse_changes(groups: Iterable[Group], former: Sequence[bool | None]) -> No
     for i, (now, before) in enumerate(zip(choices(groups), former, strict=False)):
         if now is not before:
             why = (
-                f"{now!r} of parameter group {i}, which was built with {before!r}; what K-FAC "
-                "covers follows from it, so build another optimizer, with the state_dict() of "
-                "this one if that is to go on"
+                f"{now!r} of parameter group {i}, which was built with {before!r}, and use_muon "
+                "decides which layers K-FAC covers; build a new optimizer, and load this one's "
+                "state_dict() to continue"
             )
             raise invalid_because("use_muon", why)

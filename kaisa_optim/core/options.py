@@ -227,7 +227,7 @@ def _split(options: Options) -> str | None:
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 # Pages of docs/guides, with the heading's anchor.
 _FIRST_STEPS = "tuning.md#the-first-steps"
-_WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' scaling leaves K out")
+_WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
 
 
@@ -324,7 +324,7 @@ _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
            "κ of the KL clip, which limits the length of a step. None: no limit.",
            "optimizer", schedulable=True, off=None, of_papers=True,
-           conflicts=(Conflict("grafting", (True,), "it gives gradients a length that the clip "
+           conflicts=(Conflict("grafting", (True,), "grafting sets the length that the clip "
                                "would change", "pass kl_clip=None, or leave out grafting"),)),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
@@ -351,7 +351,7 @@ _RANKS = (
     Option("assignment", None, "WorkAssignment | str | None", _unchecked,
            '"layer-wise", "opt", "hybrid" or a WorkAssignment. None: "opt", or "hybrid" with '
            "grad_worker_fraction.",
-           conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan is to choose"),)),
+           conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),
     Option("bucket_cap_mb", 25.0, "float", _real(_above_zero, "a number of MiB above 0"),

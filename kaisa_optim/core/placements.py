@@ -91,8 +91,8 @@ def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
     chosen = options.assignment, options.grad_worker_fraction
     if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
         why = (
-            f"{options.strategy!r} for parameters sharded by fully_shard: one rank preconditions "
-            'each of their gradients; use assignment="layer-wise" or leave it out'
+            f"{options.strategy!r} for parameters sharded by fully_shard, where exactly one rank "
+            'preconditions each gradient; use assignment="layer-wise" or leave it out'
         )
         raise invalid_because("assignment", why)
     return assignment.LayerWise()

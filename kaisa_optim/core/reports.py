@@ -94,12 +94,15 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
     if not registry.states[name].has_average:
         raise KeyError(f"layer {name!r} has no statistics yet")
     away = [
-        f"{side.upper()} on rank {registry.placements.owner(layer, side)}"
+        f"{side.upper()} is on rank {registry.placements.owner(layer, side)}"
         for side in "ag"
         if (layer, side) not in owned.by_key
     ]
     if away:
-        raise KeyError(f"layer {name!r} has {' and '.join(away)}, not here")
+        raise KeyError(
+            f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that rank. "
+            "colocate_factors=True puts A and G on one"
+        )
     a, g = (owned.by_key[layer, side]["average"] for side in "ag")
     return a, g
 
@@ -166,10 +169,9 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
     if ranks.status_device:
         agreement.warn(
             ranks,
-            f"the process group has no backend for the CPU, only for {ranks.status_device}, "
-            "so that in most steps the host waits for that device to hear what ranks agree on; "
-            "add gloo for the CPU where the group is made, as in "
-            'init_process_group("cpu:gloo,cuda:nccl")',
+            f"the process group has no backend for the CPU, only for {ranks.status_device}, so "
+            f"ranks agree through {ranks.status_device}, and the host waits for it in most steps; "
+            'add gloo for the CPU to the group, as in init_process_group("cpu:gloo,cuda:nccl")',
         )
 
 
@@ -199,7 +201,7 @@ def poor_coverage(found: CoverageReport) -> str:
     left = sum(one.size for one in found.left.values() if one.reason != SCALES)
     if left <= (1 - _ENOUGH) * found.total:
         return ""
-    text = "the base optimizer updates these with their raw gradients"
+    text = "the base optimizer updates these parameters with their raw gradients"
     return f"{text}:\n{found.named()}\n{found.amount}"
 
 
@@ -267,18 +269,19 @@ def name_elsewhere(
         return
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
-    more = ", ..." if len(new) > _NAMED else ""
+    more = " and others" if len(new) > _NAMED else ""
     agreement.warn(
         ranks,
-        f"a part of some gradients comes from no call that K-FAC reads: {named}{more}; it may come "
-        "from a penalty, from a hook on the weight, or from a use outside of the model's forward; "
-        "the factors are those of the calls that were seen",
+        f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{more}. A "
+        "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "
+        "and the factors leave it out; move such a use into the model's forward, and ignore this "
+        "warning for a penalty or a hook",
     )
 
 
 def step_of_its_own() -> TypeError:
     """Return the error for a call of ``preconditioner.step()``, as kfac-pytorch has it."""
-    return TypeError("preconditioner.step() is a part of optimizer.step() here; leave out the call")
+    return TypeError("optimizer.step() calls preconditioner.step() itself; leave out the call")
 
 
 def no_gradients(step: int) -> str:
@@ -294,12 +297,11 @@ def no_capture(step: int) -> RuntimeError:
     """Return the error for a step with gradients, but without statistics of any layer."""
     return RuntimeError(
         f"step {step} is due for statistics, but no covered layer saw a backward pass. "
-        "Gradients must come from .backward() through this very model, called after the optimizer "
-        "was built, once per step. If it, or another model of the same class, was compiled and "
-        "called before the optimizer was built, build the optimizer first or call "
-        "torch._dynamo.reset(), since code that was compiled without hooks is used again; a CUDA "
-        "graph that holds the backward pass runs no hooks; if the forward was meant to be left "
-        "out, use optimizer.preconditioner.paused()"
+        "Call .backward() through this very model once a step, after building the optimizer. If a "
+        "model of this class was compiled and called before, torch reuses its code without hooks: "
+        "build the optimizer first, or call torch._dynamo.reset(). A CUDA graph of the backward "
+        "pass runs no hooks; to leave a forward pass out on purpose, use "
+        "optimizer.preconditioner.paused()"
     )
 
 
@@ -314,9 +316,9 @@ def misread(kfac: Preconditioner) -> str:
     name, positions, examples = capture.misread
     return (
         f"layer {name!r} has batch_first=False and sees {examples} examples of {positions} "
-        f"positions, but K goes by the first dimension of the model's input, {positions}; "
-        "build it with batch_first=True and give the model examples first, or set loss_terms "
-        "to the number of terms that the loss averages"
+        f"positions, but K counts {positions} examples, the first dimension of the model's input; "
+        "build the layer with batch_first=True and give the model examples first, or set "
+        "loss_terms to the number of terms that the loss averages"
     )
 
 

@@ -96,8 +96,8 @@ class Status:
         if self._ranks.world == 1:
             raise error
         self._failure = self._failure or error
-        text = f"the base optimizer's step failed on rank {self._ranks.rank}, which all ranks hear"
-        warnings.warn(f"{text} in the next exchange of K-FAC: {error!r}", stacklevel=4)
+        text = f"the base optimizer's step failed on rank {self._ranks.rank}: {error!r}. All ranks"
+        warnings.warn(f"{text} raise this error in K-FAC's next exchange", stacklevel=4)
 
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
@@ -202,10 +202,10 @@ class Status:
             if steps == _PATIENCE and not capture.was_paused and has_gradient:
                 agreement.warn(
                     self._ranks,
-                    f"layer {name!r} has had a gradient in {steps} steps that were to gather "
-                    "its statistics, but no pass came through its module: older factors stay in "
-                    "use; its weight may by now be in use outside of its module's forward, or its "
-                    "gradient be kept at zero",
+                    f"layer {name!r} has had a gradient in {steps} gathering steps, but no pass "
+                    "went through its module, so older factors stay in use. The weight may be used "
+                    "outside of its module's forward, or its gradient may always be zero; call the "
+                    "module itself, freeze the weight, or name the layer in skip_layers",
                 )
 
     def _note_idle(self, agreed: AgreedStep) -> None:
@@ -224,8 +224,8 @@ class Status:
             without = [rank for rank, flags in enumerate(theirs) if not flags[0]]
             raise RuntimeError(
                 f"layer {names[partly[0]]!r} has no gradient on ranks {without}, but has one "
-                "on others, and weights would drift apart: average gradients over all ranks before "
-                "step(), counting a missing one as zero, or use DistributedDataParallel with "
+                "on other ranks, so weights would drift apart; average gradients over all ranks "
+                "before step(), a missing one as zero, or use DistributedDataParallel with "
                 "find_unused_parameters=True"
             )
 

@@ -72,8 +72,8 @@ def _budget(optimizer: KFACMixin, options: Options) -> int:
         return budget
     if device.type != "cuda":
         why = (
-            f'{budget!r} with grad_worker_fraction="auto" on {device.type}, where nobody knows '
-            'which part of the memory is free for training; give bytes, such as "4GiB"'
+            f'{budget!r} with grad_worker_fraction="auto" on {device.type}, and K-FAC knows the '
+            'free memory of CUDA devices only; give bytes, such as "4GiB"'
         )
         raise invalid_because("memory_budget", why)
     free, _ = torch.cuda.mem_get_info(device)

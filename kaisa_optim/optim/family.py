@@ -61,7 +61,8 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
         raise invalid_because("base", why)
     if issubclass(base, Muon) and base is not Muon:
         why = (
-            f"a subclass of Muon, {base.__name__}, would lose the metric; subclass KFACMuon instead"
+            f"KFACMuon replaces Muon's step, and {base.__name__}, a subclass of Muon, would lose "
+            "that step; subclass KFACMuon instead"
         )
         raise invalid_because("base", why)
     if base not in _FAMILY:
@@ -127,7 +128,7 @@ class KFACMuon(KFACMixin, Muon):
         if saved.get("use_muon", here["use_muon"]) is not here["use_muon"]:
             warnings.warn(
                 f"the checkpoint has use_muon={saved['use_muon']!r} for a parameter group that was "
-                f"built with {here['use_muon']!r} here, which stays",
+                f"built with {here['use_muon']!r}, and the group keeps {here['use_muon']!r}",
                 stacklevel=4,
             )
         return kept if "ns_steps" in saved else {**kept, "damping": here["damping"]}

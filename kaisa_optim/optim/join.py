@@ -74,6 +74,6 @@ def refuse_join_of_the_model_alone(optimizer: KFACMixin) -> None:
     entered = config is not optimizer._former_join and config.enable
     if entered and not optimizer._join_config.enable:
         raise RuntimeError(
-            "the model's join() knows nothing of K-FAC's exchange between ranks; use "
-            "torch.distributed.algorithms.Join([model, optimizer]) in its place"
+            "the model's join() does not cover K-FAC's exchanges between ranks; use "
+            "torch.distributed.algorithms.Join([model, optimizer]) instead"
         )

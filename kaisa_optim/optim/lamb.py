@@ -179,7 +179,7 @@ class LAMB(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; ``closure``, if given, re-evaluates the model and returns the loss."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("LAMB cannot be captured in a CUDA graph: it counts on the host")
+            raise RuntimeError("LAMB cannot be captured in a CUDA graph: the host counts its steps")
         loss = None
         if closure is not None:
             with torch.enable_grad():

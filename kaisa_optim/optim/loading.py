@@ -59,9 +59,9 @@ class Load:
         if momenta_anew:
             names = ", ".join(map(repr, momenta_anew))
             warnings.warn(
-                f"the momenta of {names} are missing in this state, or of another compute_method, "
-                "and begin at zero; for a run to go on, build the optimizer as the saved one, and "
-                "on several ranks call consolidate_state_dict() before a save",
+                f"this state lacks the momenta of {names}, or has those of another compute_method, "
+                "so these momenta start at zero; to continue a run, build the optimizer like the "
+                "saved one, and on several ranks call consolidate_state_dict() before a save",
                 stacklevel=3,
             )
         if missing and not self._fresh:
@@ -69,9 +69,9 @@ class Load:
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
             warnings.warn(
-                "the checkpoint holds no K-FAC factors of this kind for "
-                f"{', '.join(map(repr, missing))}{share}{cause}; they are estimated anew, from the "
-                "next backward pass on",
+                "the checkpoint has no K-FAC factors of this kind for "
+                f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
+                "the next backward pass on",
                 stacklevel=3,
             )
 
@@ -94,10 +94,10 @@ def warn_of_share(kfac: Preconditioner) -> bool:
     absent = checkpoint.absent(kfac)
     if absent:
         warnings.warn(
-            f"state_dict() holds rank {kfac.ranks.rank}'s share of K-FAC's "
+            f"state_dict() has only rank {kfac.ranks.rank}'s share of K-FAC's "
             "state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
-            f"ranks' shares, as torch.distributed.checkpoint does. Absent are "
-            f"{checkpoint.abridged(absent)} and what follows from them",
+            f"ranks' shares, as torch.distributed.checkpoint does. Missing are "
+            f"{checkpoint.abridged(absent)}, and the state that K-FAC computes from them",
             stacklevel=3,
         )
     return bool(absent)

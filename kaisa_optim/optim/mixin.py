@@ -203,7 +203,7 @@ class KFACMixin(Optimizer, Joinable):
             group.setdefault("kl_clip_lr", _clip_lr(group, options.kl_clip_lr))
         if options.kl_clip is not None and group.get("kl_clip_lr") == 0:
             warnings.warn(
-                "lr 0 at construction leaves the KL clip off; build the optimizer with the peak lr "
+                "lr 0 at construction turns the KL clip off; build the optimizer with the peak lr "
                 'and let a schedule start lower, or use kl_clip_lr="current"',
                 stacklevel=5,
             )

@@ -92,8 +92,8 @@ class Muon(Optimizer):
         if isinstance(param_group, dict):
             if "betas" in param_group:
                 why = (
-                    f"{param_group['betas']!r} in a parameter group, which nobody would read; "
-                    "AdamW's are called adam_betas here, and its eps adam_eps"
+                    f"{param_group['betas']!r} in a parameter group of Muon, where this key has no "
+                    "effect; give adam_betas, and for AdamW's eps adam_eps"
                 )
                 raise invalid_because("betas", why)
             _check({**self.defaults, **param_group})

@@ -69,9 +69,9 @@ def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> Non
     unread = [key for key in keys if key not in (*GROUP_KEYS, *optimizer.defaults)]
     # Schedulers' max_momentum is as near as 0.8.
     near = {key: meant(str(key), GROUP_KEYS, optimizer.defaults, 0.85) for key in unread}
-    said = [f"{key!r}: did you mean {name!r}?" for key, name in near.items() if name]
+    said = [f"{key!r} (did you mean {name!r}?)" for key, name in near.items() if name]
     if said:
-        text = f"a parameter group has a key that nobody reads, {'; '.join(said)}"
+        text = f"a parameter group has an unknown key, which has no effect: {', '.join(said)}"
         agreement.warn(optimizer.preconditioner.ranks, text)
 
 
@@ -82,9 +82,9 @@ def _unread(optimizer: KFACMixin) -> str:
     if not found:
         return ""
     return (
-        f"a parameter group has {found[0]!r}, which nobody reads there; it is an option of the "
-        "whole optimizer: pass it as an argument, or, of those that may change, set it as an "
-        "attribute of optimizer.preconditioner"
+        f"a parameter group has {found[0]!r}, an option of the whole optimizer, which has no "
+        "effect in a group; pass it to the constructor, or, if it may change, set "
+        f"optimizer.preconditioner.{found[0]}"
     )
 
 
@@ -102,8 +102,8 @@ def _unread_scale(kfac: Preconditioner) -> str:
         scaler = caller.f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             return (
-                "step() was called by a GradScaler that the optimizer does not know: factors "
-                "are made of scaled gradients, and weights will hardly move; pass "
+                "step() was called by a GradScaler that the optimizer does not know: scaled "
+                "gradients enlarge the factors, so weights will hardly move; pass "
                 "grad_scaler=scaler"
             )
     return ""
@@ -130,8 +130,8 @@ def _beyond_the_clip(optimizer: KFACMixin) -> str:
     lr, alpha = group["lr"], group["kl_clip_lr"]
     return (
         f"lr {lr:g} is above kl_clip_lr {alpha:g} in parameter group "
-        f"{', '.join(map(str, beyond))}: the KL clip goes by the latter, which is the lr at "
-        f"construction, so that clipped steps are {lr / alpha:.3g} times as long as kl_clip "
+        f"{', '.join(map(str, beyond))}: the KL clip counts with kl_clip_lr, the lr at "
+        f"construction, so clipped steps are {lr / alpha:.3g} times as long as kl_clip "
         'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or '
         'use kl_clip_lr="current"'
     )
@@ -144,9 +144,9 @@ def refuse_zero_redundancy(title: str) -> None:
     """
     if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agreement.callers()):
         why = (
-            f"{title} inside ZeroRedundancyOptimizer, which gives each rank a part of the "
-            "parameters; build it without, and for Adam, AdamW or LAMB let "
-            'assignment="layer-wise" spread moments over ranks as ZeRO 1 does'
+            f"ZeroRedundancyOptimizer gives each rank a part of the parameters, and {title} needs "
+            f'all; build {title} alone, where assignment="layer-wise" spreads the moments of Adam, '
+            "AdamW and LAMB over ranks as ZeRO 1 does"
         )
         raise invalid_because("optimizer_class", why)
 
@@ -171,8 +171,8 @@ def refuse_late_process_group(kfac: Preconditioner) -> None:
         world = distributed.get_world_size()
         if world > 1:
             raise RuntimeError(
-                f"Invalid process group: it came with {world} ranks after the optimizer, which "
-                "would not exchange anything with them; build the optimizer after "
+                f"Invalid process group: its {world} ranks joined after the optimizer was built, "
+                "so the optimizer would exchange nothing; build the optimizer after "
                 "init_process_group()"
             )
 
@@ -181,6 +181,6 @@ def refuse_graph_capture() -> None:
     """Refuse a step inside a CUDA graph."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a K-FAC step can't be captured in a CUDA graph: it decides on the host what is due; "
-            "run the training step outside of graphs"
+            "a K-FAC step can't be captured in a CUDA graph: the host decides in each step which "
+            "layers are due; run the training step outside of graphs"
         )

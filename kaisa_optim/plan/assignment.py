@@ -189,9 +189,9 @@ def check_everywhere(
     fraction = grad_worker_fraction
     if fraction is not None and all(_workers(fraction, world) != n for n, world in possible):
         why = (
-            f"{fraction!r} means {_workers(fraction, 2)} of 2 ranks as gradient workers, but "
-            f"assignment {strategy!r} means {workers[2]}, and on no number of ranks above one do "
-            "they agree; leave out one of the two"
+            f"{fraction!r} makes {_workers(fraction, 2)} of 2 ranks gradient workers, but "
+            f"assignment {strategy!r} makes {workers[2]}, and the two differ on every number of "
+            "ranks above one; leave out one of the two"
         )
         raise invalid_because("grad_worker_fraction", why)
     if colocate is False and all(n == 1 for n in workers.values()):
@@ -216,8 +216,8 @@ def make_grid(
         raise _no_grid(strategy, workers, world)
     if fraction is not None and _workers(fraction, world) != workers:
         why = (
-            f"{grad_worker_fraction!r} means {_workers(fraction, world)} of {world} ranks as "
-            f"gradient workers, but assignment {strategy!r} means {workers}; leave out one of "
+            f"{grad_worker_fraction!r} makes {_workers(fraction, world)} of {world} ranks "
+            f"gradient workers, but assignment {strategy!r} makes {workers}; leave out one of "
             "the two"
         )
         raise invalid_because("grad_worker_fraction", why)

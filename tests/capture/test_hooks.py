@@ -705,7 +705,7 @@ def test_torch_compile_called_before_construction(fresh_dynamo):
     fit(x)(compiled)
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(
-        RuntimeError, match=r"of the same class, was compiled and called.*_dynamo\."
+        RuntimeError, match=r"model of this class was compiled and called.*_dynamo\."
     ):
         opt.step()
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))

@@ -439,8 +439,8 @@ def refused(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("opt", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
-        ("fraction", "Invalid assignment: .* one rank preconditions each of their gradients; use"),
+        ("opt", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
+        ("fraction", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
         ("alone", r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
     ],
 )
@@ -709,7 +709,7 @@ def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
 def test_a_plain_state_goes_on(mesh):
     ranks = run(torch.Size(mesh).numel(), from_plain_adam, Plan(mesh, each, "adam"))
     # Two momenta a layer, but for one each without a bias; sums on owners alone.

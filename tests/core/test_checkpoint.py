@@ -342,7 +342,7 @@ def test_a_layer_without_factors_in_the_checkpoint_is_estimated_anew():
     other, target = pair(KFACSGD, **options)
     other.load_state_dict(model.state_dict())
     with pytest.warns(
-        UserWarning, match="no K-FAC factors of this kind for '2'; they are estimated anew"
+        UserWarning, match="no K-FAC factors of this kind for '2'; K-FAC estimates them again"
     ):
         target.load_state_dict(opt.state_dict())
     assert_same(target.preconditioner.factors("0"), opt.preconditioner.factors("0"))
@@ -380,7 +380,7 @@ def test_momenta_of_another_method_begin_anew(before, after, base):
     with pytest.warns(UserWarning) as record:
         target.load_state_dict(state)
     momenta, factors_anew = (str(w.message) for w in record)
-    assert "the momenta of '0', '2' are missing in this state, or of another compute" in momenta
+    assert "this state lacks the momenta of '0', '2', or has those of another compute" in momenta
     assert "no K-FAC factors of this kind for '0', '2'" in factors_anew
     kept = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
     assert not any(kept & entry.keys() for entry in target.state.values())
@@ -475,7 +475,7 @@ def test_a_layer_frozen_otherwise_where_it_is_loaded_is_estimated_anew(cls, befo
     other = network()
     freeze(other, after)
     target = cls(other, lr=0.05, **OFTEN)
-    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'; they are estim"):
+    with pytest.warns(UserWarning, match="no K-FAC factors of this kind for '0'; K-FAC estimates"):
         target.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(other, target, range(2, 4))
     assert target.preconditioner.layers["0"].covers == tuple(

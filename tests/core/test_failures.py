@@ -779,8 +779,8 @@ def unlike(what: str) -> Ended:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("weights", "parameter '2.bias' on ranks [1] is not the one of rank 0"),
-        ("gradients", "the gradient of '2.weight' on ranks [1, 2] is not the one of rank 0"),
+        ("weights", "parameter '2.bias' on ranks [1] differs from rank 0's"),
+        ("gradients", "the gradient of '2.weight' on ranks [1, 2] differs from rank 0's"),
     ],
 )
 def test_weights_or_gradients_that_differ_in_the_first_step(what: str, said: str) -> None:

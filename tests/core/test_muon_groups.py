@@ -211,7 +211,7 @@ def test_a_state_of_the_plain_base_loads():
     steps_of(model, plain, range(3))
     other, opt = pair()
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="holds no K-FAC factors"):
+    with pytest.warns(UserWarning, match="has no K-FAC factors"):
         opt.load_state_dict(disk(plain.state_dict()))
     former = dict(zip(other.parameters(), model.parameters(), strict=True))
     for layer in opt.preconditioner.layers.values():
@@ -372,14 +372,14 @@ def test_a_load_keeps_use_muon_as_it_was_built():
     with pytest.warns(UserWarning) as found:
         fresh.load_state_dict(disk(opt.state_dict()))
     said = " ".join(str(w.message) for w in found)
-    assert "has use_muon=False for a parameter group that was built with None here" in said
-    assert "holds no K-FAC factors of this kind for 'middle.1'" in said
+    assert "has use_muon=False for a parameter group that was built with None, and" in said
+    assert "has no K-FAC factors of this kind for 'middle.1'" in said
     steps_of(other, fresh, range(2, 4), "chain")
     assert set(fresh.preconditioner.layers) == {"middle.0", "middle.1", "head"}
     assert "exp_avg" not in fresh.state[other.middle[1].weight]
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
 @pytest.mark.parametrize("cls", [KFACAdam, torch.optim.SGD])
 def test_a_load_of_another_class_keeps_muons_own_keys(cls):
     model = network("chain")

@@ -139,7 +139,7 @@ def test_a_conflict_may_also_come_by_a_setting():
     [
         (
             {"assignment": "layer-wise", "grad_worker_fraction": 1.0},
-            r"grad_worker_fraction: 1.0 means 2 of 2 .*LayerWise\(\) means 1, .*leave out one of",
+            r"grad_worker_fraction: 1.0 makes 2 of 2 .*LayerWise\(\) makes 1, .*leave out one of",
         ),
         (
             {"assignment": "layer-wise", "colocate_factors": False},

@@ -94,13 +94,18 @@ def test_a_forward_pass_before_the_optimizer_was_built_is_told():
     loss = model(torch.ones(4, 3, dtype=torch.float64)).sum()
     opt = quiet(model)
     loss.backward()
-    with pytest.raises(RuntimeError, match="this very model, called after the optimizer was built"):
+    with pytest.raises(
+        RuntimeError, match="this very model once a step, after building the optimizer"
+    ):
         opt.step()
 
 
 def test_a_step_of_the_preconditioner_alone_is_told_where_it_belongs():
     opt = quiet(seeded(lambda: nn.Linear(3, 2)))
-    with pytest.raises(TypeError, match=r"a part of optimizer\.step\(\) here; leave out the call"):
+    with pytest.raises(
+        TypeError,
+        match=r"optimizer\.step\(\) calls preconditioner\.step\(\) itself; leave out the call",
+    ):
         opt.preconditioner.step()
 
 

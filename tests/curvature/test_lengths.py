@@ -272,7 +272,7 @@ def test_second_moments_of_the_plain_base_go_into_the_sums():
         backward(plain, step)
         adam.step()
     opt = KFACAdam(model, lr=0.01, betas=(0.9, 0.8), **ALWAYS)
-    with pytest.warns(UserWarning, match="holds no K-FAC factors"):
+    with pytest.warns(UserWarning, match="has no K-FAC factors"):
         opt.load_state_dict(adam.state_dict())
     former = sums(plain, lambda p: adam.state[p]["exp_avg_sq"])
     backward(model, 2)

@@ -110,7 +110,10 @@ def test_the_choice_is_logged_once_and_stays_in_copies(caplog):
 
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_a_cpu_wants_bytes(budget):
-    with pytest.raises(ValueError, match=r"Invalid memory_budget: .*on cpu, where nobody knows"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid memory_budget: .*on cpu, and K-FAC knows the free memory of CUDA",
+    ):
         build(network("chain"), budget)
 
 
@@ -135,7 +138,7 @@ def test_the_rest_of_the_memory_counts_beside_the_weights(monkeypatch):
         ({"memory_budget": 5, "grad_worker_fraction": 0.5}, "memory_budget: .*=0.5, which has no"),
         (
             {"grad_worker_fraction": "auto", "assignment": "opt"},
-            "assignment: .*a plan is to choose",
+            "assignment: .*a plan chooses the strategy",
         ),
         ({"grad_worker_fraction": "most"}, "grad_worker_fraction: 'most'; it must be between"),
     ],

@@ -134,7 +134,7 @@ def moved_momentum(group: dict[str, Any], key: str, b: Tensor, g: Tensor) -> tup
     return b, mu * b + (1 - mu) * g if group["nesterov"] else b
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint holds no K-FAC factors")
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
 @pytest.mark.parametrize("case", AHEAD)
 def test_the_moments_of_a_plain_checkpoint_go_on(case):
     cls, settings, key = AHEAD[case]

@@ -230,7 +230,7 @@ def test_bad_options_are_named(options, words):
 def test_adamws_own_names_in_a_group_are_refused():
     """As other packages' groups have them."""
     group = {"params": weights((3,)), "use_muon": False, "betas": (0.9, 0.95)}
-    with pytest.raises(ValueError, match=r"Invalid betas: .* are called adam_betas here"):
+    with pytest.raises(ValueError, match=r"Invalid betas: .* no effect; give adam_betas"):
         Muon([group], 0.1)
 
 

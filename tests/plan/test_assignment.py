@@ -346,9 +346,9 @@ def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
         assert make_grid(strategy, 8, fraction) == Grid(8, workers)
     with pytest.raises(ValueError) as error:
         make_grid(LayerWise(), 8, 0.5)
-    for text in ("grad_worker_fraction: 0.5 means 4", "LayerWise() means 1", "leave out one"):
+    for text in ("grad_worker_fraction: 0.5 makes 4", "LayerWise() makes 1", "leave out one"):
         assert text in str(error.value)
-    with pytest.raises(ValueError, match=r"0\.25 means 2 .*Hybrid\(grad_worker_fraction=0\.5\)"):
+    with pytest.raises(ValueError, match=r"0\.25 makes 2 .*Hybrid\(grad_worker_fraction=0\.5\)"):
         make_grid(Hybrid(0.5), 8, 0.25)
     assert make_grid(LayerWise(), 2, 0.5) == Grid(2, 1)  # in a world of two they agree
 
@@ -377,7 +377,7 @@ SOMEWHERE = [
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_contradicts_itself_everywhere_is_refused_on_one_rank(case):
-    with pytest.raises(ValueError, match=r"on (any|no) number .*; (use|leave)"):
+    with pytest.raises(ValueError, match=r"on (any|every) number .*; (use|leave)"):
         check_everywhere(*case)
 
 
