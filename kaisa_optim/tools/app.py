@@ -28,6 +28,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-
 T = TypeVar("T")
 
 NOTHING_FITS, WRONG = 1, 2  # exit codes
+_WIDE = 100  # columns of a terminal that shows a whole plan
+_DETAILS = ("mean", "gather", "refresh")  # columns that a narrow one leaves out
 _SLOW = 2.0  # seconds, after which a bar shows how it goes
 _KFAC = {"KFACAdam", "KFACSGD", "KFACLAMB", "KFACMuon"}
 
@@ -74,16 +76,21 @@ def optimizer_of(name: str) -> type[KFACMixin]:
     return family.with_kfac(base)
 
 
-def table(found: Plan) -> Table:
-    """Return a plan's table with the best row marked."""
-    head, *rows = found.cells()
+def table(found: Plan, width: int) -> Table:
+    """Return a plan's table with the best row marked; narrow ones leave out some columns."""
+    cells = found.cells()
+    if width < _WIDE:
+        cells = [[x for i, x in enumerate(row) if cells[0][i] not in _DETAILS] for row in cells]
+    head, *rows = cells
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
     shown = Table(*head, title=found.head, title_justify="left", title_style="", **look)
-    for column in shown.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    for i, column in enumerate(shown.columns):
+        column.justify, column.no_wrap = "right" if i else "left", True
     for row in rows:
         style = {"best": "bold green", "no": "dim"}.get(row[-1], "")
         shown.add_row(*row, style=style)
+    if width < _WIDE:
+        shown.caption = f"{_WIDE} columns or --json also show {', '.join(_DETAILS)}"
     return shown
 
 
@@ -115,7 +122,9 @@ def plan_command(
         print(found.to_json())
     else:
         console = Console()
-        console.print(table(found))
+        if not console.is_terminal:  # a file or a pipe has room
+            console = Console(width=_WIDE)
+        console.print(table(found, console.width))
         console.print(found.reason, highlight=False)
         for text in found.assumptions:
             console.print(f"- {text}", style="dim", highlight=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -41,6 +43,21 @@ def test_a_plan_is_a_table():
         assert any(all(cell in line for cell in cells) for line in told.output.splitlines()), cells
     assert " ".join(found.reason.split()) in " ".join(told.output.split())
     assert "activations" in told.output
+
+
+def test_a_narrow_terminal_shows_fewer_columns():
+    with torch.device("meta"):
+        model, batch = net()
+    found = plan(model, 1024, "1GB", batch=batch)
+    for width, names in ((80, ["strategy", "K-FAC"]), (100, ["strategy", "K-FAC", "mean"])):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(app.table(found, width))
+        lines = console.export_text().splitlines()
+        (head,) = (line for line in lines if "strategy" in line)
+        assert head.split()[: len(names) + 1] == [*names, "momenta"]
+        for one in found.choice.priced:
+            assert any(one.candidate.title in line for line in lines), one.candidate.title
+        assert ("--json also show mean, gather, refresh" in lines[-1]) == (width == 80)
 
 
 def test_all_numbers_as_json():
