@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ..layers import Layer
 from . import reports
+from .exchange import Last
 
 if TYPE_CHECKING:
     from .preconditioner import Preconditioner
@@ -34,8 +37,8 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
 
 
 def _on_device(kfac: Preconditioner) -> dict[str, float]:
-    """Return the last clip, and the quality of the state of factors that this rank owns."""
-    rule, last, found = kfac.rule, kfac.gradients.last, dict[str, float]()
+    """Return the last step's numbers, and the quality of this rank's own factors' state."""
+    rule, last, found = kfac.rule, kfac.gradients.last, _last_step(kfac.gradients.last)
     if last.clip is not None:
         found["clip"] = last.clip.item()
     if not rule.quality or last.damping_of is None:
@@ -49,6 +52,28 @@ def _on_device(kfac: Preconditioner) -> dict[str, float]:
         if states[key[0].name].has_state
     ]
     return found | _extremes(rule.quality, [x for value in values for x in value.tolist()])
+
+
+def _last_step(last: Last) -> dict[str, float]:
+    """Return lengths and cosines of the blocks that this rank stepped, but those at rest."""
+    scales: dict[Layer, Tensor] = {}
+    if last.finished is not None:
+        blocks, of_blocks = last.finished
+        scales = dict(zip(blocks.layers, of_blocks.split(blocks.counts), strict=True))
+    lengths: list[float] = []
+    cosines: list[float] = []
+    for blocks, given in last.given:
+        own, length = given.cosines().cpu(), given.lengths
+        finished = torch.cat([scales[x] for x in blocks.layers]) if scales else torch.ones_like(own)
+        moved = ~own.isnan()
+        cosines += own[moved].tolist()
+        here = length.cpu() if isinstance(length, Tensor) else length
+        lengths += (finished.cpu() * here)[moved].tolist()
+    return _range("length", lengths) | _range("cosine", cosines)
+
+
+def _range(name: str, values: Sequence[float]) -> dict[str, float]:
+    return _extremes(name, values) | ({f"{name}_min": min(values)} if values else {})
 
 
 def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
