@@ -20,9 +20,10 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
     """Return this rank's numbers after its last step; ``wait`` adds those on the device."""
     registry = kfac.registry
     states = [registry.states[layer.name] for layer in registry.active]
+    covered, total = reports.covered_numbers(registry)
     found: dict[str, float] = {
         "steps": kfac.steps,
-        "covered_share": reports.coverage(registry).share,
+        "covered_share": covered / max(1, total),
         "layers_without_statistics": sum(not x.has_average for x in states),
         "refreshes": sum(x.refreshes for x in states),
         "failures": sum(x.failed for x in states),
