@@ -145,7 +145,7 @@ class Kept(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a length tells of its blocks; no more than small tensors stay from step to step."""
+    """Terms, cosines and lengths of one step's blocks: small tensors, kept until the next step."""
 
     terms: Tensor  # [blocks, terms]
     cosines: Callable[[], Tensor]  # of directions with momenta, [blocks]; NaN at rest
