@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from kaisa_optim.tools import plan
 from kaisa_optim.plan.choice import candidates
+from kaisa_optim.tools import plan
 from kaisa_optim.tools.pictures import draw_plan, draw_timeline
 from kaisa_optim.tools.simulation import simulate
 from tests.plan.test_prices import HARDWARE
