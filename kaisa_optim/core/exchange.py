@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
-from ..curvature.lengths import Blocks, BlockSums, Kept, Length, OfBase, Stepped, peaks_of
+from ..curvature.lengths import Blocks, BlockSums, Given, Kept, Length, OfBase, Stepped, peaks_of
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
@@ -173,11 +173,14 @@ class BaseSide(Protocol):
         """Make entries, and momenta of ``mine``, without a step."""
 
 
+@dataclass
 class Last:
-    """The numbers of the last step that users may ask for."""
+    """The numbers of the last step that users may ask for; tensors are on the device."""
 
-    clip: Tensor | None = None  # ν, on the device
+    clip: Tensor | None = None  # ν
     damping_of: Callable[[Layer], float] | None = None
+    given: list[tuple[Blocks, Given]] = field(default_factory=list)  # blocks stepped on this rank
+    finished: tuple[Blocks, Tensor] | None = None  # scales that go by all ranks' blocks
 
 
 class GradientExchange:
@@ -217,7 +220,7 @@ class GradientExchange:
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
         updates = Updates()
-        self.last.damping_of = values.damping_of
+        self.last = Last(damping_of=values.damping_of)
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._placements.sharded]
         if self._ranks.grid.columns == 1:
@@ -251,6 +254,7 @@ class GradientExchange:
                 scales = length.finish(terms, self._blocks[key], of_base)
                 assert scales is not None
                 updates.scale(scales, self.shards_of)
+            self.last.finished = self._blocks[key], scales
         new = updates.by_parameter(self._registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
@@ -350,8 +354,9 @@ class GradientExchange:
                 sums = BlockSums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
             kept, present = _kept(groups, slots, sizes), _present(blocks, base)
             one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
-            terms = length.give(one, base).split(sizes)
-        return list(map(NewGradients, stacks, directions, terms))
+            given = length.give(one, base)
+        self.last.given.append((blocks, given))
+        return list(map(NewGradients, stacks, directions, given.terms.split(sizes)))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Send new gradients along each row of ranks, from the gradient workers in the row.

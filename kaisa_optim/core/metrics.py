@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ..layers import Layer
 from . import reports
+from .exchange import Last
 
 if TYPE_CHECKING:
     from .preconditioner import Preconditioner
@@ -17,9 +20,10 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
     """Return this rank's numbers after its last step; ``wait`` adds those on the device."""
     registry = kfac.registry
     states = [registry.states[layer.name] for layer in registry.active]
+    covered, total = reports.covered_numbers(registry)
     found: dict[str, float] = {
         "steps": kfac.steps,
-        "covered_share": reports.coverage(registry).share,
+        "covered_share": covered / max(1, total),
         "layers_without_statistics": sum(not x.has_average for x in states),
         "refreshes": sum(x.refreshes for x in states),
         "failures": sum(x.failed for x in states),
@@ -34,8 +38,8 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
 
 
 def _on_device(kfac: Preconditioner) -> dict[str, float]:
-    """Return the last clip, and the quality of the state of factors that this rank owns."""
-    rule, last, found = kfac.rule, kfac.gradients.last, dict[str, float]()
+    """Return the last step's numbers, and the quality of this rank's own factors' state."""
+    rule, last, found = kfac.rule, kfac.gradients.last, _last_step(kfac.gradients.last)
     if last.clip is not None:
         found["clip"] = last.clip.item()
     if not rule.quality or last.damping_of is None:
@@ -49,6 +53,28 @@ def _on_device(kfac: Preconditioner) -> dict[str, float]:
         if states[key[0].name].has_state
     ]
     return found | _extremes(rule.quality, [x for value in values for x in value.tolist()])
+
+
+def _last_step(last: Last) -> dict[str, float]:
+    """Return lengths and cosines of the blocks that this rank stepped, but those at rest."""
+    scales: dict[Layer, Tensor] = {}
+    if last.finished is not None:
+        blocks, of_blocks = last.finished
+        scales = dict(zip(blocks.layers, of_blocks.split(blocks.counts), strict=True))
+    lengths: list[float] = []
+    cosines: list[float] = []
+    for blocks, given in last.given:
+        own, length = given.cosines().cpu(), given.lengths
+        finished = torch.cat([scales[x] for x in blocks.layers]) if scales else torch.ones_like(own)
+        moved = ~own.isnan()
+        cosines += own[moved].tolist()
+        here = length.cpu() if isinstance(length, Tensor) else length
+        lengths += (finished.cpu() * here)[moved].tolist()
+    return _range("length", lengths) | _range("cosine", cosines)
+
+
+def _range(name: str, values: Sequence[float]) -> dict[str, float]:
+    return _extremes(name, values) | ({f"{name}_min": min(values)} if values else {})
 
 
 def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:

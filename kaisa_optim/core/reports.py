@@ -187,10 +187,23 @@ def coverage(registry: Registry) -> CoverageReport:
     asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
     asked |= {names[p]: why for p, why in registry.excluded.items() if p in names}
     asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
-    total = sum(sizes.values())
-    away = sum(sizes.get(name, 0) for name in {*left, *asked})
+    covered, total = covered_numbers(registry)
     elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
-    return CoverageReport(total - away, total, left, asked, elsewhere)
+    return CoverageReport(covered, total, left, asked, elsewhere)
+
+
+def covered_numbers(registry: Registry) -> tuple[int, int]:
+    """Return how many numbers of trained parameters K-FAC covers, and how many there are."""
+    states = registry.states
+    covered: set[Tensor | None] = set()
+    without: set[Tensor | None] = set()  # no call of their layer was found
+    for name, layer in registry.layers.items():
+        state = states[name]
+        found = state.has_average or not state.unseen
+        (covered if found else without).update(layer.trainable)
+    sizes = {p: p.numel() for p in registry.parameters if p.requires_grad}
+    covered -= without
+    return sum([size for p, size in sizes.items() if p in covered]), sum(sizes.values())
 
 
 def poor_coverage(found: CoverageReport) -> str:

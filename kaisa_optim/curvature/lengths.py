@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +144,15 @@ class Kept(NamedTuple):
     write: Callable[[str, Tensor], None]
 
 
+class Given(NamedTuple):
+    """Terms, cosines and lengths of one step's blocks: small tensors, kept until the next step."""
+
+    terms: Tensor  # [blocks, terms]
+    cosines: Callable[[], Tensor]  # of directions with momenta, [blocks]; NaN at rest
+    # Root mean squares of steps, for each unit of the learning rate, before ``finish``.
+    lengths: Number
+
+
 class Length(ABC):
     """One way to give directions a length."""
 
@@ -153,8 +163,8 @@ class Length(ABC):
     kept: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
-        """Give directions their length, in place; return terms ``[blocks, terms]``."""
+    def give(self, one: Stepped, base: OfBase) -> Given:
+        """Give directions their length, in place."""
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor | None:
         """Return the blocks' scales, from the terms of all layers; None: they have their length."""
@@ -178,7 +188,7 @@ class AdamLength(Length):
     measures = "squares"
     kept = (SQUARE_SUM,)
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
+    def give(self, one: Stepped, base: OfBase) -> Given:
         adam = AdamSettings(*_settings(one.blocks, base))
         older, former, measured = one.kept.read("square_sum"), one.sums.former, one.sums.measured
         assert measured is not None
@@ -193,12 +203,15 @@ class AdamLength(Length):
         shares = _last_columns(one.blocks, base)
         momenta = one.momenta if shares is None else _in_last(one.momenta, shares.sqrt())
         deviation = (moved / adam.rest2).sqrt_().add_(one.blocks.roots * adam.eps)
-        fall = _norms(momenta, 1).mul_(_norms(momenta, 2)).mul_(one.peaks) / adam.rest1
+        norms = _norms(one.momenta, 2)
+        both = _norms(momenta, 1).mul_(norms if shares is None else _norms(momenta, 2))
+        fall = both.mul_(one.peaks) / adam.rest1
         fall /= deviation
         units = _units(one, shares)
-        scale = fall / _along(one, units, shares)
-        _scale(one, _within(scale, _limit(one, base)).mul_(units))
-        return _no_terms(one)
+        along, dots = _along(one, units, shares, norms)
+        lengths = _within(fall / along, _limit(one, base))
+        _scale(one, lengths * units)
+        return Given(_no_terms(one), partial(_cosines, dots, norms, one.blocks.roots), lengths)
 
 
 class FallLength(Length):
@@ -206,15 +219,17 @@ class FallLength(Length):
 
     measures = "sums"
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
+    def give(self, one: Stepped, base: OfBase) -> Given:
         shares = _last_columns(one.blocks, base)
         if shares is not None:  # the base moves the parameters by directions as they are
             one.directions[:] = _in_last(one.directions, shares)
-        units = _units(one, None)
+        units, norms = _units(one, None), _norms(one.momenta, 2)
         assert one.sums.measured is not None
-        scale = one.sums.measured.clamp(min=0) / _along(one, units, None).mul_(one.peaks)
-        _scale(one, _within(scale, _limit(one, base, taken=True)).mul_(units))
-        return _no_terms(one)
+        along, dots = _along(one, units, None, norms)
+        scale = one.sums.measured.clamp(min=0) / along.mul_(one.peaks)
+        lengths = _within(scale, _limit(one, base, taken=True))
+        _scale(one, lengths * units)
+        return Given(_no_terms(one), partial(_cosines, dots, norms, one.blocks.roots), lengths)
 
 
 class MuonLength(Length):
@@ -223,12 +238,16 @@ class MuonLength(Length):
     matrices_only = True
     limits = False
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
+    def give(self, one: Stepped, base: OfBase) -> Given:
         settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
         both = zip(one.blocks.sides, settings, strict=True)
         each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
-        _scale(one, _units(one, None) * one.blocks.each("length", each))
-        return _no_terms(one)
+        lengths = one.blocks.each("length", each)
+        # No length asks for ⟨D, M⟩: ‖D + M‖ tells it with one operation more, whatever the shapes.
+        sums = torch._foreach_add(one.directions, one.momenta)
+        norms = _norms([*one.directions, *one.momenta, *sums], 2).unflatten(0, (3, -1))
+        _scale(one, one.blocks.roots / norms[0].clamp(min=_TINY) * lengths)
+        return Given(_no_terms(one), partial(_cosines_by_sums, norms), lengths)
 
 
 class SGDLength(Length):
@@ -240,23 +259,26 @@ class SGDLength(Length):
 
     terms = 5
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
+    def give(self, one: Stepped, base: OfBase) -> Given:
         shares = _last_columns(one.blocks, base)
         units = _units(one, shares)
         norms = _norms(one.momenta, 2)
         whole = norms.mul(one.peaks).square_()
         # Blocks at rest do not shorten the others' steps.
-        along = _along(one, units, None, norms).mul_(one.peaks)
-        along = torch.where(norms > 0, along, 0.0)
+        along, dots = _along(one, units, None, norms)
+        along = torch.where(norms > 0, along.mul_(one.peaks), 0.0)
         squares = last = torch.zeros_like(whole)
         if shares is not None:
             squares = _dots_of_last(one.momenta, one.momenta).mul_(one.peaks).mul_(one.peaks)
-            last = _dots_of_last(one.directions, one.momenta).mul_(units).mul_(one.peaks)
+            last = _dots_of_last(one.directions, one.momenta).mul_(units)
+            dots = dots + last * (shares - 1)
+            last.mul_(one.peaks)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
         _scale(one, units)
-        return torch.stack([whole, squares, along, last, limit], 1)
+        terms = torch.stack([whole, squares, along, last, limit], 1)
+        return Given(terms, partial(_cosines, dots, norms, one.blocks.roots), 1.0)
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
         # Blocks are added up in the layers' order, so that all ranks have the same bits.
@@ -371,18 +393,29 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 
 
 def _along(
-    one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor | None = None
-) -> Tensor:
-    """Return ⟨D, M⟩ over M's peaks, of directions in ``units``: at least 0.01 ‖D‖ ‖M‖, and not 0.
+    one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0; and the same as it is.
 
-    ``shares`` multiply the last column's part; ``norms`` are of momenta.
+    Directions are in ``units``, ``norms`` are of momenta; ``shares`` multiply the last column's
+    part.
     """
-    along = _dots(one.directions, one.momenta)
+    dots = _dots(one.directions, one.momenta)
     if shares is not None:
-        along += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
-    norms = _norms(one.momenta, 2) if norms is None else norms
+        dots += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
     least = (norms * _LEAST_COSINE).mul_(one.blocks.roots)
-    return torch.maximum(along.mul_(units), least).clamp_(min=_TINY)
+    return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY), dots
+
+
+def _cosines(dots: Tensor, norms: Tensor, roots: Tensor) -> Tensor:
+    """Return cosines of momenta with directions of root mean square 1."""
+    return dots / norms / roots
+
+
+def _cosines_by_sums(norms: Tensor) -> Tensor:
+    """Return cosines from ``[3, blocks]``: norms of directions, of momenta and of their sums."""
+    directions, momenta, sums = norms.cpu().double().unbind()
+    return (sums.square() - directions.square() - momenta.square()) / (2 * directions * momenta)
 
 
 def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:

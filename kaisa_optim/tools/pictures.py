@@ -45,8 +45,7 @@ def draw_plan(found: Plan, path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    axes.legend()  # something is named: where nothing is best, the budget is
     figure.savefig(path, dpi=120)
 
 

@@ -163,6 +163,23 @@ def test_coverage_as_data_and_in_one_line(caplog):
     assert "K-FAC covers 24.5 % of 49 parameters\n" in repr(opt.preconditioner)
 
 
+def test_a_parameter_is_covered_if_calls_of_all_its_layers_are_found():
+    opt = quiet(seeded(lambda: nn.MultiheadAttention(4, 2, kdim=5, vdim=6)))
+    kfac = opt.preconditioner
+    assert kfac.metrics()["covered_share"] == 1
+    one = kfac.registry.states["q_proj"]
+    one.unseen = 1
+    report = kfac.coverage()
+    assert {name: left.size for name, left in report.left.items()} == {
+        "q_proj_weight": 16,
+        "in_proj_bias": 12,  # the layers of k and v have a part of it, too
+    }
+    assert (report.covered, report.total) == (64, 92)
+    assert kfac.metrics()["covered_share"] == report.share
+    one.has_average = True
+    assert kfac.metrics()["covered_share"] == kfac.coverage().share == 1
+
+
 def test_factors_of_an_unknown_layer_and_of_one_without_statistics():
     opt = quiet(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(KeyError, match="no covered layer 'nine'; there are 0"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -38,6 +40,40 @@ def test_a_machine_is_measured(short, tmp_path):
     assert found.ranks_per_node == 2 and "between 2 ranks" in found.sources[1]
     same = {row[4] for row in calibration.compare(found, measured)}
     assert same <= {"+0 %", "-0 %"}
+
+
+def test_the_least_time_counts_until_there_were_enough(monkeypatch):
+    clock = iter([0.0, *(0.0, 0.1), *(0.1, 0.15), *(0.15, 0.25), *(0.25, 0.26)])
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    calls = []
+    assert calibration.seconds(lambda: calls.append(1), "cpu") == pytest.approx(0.05)
+    assert len(calls) == 4  # the first is not timed
+
+
+def test_a_gpu_has_no_work_left_when_a_call_begins_and_ends(monkeypatch):
+    told = []
+    monkeypatch.setattr(calibration, "_ENOUGH", -1.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    calibration.seconds(lambda: told.append("call"), "cuda")
+    assert told == ["call", "wait", "call", "wait"]
+
+
+def test_gpus_multiply_in_half_precision_too():
+    x = torch.randn(2, 8, 8)
+    found = calibration.operations("cuda")["half_products"](x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), x @ x, atol=0.2) and not torch.equal(found.float(), x @ x)
+    assert "half_products" not in calibration.operations("cpu")
+
+
+def stopped(rank, ranks, port, to):
+    """A rank that ends before it has exchanged anything."""
+
+
+def test_ranks_that_end_early_are_told(monkeypatch):
+    monkeypatch.setattr(calibration, "_exchange", stopped)
+    with pytest.raises(ValueError, match="Invalid ranks: 1 ranks did not exchange anything"):
+        calibration.links(1)
 
 
 def test_operations_are_what_their_names_say():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -39,6 +40,10 @@ def test_the_app_is_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "kaisa_optim.tools.app", stand_in)
     command.main()
     assert calls == [1]
+    runpy.run_path(command.__file__)  # an import runs nothing
+    assert calls == [1]
+    runpy.run_path(command.__file__, run_name="__main__")
+    assert calls == [1, 1]
 
 
 def test_plans_need_no_extra():

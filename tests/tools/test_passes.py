@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,36 @@ def test_scores_of_attention_are_not_written():
             return nn.functional.scaled_dot_product_attention(x, x, value=x)
 
     assert passes_of(Attention(), torch.zeros(2, 3, 50, 8), [], 1.0).touched == 3 * 4 * 4 * 2400
+
+
+@dataclasses.dataclass
+class Boxed:
+    """An output in which no tensor is found."""
+
+    value: torch.Tensor
+
+
+def test_a_layer_without_a_tensor_as_its_output_has_no_rows():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return Boxed(x @ self.w)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.head = Own(), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.own(x).value)
+
+    net = Net()
+    layers = KFACSGD(net, lr=0.1).preconditioner.layers
+    assert set(layers) == {"own.w", "head"}
+    assert passes_of(net, torch.zeros(5, 4), layers.values(), 1.0).rows == {"head": 5}
 
 
 def test_a_batch_that_does_not_fit_is_refused():

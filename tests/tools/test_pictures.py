@@ -6,9 +6,13 @@ import struct
 
 import pytest
 
+from kaisa_optim.plan.choice import candidates
 from kaisa_optim.tools import plan
-from kaisa_optim.tools.pictures import draw_plan
+from kaisa_optim.tools.pictures import draw_plan, draw_timeline
+from kaisa_optim.tools.simulation import simulate
+from tests.plan.test_prices import HARDWARE
 from tests.support.cluster import network
+from tests.tools.test_simulation import CASE_WITH_PASSES
 
 pytest.importorskip("matplotlib")
 
@@ -42,3 +46,40 @@ def test_memory_against_traffic(tmp_path, monkeypatch, budget):
     assert lines == [needs, *best]
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert (width, height) == (720, 480)
+
+
+def test_points_that_lie_upon_each_other_have_one_name(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "annotate", lambda axes, text, *args, **kwargs: titles.append(text))
+    found = plan(network("tokens"), 8, "1GB")
+    one, other, *_ = found.choice.priced
+    assert one is found.best and abs(one.needs - other.needs) < 0.01 * one.needs
+    draw_plan(found, tmp_path / "plan.png")
+    assert titles == ["layer-wise", "4/8", "opt"]  # 2/8 lies upon layer-wise
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
+    from matplotlib.axes import Axes
+
+    bars: dict[str, list[tuple[int, float, float]]] = {}
+    barh = Axes.barh
+
+    def spy(self, ranks, lengths, height, starts, *, label, **kwargs):
+        bars[label] = [*zip(ranks, starts, lengths, strict=True)]
+        return barh(self, ranks, lengths, height, starts, label=label, **kwargs)
+
+    monkeypatch.setattr(Axes, "barh", spy)
+    found = simulate(CASE_WITH_PASSES, candidates(world)[0], world, HARDWARE)
+    path = tmp_path / "steps.png"
+    draw_timeline(found, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    expected: dict[str, list[tuple[int, float, float]]] = {}
+    for one in found.events:
+        if one.step < 2:
+            bar = one.rank, 1e3 * one.start, 1e3 * one.seconds
+            expected.setdefault(one.stage, []).append(bar)
+    assert bars == expected
+    assert ("hand out" in bars) == (world > 1)

@@ -17,12 +17,13 @@ from kaisa_optim.tools.profile import REST, own_times, profile
 
 
 class Net(nn.Module):
-    """Has a parameter and a buffer that no module draws, and an output beside a number."""
+    """Has a parameter and a buffer that no module draws, a gap, and an output beside a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(5, 6), nn.BatchNorm1d(4)
         self.w = nn.Parameter(torch.ones(6, 3))
+        self.register_parameter("gap", None)
         self.register_buffer("shift", torch.ones(3))
 
     def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> dict[str, object]:
