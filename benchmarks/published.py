@@ -192,13 +192,14 @@ def rows() -> Iterator[Row]:
             sgd = seconds_of_sgd(50, ranks)
             by_ranks.append(tuple(ahead(x, sgd) for x in both(50, name, ranks)))
         for title, value, pick in (("least", least, min), ("most", most, max)):
-            found = map(pick, zip(*by_ranks, strict=True))
-            yield Row(f"% ahead of SGD, {name}, {title} on 16 to 256 V100", value, *found)
-    for name, published in (("layer-wise", 62.4), ("opt", 71.8)):
+            theirs, mine = (pick(column) for column in zip(*by_ranks, strict=True))
+            what = f"% ahead of SGD, {name}, {title} on 16 to 256 V100"
+            yield Row(what, value, theirs, mine)
+    for name, value in (("layer-wise", 62.4), ("opt", 71.8)):
         few, many = (both(50, name, ranks) for ranks in (16, 256))
-        found = (100 * x / y for x, y in zip(few, many, strict=True))
+        theirs, mine = (100 * x / y for x, y in zip(few, many, strict=True))
         what = f"% scaling efficiency, {name}, 256 V100 against 16"
-        yield Row(what, published, *found)
+        yield Row(what, value, theirs, mine)
     layer_wise = papers(50, "layer-wise", 64)
     ratio = opt.share / layer_wise.hand_out
     yield Row("eigenvectors' broadcast, opt, over gradients', layer-wise", 3.4, ratio)

@@ -64,12 +64,13 @@ def _last_step(last: Last) -> dict[str, float]:
     lengths: list[float] = []
     cosines: list[float] = []
     for blocks, given in last.given:
-        own, length = given.cosines().cpu(), given.lengths
-        finished = torch.cat([scales[x] for x in blocks.layers]) if scales else torch.ones_like(own)
-        moved = ~own.isnan()
-        cosines += own[moved].tolist()
-        here = length.cpu() if isinstance(length, Tensor) else length
-        lengths += (finished.cpu() * here)[moved].tolist()
+        moved = given.norms > 0
+        if given.dots is not None:
+            cosines += (given.dots / given.norms / blocks.roots)[moved].tolist()
+        length = torch.ones_like(given.norms) * given.lengths
+        if scales:
+            length *= torch.cat([scales[x] for x in blocks.layers])
+        lengths += length[moved].tolist()
     return _range("length", lengths) | _range("cosine", cosines)
 
 

@@ -151,8 +151,8 @@ class View:
         a layer's owner preconditions it. A length is the root mean square of a step's entries for
         each unit of the learning rate, without weight decay and before LAMB's trust ratio; for
         bases other than Adam, AdamW, SGD, LAMB and Muon, of the step itself. A cosine is between
-        the step and the momentum that the base would step along. "eigen" and "inverse" tell
-        neither: it would take further operations in each step.
+        the step and the momentum that the base would step along. KFACMuon tells no cosine, and
+        "eigen" and "inverse" tell neither: this would take further operations in each step.
         """
         return metrics.measured(self._kfac, wait=wait)
 

@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,12 +144,13 @@ class Kept(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Terms, cosines and lengths of one step's blocks: small tensors, kept until the next step."""
+    """Numbers of one step's blocks: small tensors, kept until the next step."""
 
     terms: Tensor  # [blocks, terms]
-    cosines: Callable[[], Tensor]  # of directions with momenta, [blocks]; NaN at rest
     # Root mean squares of steps, for each unit of the learning rate, before ``finish``.
     lengths: Number
+    norms: Tensor  # of momenta over their peaks; Muon's length has only those of directions
+    dots: Tensor | None = None  # ⟨D, M⟩ over M's peaks, of directions of root mean square 1
 
 
 class Length(ABC):
@@ -211,7 +211,7 @@ class AdamLength(Length):
         along, dots = _along(one, units, shares, norms)
         lengths = _within(fall / along, _limit(one, base))
         _scale(one, lengths * units)
-        return Given(_no_terms(one), partial(_cosines, dots, norms, one.blocks.roots), lengths)
+        return Given(_no_terms(one), lengths, norms, dots)
 
 
 class FallLength(Length):
@@ -229,7 +229,7 @@ class FallLength(Length):
         scale = one.sums.measured.clamp(min=0) / along.mul_(one.peaks)
         lengths = _within(scale, _limit(one, base, taken=True))
         _scale(one, lengths * units)
-        return Given(_no_terms(one), partial(_cosines, dots, norms, one.blocks.roots), lengths)
+        return Given(_no_terms(one), lengths, norms, dots)
 
 
 class MuonLength(Length):
@@ -243,11 +243,9 @@ class MuonLength(Length):
         both = zip(one.blocks.sides, settings, strict=True)
         each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
         lengths = one.blocks.each("length", each)
-        # No length asks for ⟨D, M⟩: ‖D + M‖ tells it with one operation more, whatever the shapes.
-        sums = torch._foreach_add(one.directions, one.momenta)
-        norms = _norms([*one.directions, *one.momenta, *sums], 2).unflatten(0, (3, -1))
-        _scale(one, one.blocks.roots / norms[0].clamp(min=_TINY) * lengths)
-        return Given(_no_terms(one), partial(_cosines_by_sums, norms), lengths)
+        norms = _norms(one.directions, 2)
+        _scale(one, one.blocks.roots / norms.clamp(min=_TINY) * lengths)
+        return Given(_no_terms(one), lengths, norms)
 
 
 class SGDLength(Length):
@@ -278,7 +276,7 @@ class SGDLength(Length):
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
         _scale(one, units)
         terms = torch.stack([whole, squares, along, last, limit], 1)
-        return Given(terms, partial(_cosines, dots, norms, one.blocks.roots), 1.0)
+        return Given(terms, 1.0, norms, dots)
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
         # Blocks are added up in the layers' order, so that all ranks have the same bits.
@@ -405,17 +403,6 @@ def _along(
         dots += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
     least = (norms * _LEAST_COSINE).mul_(one.blocks.roots)
     return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY), dots
-
-
-def _cosines(dots: Tensor, norms: Tensor, roots: Tensor) -> Tensor:
-    """Return cosines of momenta with directions of root mean square 1."""
-    return dots / norms / roots
-
-
-def _cosines_by_sums(norms: Tensor) -> Tensor:
-    """Return cosines from ``[3, blocks]``: norms of directions, of momenta and of their sums."""
-    directions, momenta, sums = norms.cpu().double().unbind()
-    return (sums.square() - directions.square() - momenta.square()) / (2 * directions * momenta)
 
 
 def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:

@@ -167,14 +167,17 @@ def momentum_of(opt: Any, p: Tensor) -> Tensor | None:
     return None if buffer is None else torch.lerp(p.grad, buffer, 0.9)
 
 
-def assert_told(found: dict[str, float], layers: Told, rel: float = 1e-8) -> None:
+def assert_told(found: dict[str, float], layers: Told, *, muon: bool = False) -> None:
     both = zip(*layers.values(), strict=True)
+    assert ("cosine_mean" in found) != muon  # Muon's length needs no ⟨D, M⟩
     for name, of_layers in zip(("length", "cosine"), both, strict=True):
+        if muon and name == "cosine":
+            continue
         values = [x for blocks in of_layers for x in blocks]
         mean = sum(values) / len(values)
         for kind, expected in (("mean", mean), ("min", min(values)), ("max", max(values))):
             told = found[f"{name}_{kind}"]
-            assert told == pytest.approx(expected, rel=rel), f"{name}_{kind}"
+            assert told == pytest.approx(expected, rel=1e-8), f"{name}_{kind}"
 
 
 STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -192,13 +195,7 @@ def test_lengths_and_cosines_are_those_of_the_step(kind, steps):
     cls, options = STEPS[kind]
     opt, expected = stepped(cls, shapes(), steps, **options)
     assert len(expected) == 3
-    assert_told(opt.preconditioner.metrics(wait=True), expected)
-
-
-def test_cosines_of_floats():
-    """Muon's cosines come from norms, so that digits are lost."""
-    opt, expected = stepped(KFACMuon, shapes(torch.float32), 3, lr=0.02)
-    assert_told(opt.preconditioner.metrics(wait=True), expected, rel=1e-4)
+    assert_told(opt.preconditioner.metrics(wait=True), expected, muon=kind == "muon")
 
 
 def test_any_other_base_tells_the_length_of_the_step_itself():
@@ -209,7 +206,7 @@ def test_any_other_base_tells_the_length_of_the_step_itself():
     assert found["length_min"] == pytest.approx(min(expected), rel=1e-8)
 
 
-@pytest.mark.parametrize("cls", [KFACAdam, KFACSGD, KFACLAMB, KFACMuon])
+@pytest.mark.parametrize("cls", [KFACAdam, KFACSGD, KFACLAMB])
 @pytest.mark.parametrize(("turn", "cosine"), [(torch.neg, -1.0), (torch.clone, 1.0)])
 def test_a_cosine_may_be_negative(cls, turn, cosine):
     with mock.patch.object(PolarRule, "apply", lambda rule, group, m, *rest: turn(m)):
@@ -227,7 +224,7 @@ def test_blocks_at_rest_have_neither(cls):
     F.mse_loss(model(normal(5, 4)), normal(5, 2)).backward()
     opt.step()
     found = opt.preconditioner.metrics(wait=True)
-    for name in ("length", "cosine"):
+    for name in ("length",) if cls is KFACMuon else ("length", "cosine"):
         assert 0 < found[f"{name}_min"] == found[f"{name}_max"] == found[f"{name}_mean"]
 
 
@@ -245,10 +242,10 @@ def test_nothing_large_is_kept_of_a_step():
     for cls in (KFACAdam, KFACMuon):
         opt, _ = stepped(cls, shapes(), 1, lr=0.01)
         for blocks, given in opt.preconditioner.gradients.last.given:
-            kept = [*given.cosines.args, given.terms, given.lengths]
+            kept = list(given)
             tensors = [x for x in kept if isinstance(x, Tensor)]
             assert tensors
-            assert all(x.untyped_storage().nbytes() <= 8 * 3 * sum(blocks.counts) for x in tensors)
+            assert all(x.untyped_storage().nbytes() <= 8 * 5 * sum(blocks.counts) for x in tensors)
 
 
 def test_the_papers_methods_tell_neither():
@@ -269,7 +266,7 @@ def test_each_rank_tells_the_layers_that_it_preconditions(kind):
     assert names[0] and names[1] and not names[0] & names[1]
     assert names[0] | names[1] == {"0", "2", "4"}
     for expected, told in found:
-        assert_told(told, expected)
+        assert_told(told, expected, muon=kind == "muon")
 
 
 def of_shards(kind: str) -> dict[str, float]:
