@@ -426,6 +426,8 @@ class Preconditioner:
         loaded = self.status.compare_loaded(self._lacks_half_products())
         for layer in loaded.absent:  # all ranks estimate these anew
             self.reset(layer)
+        if loaded.absent:  # some ranks have loaded numbers of these layers, or ranks would differ
+            self.allocate()
         for layer in loaded.in_part:
             self.sums.drop(layer)
         self.rule.half_products = not loaded.lacks_half_products

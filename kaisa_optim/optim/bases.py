@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..comm.sharding import parts_here
+from ..core import checkpoint
 from ..core.options import Group
 from ..curvature.lengths import (
     AdamLength,
@@ -147,6 +148,11 @@ class BaseStep:
     def keeps(self, group: Group) -> bool:
         """Return whether parameters of this group have a momentum."""
         return True
+
+    def lacks_second(self, entry: Entry) -> bool:
+        """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
+        own = {key for key in entry if not str(key).startswith(checkpoint.PREFIX)}
+        return bool(self.second and entry) and own <= {self.momentum, "step"}
 
     def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
         """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.

@@ -68,10 +68,11 @@ class Load:
             ranks = self._kfac.ranks
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
+            until = "; until then, the base steps these layers with new moments" if share else ""
             warnings.warn(
                 "the checkpoint has no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
-                "the next backward pass on",
+                f"the next backward pass on{until}",
                 stacklevel=3,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
 from tests.core.test_checkpoint import BASES, METHODS, disk, pair, quietly_load
+from tests.support.ranks import run
 from tests.support.training import assert_same, factors, network, train
 
 
@@ -150,3 +152,29 @@ def test_another_number_of_groups_is_torchs_error():
     target = KFACSGD([{"params": layer.parameters()} for layer in other[::2]], model=other)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         target.load_state_dict(opt.state_dict())
+
+
+def going_on(name: str) -> list[float]:
+    """Save rank 0's share after some steps, and train on from it; return the parameters."""
+    base = {"Adam": KFACAdam, "SGD": KFACSGD, "LAMB": KFACLAMB, "Muon": KFACMuon}.get(name)
+    cls = base or with_kfac(getattr(torch.optim, name))
+    model = network()
+    opt = cls(model, lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, opt, range(3))
+        share = [copy.deepcopy(opt.state_dict()) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(share)
+        other = cls(model, lr=0.01)
+        other.load_state_dict(share[0])
+    train(model, other, range(3, 30))
+    assert all(layer.has_state for layer in other.preconditioner.registry.states.values())
+    return [x for p in model.parameters() for x in p.flatten().tolist()]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "LAMB", "Muon", "NAdam"])
+def test_ranks_go_on_from_the_share_of_one(name):
+    """The base begins the layers anew whose factors the share lacks, or Adam's step would fail."""
+    one, other = run(2, going_on, name)
+    assert one == other
+    assert all(map(math.isfinite, one))
