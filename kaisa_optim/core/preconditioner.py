@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -359,9 +359,8 @@ class Preconditioner:
         if self.ranks.world == 1 or self._exchanges():
             of_layer = self.sums.of_layer
             changed = self.registry.follow_changes({x: s.covers for x, s in of_layer.items()})
-        for layer in changed:
-            self.reset(layer)
-        if changed or self.store.places != self.registry.devices:
+        self._forget(changed)
+        if self.store.places != self.registry.devices:
             self.allocate()
 
     def reset(self, layer: Layer) -> None:
@@ -401,33 +400,32 @@ class Preconditioner:
         self.status.proven = self.ranks.world == 1
         self._aim()
 
+    def _forget(self, layers: Collection[Layer]) -> None:
+        """Begin layers anew, and their tensors: only some ranks have loaded these."""
+        for layer in layers:
+            self.reset(layer)
+        if layers:
+            self.allocate()
+
     def settle_load(self, groups: list[Group]) -> None:
         """Compare loaded states among ranks; layers that some rank lacks start anew on all."""
         if not self._unsettled:
             return
         (refused,) = self._unsettled
-        # Ranks that have loaded nothing begin their step with this exchange: join it, so that all
-        # ranks raise if only some have loaded.
+        # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
         ask_owners(self.registry, self.rule)
         apart = self.status.compare_covers()
         for layer in apart:
             layer.cover(layer.covers_now())
-            self.reset(layer)
-        if apart:
-            self.allocate()
-        common = self._common(groups) | self.options.described()
-        agreement.compare(
-            self.ranks, common, "loaded states", refused, "loading a state", told=True
-        )
+        self._forget(apart)
+        own = self._common(groups) | self.options.described()
+        agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self._unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
         loaded = self.status.compare_loaded(self._lacks_half_products())
-        for layer in loaded.absent:  # all ranks estimate these anew
-            self.reset(layer)
-        if loaded.absent:  # some ranks have loaded numbers of these layers, or ranks would differ
-            self.allocate()
+        self._forget(loaded.absent)  # all ranks estimate these anew
         for layer in loaded.in_part:
             self.sums.drop(layer)
         self.rule.half_products = not loaded.lacks_half_products

@@ -149,11 +149,6 @@ class BaseStep:
         """Return whether parameters of this group have a momentum."""
         return True
 
-    def lacks_second(self, entry: Entry) -> bool:
-        """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
-        own = {key for key in entry if not str(key).startswith(checkpoint.PREFIX)}
-        return bool(self.second and entry) and own <= {self.momentum, "step"}
-
     def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
         """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.
 
@@ -474,6 +469,12 @@ def _begin(entry: Entry, p: Tensor) -> None:
     """Add the momentum that K-FAC keeps of a parameter, unless it is there."""
     if MOMENTUM not in entry:
         entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def lacks_second(base: BaseStep, entry: Entry) -> bool:
+    """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
+    own = {key for key in entry if not str(key).startswith(checkpoint.PREFIX)}
+    return bool(base.second and entry) and own <= {base.momentum, "step"}
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:

@@ -358,7 +358,8 @@ class KFACMixin(Optimizer, Joinable):
         """Continue from loaded tensors."""
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
-        self._stepped = {p for p, entry in self.state.items() if self.base_part.lacks_second(entry)}
+        base = self.base_part
+        self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
         loaded = {p for p, ours in entries.items() if ours}
         if not self.preconditioner.rule.makes_directions:  # the base is to begin these anew
