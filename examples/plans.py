@@ -7,7 +7,20 @@ A factory returns a model, or a model and one rank's input. It runs on the meta 
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+
+def resnet_50(batch: int = 64, side: int = 224) -> tuple[nn.Module, torch.Tensor]:
+    """ResNet-50 for a thousand classes."""
+    model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    return model, torch.zeros(batch, 3, side, side)
 
 
 def bert_large(batch: int = 8, length: int = 512) -> tuple[nn.Module, torch.Tensor]:

@@ -94,16 +94,24 @@ def test_the_recipe_of_a_sharded_gpt_runs_and_goes_on(tmp_path):
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"2", "4"}
 
 
-def test_the_recipe_of_the_trainer_saves_what_all_ranks_hold(tmp_path):
+@pytest.mark.parametrize("best", [False, True])
+def test_the_recipe_of_the_trainer_saves_what_all_ranks_hold(best, tmp_path):
+    """With "best", the Trainer decides on a save after the callbacks of the step."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     script = tmp_path / "train.py"
-    script.write_text(blocks("docs/recipes/trainer.md")[0])
+    code = blocks("docs/recipes/trainer.md")[0]
+    if best:
+        new = 'save_strategy="best", metric_for_best_model="loss", eval_strategy="steps"'
+        code = code.replace("save_steps=10", f"{new}, eval_steps=10, greater_is_better=True")
+        code = code.replace("train_dataset=data", "train_dataset=data, eval_dataset=data[:32]")
+    script.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script)]
     paths = {"FOLDER": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, timeout=300)
-    saved = torch.load(tmp_path / "runs/checkpoint-20/optimizer.pt", weights_only=True)
+    folders = sorted((tmp_path / "runs").glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
+    saved = torch.load(folders[-1] / "optimizer.pt", weights_only=True)
     kept = [name for entry in saved["state"].values() for name in entry if name.startswith("kfac")]
     assert {"kfac_a_average", "kfac_g_average"} <= set(kept)
     weights = [entry for entry in saved["state"].values() if "kfac_g_average" in entry]
