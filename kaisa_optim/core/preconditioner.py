@@ -169,7 +169,6 @@ class Preconditioner:
         self.hyperparameters.read(groups, self.steps)
         registry = self.registry
         registry.refuse_replaced(groups)
-        self.settle_load(groups)
         self._follow_changes()
 
         # Agree: the only decision that ranks take together
@@ -401,16 +400,16 @@ class Preconditioner:
         self._aim()
 
     def _forget(self, layers: Collection[Layer]) -> None:
-        """Begin layers anew, and their tensors: only some ranks have loaded these."""
+        """Reset layers, and lay out their tensors anew."""
         for layer in layers:
             self.reset(layer)
         if layers:
             self.allocate()
 
-    def settle_load(self, groups: list[Group]) -> None:
-        """Compare loaded states among ranks; layers that some rank lacks start anew on all."""
+    def settle_load(self, groups: list[Group], momenta: Collection[Tensor]) -> list[Layer]:
+        """Compare loaded states; return the layers whose ``momenta`` only some ranks have."""
         if not self._unsettled:
-            return
+            return []
         (refused,) = self._unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
@@ -424,13 +423,14 @@ class Preconditioner:
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self._unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
-        loaded = self.status.compare_loaded(self._lacks_half_products())
-        self._forget(loaded.absent)  # all ranks estimate these anew
+        loaded = self.status.compare_loaded(self._lacks_half_products(), momenta)
+        self._forget(loaded.absent)  # only some ranks have loaded their numbers
         for layer in loaded.in_part:
             self.sums.drop(layer)
         self.rule.half_products = not loaded.lacks_half_products
         self._aim()
         self._unsettled = []
+        return loaded.uneven
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""

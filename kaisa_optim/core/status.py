@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Loaded(NamedTuple):
     """The result of comparing loaded states."""
 
     absent: list[Layer]  # layers whose averages some rank lacks
+    uneven: list[Layer]  # of these, layers whose momenta only some ranks have
     in_part: list[Layer]  # layers whose statistics, since the load, only some ranks gathered
     lacks_half_products: bool
 
@@ -330,8 +331,11 @@ class Status:
         apart = ((sums != 0) & (sums != self._ranks.world)).view(-1, 2).any(1).tolist()
         return list(itertools.compress(layers, apart))
 
-    def compare_loaded(self, lacks_half_products: bool) -> Loaded:
-        """Agree on loaded states; note missed slots and failures."""
+    def compare_loaded(self, lacks_half_products: bool, momenta: Collection[Tensor]) -> Loaded:
+        """Agree on loaded states; note missed slots and failures.
+
+        ``momenta`` are the parameters that have one here.
+        """
         registry, world = self._registry, self._ranks.world
         layers, states = list(registry.layers.values()), list(registry.states.values())
         missed = [float(state.missed) for state in states]
@@ -341,19 +345,23 @@ class Status:
             missed,
             [n**2 for n in missed],
             [state.failures for state in states],
+            [any(p in momenta for p in layer.parameters) for layer in layers],
         ]
         mine = [lacks_half_products, *itertools.chain(*parts)]
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         lacking, *rest = self._ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
         columns = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
-        found = Loaded([], [], lacking > 0)
-        for layer, state, averages, with_state, total, squares, failures in zip(
+        found = Loaded([], [], [], lacking > 0)
+        for layer, state, averages, with_state, total, squares, failures, kept in zip(
             layers, states, *columns, strict=True
         ):
             if not agreement.alike(world, total, squares):
                 state.missed = 1
                 found.in_part.append(layer)
-            if averages < world:
+            uneven = 0 < kept < world and with_state < world
+            if uneven:  # gradient workers would begin with other momenta
+                found.uneven.append(layer)
+            if averages < world or uneven:
                 found.absent.append(layer)
                 if averages:  # ranks with an average did not gather, but K has their terms
                     found.in_part.append(layer)

@@ -471,10 +471,12 @@ def _begin(entry: Entry, p: Tensor) -> None:
         entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def lacks_second(base: BaseStep, entry: Entry) -> bool:
+def lacks_second(base: BaseStep, entry: Any) -> bool:
     """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
+    if not (base.second and entry and isinstance(entry, dict)):  # some bases keep other values
+        return False
     own = {key for key in entry if not str(key).startswith(checkpoint.PREFIX)}
-    return bool(base.second and entry) and own <= {base.momentum, "step"}
+    return own <= {base.momentum, "step"}
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..comm import agreement
 from ..core import checkpoint
 from ..core.preconditioner import Preconditioner
 from ..curvature.lengths import SQUARE_SUM
 from ..errors import invalid_because
+from ..layers import Layer
 from .arguments import GROUP_KEYS
 
 if TYPE_CHECKING:
@@ -65,10 +67,12 @@ class Load:
                 stacklevel=3,
             )
         if missing and not self._fresh:
-            ranks = self._kfac.ranks
+            ranks, layers = self._kfac.ranks, self._kfac.registry.layers
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
-            until = "; until then, the base steps these layers with new moments" if share else ""
+            parameters = {p for name in missing for p in layers[name].parameters}
+            new = "; where the base steps first, its moments begin anew"
+            until = new if optimizer._stepped & parameters else ""
             warnings.warn(
                 "the checkpoint has no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
@@ -102,6 +106,16 @@ def warn_of_share(kfac: Preconditioner) -> bool:
             stacklevel=3,
         )
     return bool(absent)
+
+
+def warn_of_uneven(kfac: Preconditioner, layers: list[Layer]) -> None:
+    """Warn of layers whose momenta begin anew on all ranks."""
+    names = checkpoint.abridged([repr(layer.name) for layer in layers], between=", ")
+    agreement.warn(
+        kfac.ranks,
+        f"only some ranks have loaded the momenta of {names}, which begin anew on all ranks; call "
+        "consolidate_state_dict() before a save, and load the same state on all ranks",
+    )
 
 
 def take_entries(state: Any) -> checkpoint.Entries:

@@ -110,6 +110,7 @@ class KFACMixin(Optimizer, Joinable):
             precision.without_autocast(self.join_device.type),
             gradients_of(joined_gradients(self)),
         ):
+            self._settle_load()
             if self.preconditioner.rule.makes_directions:
                 self._step_along()
             else:
@@ -269,7 +270,7 @@ class KFACMixin(Optimizer, Joinable):
             must = f"it must be a rank of the process group, 0 to {ranks.world - 1}"
             raise invalid("to", to, must)
         if ranks.world > 1:
-            self.preconditioner.settle_load(self.param_groups)
+            self._settle_load()
             momenta = self._momenta()
             entries = checkpoint.consolidate(
                 self.preconditioner, to, self.base_part.momentum, momenta
@@ -319,6 +320,17 @@ class KFACMixin(Optimizer, Joinable):
             handle.remove()
             del self._loaded
         load.warn(self)
+
+    def _settle_load(self) -> None:
+        """Compare loaded states; momenta that only some ranks have begin anew on all."""
+        key, state = self.base_part.momentum, self.state
+        momenta = {p for p in state if isinstance(state[p], dict) and key in state[p]}
+        uneven = self.preconditioner.settle_load(self.param_groups, momenta)
+        for p in [p for layer in uneven for p in layer.parameters]:
+            self.base_part.release(state[p])
+            self._stepped.discard(p)
+        if uneven:
+            loading.warn_of_uneven(self.preconditioner, uneven)
 
     def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
         """Return the values that a group keeps in a load, whatever was saved."""

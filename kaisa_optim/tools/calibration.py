@@ -147,7 +147,8 @@ def _memory(device: str) -> int:
 
 def bandwidth(device: str) -> float:
     """Return the bytes a second that a network's operations between its products move."""
-    x = torch.ones(1024, 16, 16, 16 if device == "cuda" else 4, device=device)
+    # As large as activations are on CPUs; on GPUs, larger than any cache.
+    x = torch.ones(1024, 16, 16, 128 if device == "cuda" else 4, device=device)
     y = x.clone()
 
     def move() -> None:  # eight times the bytes of a tensor
@@ -184,8 +185,9 @@ class _Apart(nn.Module):
 def host(device: str) -> tuple[float, float]:
     """Return the seconds on the host of a quiet step, by group of layers and by layer."""
     few, many = (_host(copies, device) / len(_SMALL_SIDES) for copies in (1, _COPIES))
-    layer = (many - few) / (_COPIES - 1)
-    return few - layer, layer
+    least = few / 1e3  # timings vary, and a profile has no time of zero
+    layer = max((many - few) / (_COPIES - 1), least)
+    return max(few - layer, least), layer
 
 
 def _host(copies: int, device: str) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,37 +18,43 @@ from ..layers import Layer
 from ..plan.prices import Passes
 
 _BACKWARD = 2  # operations and bytes of a backward pass, in forward passes
+# Operations that move nothing, though they are no views.
+_STILL = {torch.ops.aten._unsafe_view, torch.ops.aten.empty, torch.ops.aten.new_empty}
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write; views move none."""
+    """Counts the bytes that operations read and write."""
 
     size = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if func.overloadpacket is torch.ops.aten.embedding:  # reads the chosen rows alone
+            self.add(args[1], found, found)
+        elif not (func.is_view or func.overloadpacket in _STILL):
             self.add(args, kwargs, found)
         return found
 
     def add(self, *values: Any) -> None:
         self.size += sum(x.nbytes for x in tree.tree_leaves(values) if isinstance(x, Tensor))
 
+    @contextlib.contextmanager
+    def fused_attention(self) -> Iterator[None]:
+        """Count attention as one operation: devices never write its scores to memory."""
+        plain = nn.functional.scaled_dot_product_attention
 
-class _OneKernel(TorchFunctionMode):
-    """Counts attention as one operation: its scores are never written to memory."""
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            before = self.size
+            found = plain(*args, **kwargs)
+            self.size = before
+            self.add(args, kwargs, found)
+            return found
 
-    def __init__(self, traffic: _Traffic) -> None:
-        super().__init__()
-        self.traffic = traffic
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.traffic.size
-        found = func(*args, **(kwargs or {}))
-        if func is nn.functional.scaled_dot_product_attention:
-            self.traffic.size = before
-            self.traffic.add(args, kwargs, found)
-        return found
+        nn.functional.scaled_dot_product_attention = counted
+        try:
+            yield
+        finally:
+            nn.functional.scaled_dot_product_attention = plain
 
 
 def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float) -> Passes:
@@ -62,13 +67,13 @@ def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: f
     state = _on_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})
     rows: dict[str, int] = {}
     counter, traffic = FlopCounterMode(display=False), _Traffic()
-    fused = _OneKernel(traffic)
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             handle = layer.module.register_forward_hook(_reader(layer, rows, fraction))
             hooks.callback(handle.remove)
+        hooks.enter_context(traffic.fused_attention())
         try:
-            with torch.no_grad(), counter, traffic, fused, torch.device("meta"):
+            with torch.no_grad(), counter, traffic, torch.device("meta"):
                 torch.func.functional_call(model, state, args, kwargs)
         except Exception as error:
             why = f"the model can't be run with it on the meta device: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -9,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, with_kfac
 from tests.core.test_checkpoint import BASES, METHODS, disk, pair, quietly_load
@@ -154,27 +156,53 @@ def test_another_number_of_groups_is_torchs_error():
         target.load_state_dict(opt.state_dict())
 
 
-def going_on(name: str) -> list[float]:
-    """Save rank 0's share after some steps, and train on from it; return the parameters."""
+def going_on(name: str, own: bool, paused: bool) -> tuple[list[float], list[str]]:
+    """Load rank 0's share on all ranks, or each rank's own one, and train on; return parameters."""
     base = {"Adam": KFACAdam, "SGD": KFACSGD, "LAMB": KFACLAMB, "Muon": KFACMuon}.get(name)
     cls = base or with_kfac(getattr(torch.optim, name))
+    settings = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
     model = network()
-    opt = cls(model, lr=0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    opt = cls(model, **settings, assignment="layer-wise" if own else "opt")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         train(model, opt, range(3))
-        share = [copy.deepcopy(opt.state_dict()) if torch.distributed.get_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(share)
-        other = cls(model, lr=0.01)
+        share = [copy.deepcopy(opt.state_dict())]
+        if not own:
+            dist.broadcast_object_list(share)
+        other = cls(model, **settings)
         other.load_state_dict(share[0])
-    train(model, other, range(3, 30))
+        with other.preconditioner.paused() if paused else contextlib.nullcontext():
+            train(model, other, range(3, 6))
+    train(model, other, range(6, 30))
     assert all(layer.has_state for layer in other.preconditioner.registry.states.values())
-    return [x for p in model.parameters() for x in p.flatten().tolist()]
+    texts = [str(one.message) for one in said]
+    return [x for p in model.parameters() for x in p.flatten().tolist()], texts
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "LAMB", "Muon", "NAdam"])
-def test_ranks_go_on_from_the_share_of_one(name):
-    """The base begins the layers anew whose factors the share lacks, or Adam's step would fail."""
-    one, other = run(2, going_on, name)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "LAMB", "Muon", "NAdam", "RMSprop"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
+def test_ranks_go_on_alike_from_shares(name, own, paused):
+    """The base begins the layers anew whose factors a share lacks, or Adam's step would fail.
+
+    With shares of their own, ranks would begin with different momenta.
+    """
+    (one, texts), (other, _) = run(2, going_on, name, own, paused)
     assert one == other
     assert all(map(math.isfinite, one))
+    uneven = any("only some ranks have loaded the momenta of '" in text for text in texts)
+    # NAdam keeps its moments on all ranks.
+    assert uneven == (own and name != "NAdam")
+
+
+def test_a_base_may_keep_values_beside_entries():
+    class Counts(torch.optim.RMSprop):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.state["calls"] = 0
+
+    model = network()
+    opt = with_kfac(Counts)(model, lr=0.01)
+    train(model, opt, range(2))
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert opt.state["calls"] == 0 and opt.preconditioner.steps == 2

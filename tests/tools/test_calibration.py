@@ -116,3 +116,11 @@ def test_a_device_that_is_not_there_is_refused(device):
         pytest.skip("there is one")
     with pytest.raises(ValueError, match=f"Invalid device: '{device}'; it must be"):
         calibration.measure(device, 1)
+
+
+@pytest.mark.parametrize("times", [(1.0, 0.5), (1.0, 8.0)])
+def test_a_profile_has_no_time_of_zero(times, monkeypatch):
+    """Timings vary: many layers may seem to take less time than a few, or a group none."""
+    few, many = times
+    monkeypatch.setattr(calibration, "_host", lambda copies, device: few if copies == 1 else many)
+    assert all(seconds > 0 for seconds in calibration.host("cpu"))

@@ -36,42 +36,37 @@ def test_attention_sees_a_row_for_each_token():
     assert set(rows.values()) == {18}
 
 
-def test_scores_of_attention_are_not_written():
+@pytest.mark.parametrize("whole", [False, True])
+def test_scores_of_attention_are_not_written(whole):
     class Attention(nn.Module):
         def forward(self, x):
             return nn.functional.scaled_dot_product_attention(x, x, value=x)
 
-    assert passes_of(Attention(), torch.zeros(2, 3, 50, 8), [], 1.0).touched == 3 * 4 * 4 * 2400
-
-
-@dataclasses.dataclass
-class Boxed:
-    """An output in which no tensor is found."""
-
-    value: torch.Tensor
-
-
-def test_a_layer_without_a_tensor_as_its_output_has_no_rows():
-    class Own(nn.Module):
+    class Whole(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = nn.Parameter(torch.eye(4))
+            self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
 
         def forward(self, x):
-            return Boxed(x @ self.w)
+            return self.inner(x, x, x, need_weights=False)[0]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own, self.head = Own(), nn.Linear(4, 3)
+    few, many = (
+        passes_of(Whole() if whole else Attention(), torch.zeros(2, 3 * n, 8), [], 1.0).touched
+        for n in (100, 1000)
+    )
+    assert many < 10.1 * few  # scores would take a hundred times the bytes
+    if not whole:
+        assert few == 3 * 4 * 4 * 2 * 300 * 8
+    plain = nn.functional.scaled_dot_product_attention
+    assert plain.__name__ == "scaled_dot_product_attention"
 
-        def forward(self, x):
-            return self.head(self.own(x).value)
 
-    net = Net()
-    layers = KFACSGD(net, lr=0.1).preconditioner.layers
-    assert set(layers) == {"own.w", "head"}
-    assert passes_of(net, torch.zeros(5, 4), layers.values(), 1.0).rows == {"head": 5}
+def test_operations_that_move_little_count_little():
+    one = passes_of(nn.Linear(8, 8, bias=False), torch.zeros(2, 5, 8), [], 1.0).touched
+    assert one == 3 * 4 * (2 * 80 + 64)
+    words = torch.zeros(2, 5, dtype=torch.long)
+    found = passes_of(nn.Embedding(1000, 8), words, [], 1.0).touched
+    assert found == 3 * (8 * 10 + 2 * 4 * 80)
 
 
 def test_a_batch_that_does_not_fit_is_refused():
