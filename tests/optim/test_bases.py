@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim import LAMB, Muon, with_kfac
+from kaisa_optim import KFACSGD, LAMB, Muon, with_kfac
 from kaisa_optim.curvature.lengths import (
     AdamLength,
     FallLength,
@@ -358,3 +359,20 @@ def test_a_layer_that_was_frozen_in_part_steps_no_further(base):
     before = values(model)
     train(model, opt, [0])
     assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
+
+
+def test_decay_through_a_momentum_acts_more_strongly():
+    """SGD's decay goes through its momentum; KFACSGD needs ten times the decay for as much."""
+    kept = []
+    for cls, decay in ((optim.SGD, 0.001), (KFACSGD, 0.01)):
+        model = nn.Linear(4, 3, bias=False).double()
+        before = model.weight.norm().item()
+        first = model if cls is KFACSGD else model.parameters()
+        opt = cls(first, lr=0.1, momentum=0.9, weight_decay=decay)
+        for _ in range(400):
+            opt.zero_grad()
+            (model(torch.ones(2, 4).double()) * 0).sum().backward()
+            opt.step()
+        kept.append(math.log(model.weight.norm().item() / before))
+    assert kept[1] == pytest.approx(400 * math.log(1 - 0.1 * 0.01))
+    assert kept[0] == pytest.approx(kept[1], rel=0.05)
