@@ -352,7 +352,7 @@ def fullest_with_momenta(tasks: list[Task], workers: int, world: int) -> float:
 def calculator() -> str:
     """Return weights, Adam's state, and K-FAC's with its momentum, on the fullest rank, in GB."""
     models = {
-        **{"ResNet-50": traffic.resnet50, "BERT-Large, own decoder": traffic.bert_large},
+        **{"ResNet-50": traffic.resnet50, "BERT-Large, untied": traffic.bert_large},
         **{"GPT-2": gpt2, "Llama-7B": llama_7b},
     }
     rows = []
@@ -366,6 +366,20 @@ def calculator() -> str:
     head = ["model, GB", "weights", "Adam's state"]
     head += [f"{world} ranks: {name}" for world in (8, 64) for name in ("1", "1/4", f"1/{world}")]
     return traffic.table(head, rows)
+
+
+def predicted() -> str:
+    """Milliseconds of steps on CPU ranks, measured and predicted."""
+    rows = [
+        [
+            f"{row['model']}, {row['fraction']}",
+            f"{row['measured ms']:.0f}",
+            f"{row['predicted ms']:.0f}",
+            f"{100 * row['error']:+.0f} %",
+        ]
+        for row in kept("predicted_cpu")["rows"]
+    ]
+    return traffic.table(["model, fraction", "measured", "predicted", "error"], rows)
 
 
 TABLES = {
@@ -382,7 +396,7 @@ TABLES = {
     },
     ROOT / "docs/guides/memory.md": {"calculator": calculator},
     PAGES / "step_time.md": {"steps": step_times},
-    REFERENCE / "plans.md": {"published": published.report},
+    REFERENCE / "plans.md": {"published": published.report, "predicted": predicted},
     PAGES / "memory_traffic.md": {"bytes": of_64_ranks},
 }
 
