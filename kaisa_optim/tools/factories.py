@@ -31,7 +31,10 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
-        why = f"{target!r} can't be imported: {error}; run kaisa where Python finds the module"
+        # An import inside of the module may fail, too.
+        away = isinstance(error, ModuleNotFoundError) and name.startswith(error.name or name)
+        remedy = "run kaisa where Python finds it" if away else f"see python -c 'import {name}'"
+        why = f"{target!r} can't be imported: {error}; {remedy}"
         raise invalid_because("factory", why) from None
     arguments = dict(map(_argument, given))
     try:

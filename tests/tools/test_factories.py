@@ -43,8 +43,9 @@ def test_a_factory_is_called_on_the_meta_device():
     ("target", "given", "said"),
     [
         ("network", [], r"'network'; it must be package.module:factory"),
-        ("no_such_module:x", [], "can't be imported: No module named 'no_such_module'"),
-        (f"{HERE}:missing", [], "can't be imported: .* has no attribute 'missing'"),
+        ("no_such_module:x", [], "No module named 'no_such_module'; run kaisa where Python finds"),
+        ("no.such:x", [], "No module named 'no'; run kaisa where Python finds it"),
+        (f"{HERE}:missing", [], f"has no attribute 'missing'; see python -c 'import {HERE}'"),
         (f"{HERE}:network", ["depth=3"], "unexpected keyword argument 'depth'; give its arguments"),
         (f"{HERE}:nothing", [], "returned str; it must return a module"),
     ],
@@ -52,6 +53,14 @@ def test_a_factory_is_called_on_the_meta_device():
 def test_a_factory_with_a_fault_is_named(target, given, said):
     with pytest.raises(ValueError, match=f"Invalid factory: .*{said}"):
         built(target, given)
+
+
+def test_an_import_that_fails_inside_of_a_module_is_told(tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "No module named 'no_such_library'; see python -c 'import of_mine'"
+    with pytest.raises(ValueError, match=said):
+        built("of_mine:factory")
 
 
 def test_values_of_options():
