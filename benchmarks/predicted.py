@@ -11,14 +11,14 @@ during the backward pass.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,11 +93,10 @@ def calibrated() -> dict[str, Any]:
     return calibration.measure("cpu", 1)
 
 
-def measured(rank: int, port: int, to: Connection) -> None:
-    """Tell CPU seconds of a step by model and fraction, and those of exchanges."""
+def measured(store: str, rank: int) -> dict[str, Any]:
+    """Return one rank's CPU seconds of a step by model and fraction, and those of exchanges."""
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     found: dict[str, Any] = {"links": [_exchanged(1 << 10), _exchanged(1 << 21)]}
     for name, (make, batch) in MODELS.items():
         for fraction, options in FRACTIONS.items():
@@ -116,11 +115,8 @@ def measured(rank: int, port: int, to: Connection) -> None:
                 if step >= EARLY:
                     taken += passes + time.process_time() - start
             found[f"{name}, {fraction}"] = taken / STEPS
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        to.send(everyone)
     dist.destroy_process_group()
+    return found
 
 
 def average(model: nn.Module) -> None:
@@ -145,17 +141,12 @@ def _exchanged(size: int) -> float:
 
 def run() -> dict[str, Any]:
     profile = calibrated()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    started = [spawning.Process(target=measured, args=(r, port, theirs)) for r in range(RANKS)]
-    for one in started:
-        one.start()
-    ranks = ours.recv()
-    for one in started:
-        one.join()
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(RANKS, context) as pool,
+    ):
+        ranks = list(pool.map(functools.partial(measured, f"{folder}/store"), range(RANKS)))
     small, large = (max(rank["links"][i] for rank in ranks) for i in (0, 1))
     rate = (RANKS - 1) * ((1 << 21) - (1 << 10)) / (large - small) / 1e9
     link = {"gb_per_s": rate, "latency_us": 1e6 * small}

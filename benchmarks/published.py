@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.traffic import SIZES, bert_large, conv, linear, table
+from benchmarks import traffic
+from benchmarks.traffic import BLOCKS, SIZES, bert_large, table
 from kaisa_optim.curvature.rules import EigenRule, PolarRule
 from kaisa_optim.plan import hardware
 from kaisa_optim.plan.account import Account
@@ -23,7 +24,6 @@ from kaisa_optim.plan.hardware import Hardware
 from kaisa_optim.plan.prices import Clock, Passes, Work
 from kaisa_optim.plan.schedule import Schedule
 
-BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 GIGAFLOPS = {50: 4.1, 101: 7.8, 152: 11.5}  # multiplications and additions of one image, forward
 BATCH = 32  # images of a rank
 IMAGES = 1_281_167
@@ -41,24 +41,13 @@ def steps(epochs: int, ranks: int) -> float:
 
 def resnet(depth: int) -> tuple[list[Task], dict[str, int]]:
     """Return a ResNet's layers, and the rows of each for one image."""
-    tasks, rows = [conv("conv1", 3, 64, 7)], {"conv1": 112**2}
-    inputs = 64
-    for stage, count in enumerate(BLOCKS[depth]):
-        width, side = 64 * 2**stage, 56 // 2**stage
-        for block in range(count):
-            name, outputs = f"layer{stage}.{block}", 4 * width
-            own = [
-                conv(f"{name}.a", inputs, width, 1),
-                conv(f"{name}.b", width, width, 3),
-                conv(f"{name}.c", width, outputs, 1),
-            ]
-            if block == 0:
-                own.append(conv(f"{name}.down", inputs, outputs, 1))
-            tasks += own
-            rows |= {task.name: side**2 for task in own}
-            inputs = outputs
-    tasks.append(linear("fc", inputs, 1000))
-    return tasks, rows | {"fc": 1}
+    tasks = traffic.resnet(depth)
+    rows = {"conv1": 112**2, "fc": 1}
+    for task in tasks:
+        if task.name not in rows:
+            stage = int(task.name.removeprefix("layer")[0])
+            rows[task.name] = (112 // 2**stage) ** 2
+    return tasks, rows
 
 
 class Stages(NamedTuple):

@@ -50,6 +50,7 @@ REFRESHED = 20  # inv_update_steps by default
 INTERVALS = ((GATHERED, REFRESHED), (10, 100))  # and the papers' usual ones
 # KFACAdam's defaults. KFACSGD keeps no sum of squares, and sends five numbers with each block.
 SIZES = PolarRule(None, AdamLength()).sizes
+BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # of ResNets by depth
 MB = 1e6
 
 
@@ -67,11 +68,12 @@ def embedding(name: str, entries: int, features: int) -> Task:
     return Task(name, entries, features, True, features > widest(entries, features))
 
 
-def resnet50() -> list[Task]:
+def resnet(depth: int) -> list[Task]:
     """All that K-FAC covers; the base steps the norms' scales and shifts."""
     tasks = [conv("conv1", 3, 64, 7)]
     inputs = 64
-    for stage, (width, count) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
+    for stage, count in enumerate(BLOCKS[depth], 1):
+        width = 32 * 2**stage
         for block in range(count):
             name, outputs = f"layer{stage}.{block}", 4 * width
             shapes = [(inputs, width, 1), (width, width, 3), (width, outputs, 1)]
@@ -80,6 +82,10 @@ def resnet50() -> list[Task]:
                 tasks.append(conv(f"{name}.downsample.0", inputs, outputs, 1))
             inputs = outputs
     return [*tasks, linear("fc", inputs, 1000)]
+
+
+def resnet50() -> list[Task]:
+    return resnet(50)
 
 
 def bert_large(width: int = 1024, vocabulary: int = 30522) -> list[Task]:

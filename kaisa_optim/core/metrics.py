@@ -38,7 +38,7 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
 
 
 def _on_device(kfac: Preconditioner) -> dict[str, float]:
-    """Return the last step's numbers, and the quality of this rank's own factors' state."""
+    """Return the last step's numbers, and the quality of the state of this rank's factors."""
     rule, last, found = kfac.rule, kfac.gradients.last, _last_step(kfac.gradients.last)
     if last.clip is not None:
         found["clip"] = last.clip.item()

@@ -35,6 +35,7 @@ from .store import FactorStore
 from .view import Forward, View
 
 _NOTHING = AgreedStep()  # the agreement of a step without an exchange
+Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
@@ -406,7 +407,7 @@ class Preconditioner:
         if layers:
             self.allocate()
 
-    def settle_load(self, groups: list[Group], momenta: Collection[Tensor]) -> list[Layer]:
+    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer]:
         """Compare loaded states; return the layers whose ``momenta`` only some ranks have."""
         if not self._unsettled:
             return []
@@ -423,7 +424,7 @@ class Preconditioner:
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self._unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
-        loaded = self.status.compare_loaded(self._lacks_half_products(), momenta)
+        loaded = self.status.compare_loaded(self._lacks_half_products(), momenta())
         self._forget(loaded.absent)  # only some ranks have loaded their numbers
         for layer in loaded.in_part:
             self.sums.drop(layer)

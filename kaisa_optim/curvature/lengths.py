@@ -149,7 +149,7 @@ class Given(NamedTuple):
     terms: Tensor  # [blocks, terms]
     # Root mean squares of steps, for each unit of the learning rate, before ``finish``.
     lengths: Number
-    norms: Tensor  # of momenta over their peaks; Muon's length has only those of directions
+    norms: Tensor  # of momenta over their peaks; under Muon, of directions
     dots: Tensor | None = None  # ⟨D, M⟩ over M's peaks, of directions of root mean square 1
 
 
@@ -393,7 +393,7 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 def _along(
     one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0; and the same as it is.
+    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0; and the same unbounded.
 
     Directions are in ``units``, ``norms`` are of momenta; ``shares`` multiply the last column's
     part.

@@ -324,7 +324,10 @@ class KFACMixin(Optimizer, Joinable):
     def _settle_load(self) -> None:
         """Compare loaded states; momenta that only some ranks have begin anew on all."""
         key, state = self.base_part.momentum, self.state
-        momenta = {p for p in state if isinstance(state[p], dict) and key in state[p]}
+
+        def momenta() -> set[Tensor]:  # asked for after a load alone
+            return {p for p in state if isinstance(state[p], dict) and key in state[p]}
+
         uneven = self.preconditioner.settle_load(self.param_groups, momenta)
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])

@@ -89,9 +89,8 @@ class Clock:
         """Return the stages of every step; gradients of ``arriving`` bytes are handed out."""
         hardware, grid = self.hardware, self.account.grid
         seconds = dict.fromkeys(STAGES, 0.0)
-        passes = self.passes
-        moved = passes.touched / hardware.memory_bandwidth
-        seconds["passes"] = passes.operations / hardware.flops + moved
+        seconds["passes"] = self.passes.operations / hardware.flops
+        seconds["passes"] += self.passes.touched / hardware.memory_bandwidth
         # Rings bring all but a share of the bytes twice, while the backward pass goes on.
         averaged = 2 * self.parameters * (grid.world - 1) // grid.world
         travels = hardware.ring(averaged, grid.world)

@@ -32,7 +32,7 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
         # An import inside of the module may fail, too.
-        away = isinstance(error, ModuleNotFoundError) and name.startswith(error.name or name)
+        away = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         remedy = "run kaisa where Python finds it" if away else f"see python -c 'import {name}'"
         why = f"{target!r} can't be imported: {error}; {remedy}"
         raise invalid_because("factory", why) from None

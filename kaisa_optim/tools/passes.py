@@ -1,4 +1,4 @@
-"""What a batch makes of a model: operations and bytes of its passes, and the rows of its layers."""
+"""The cost of a batch: operations and bytes of a model's passes, and the rows of its layers."""
 
 from __future__ import annotations
 
