@@ -6,27 +6,18 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
 CONTRACT = ROOT / "tests" / "CONTRACT.md"
 
-# Modules without a test file of their own.
-NO_NAMESAKE = {"errors.py": "tests of each error hold the texts that it forms"}
-
-MOST_LINES_OF_A_CLASS = 400
-MOST_PUBLIC_NAMES_OF_A_CLASS = 12
 MOST_ATTRIBUTES_OF_A_CLASS = 20
-MOST_LINES_OF_A_FUNCTION = 50
+LARGER = {"Capture", "CoveredModule"}  # classes that still have more attributes, with their bases
+MOST_LINES_OF_A_FUNCTION = 80
+MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 
-# Users set and ask 17 names of the preconditioner, which it forwards to its parts.
-MOST_PUBLIC_NAMES = {"Preconditioner": 26}
-# Classes that are still larger than a class may be with its bases, and so are those built on them.
-LARGER = {"Capture", "Registry", "Rule", "CoveredModule", "KFACLAMB", "KFACMuon"}
 # Constructors of public optimizers, and a functional form.
 LONG = {"LAMB.__init__", "Muon.__init__", "lamb"}
 # Words that show that a docstring does not begin with a verb.
@@ -80,21 +71,10 @@ def is_called(node: ast.AST) -> bool:
     return not names & {"property", "setter", "cached_property"}
 
 
-def is_forwarded(node: ast.AST) -> TypeGuard[ast.Assign]:
-    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Forward[")
-
-
-def public_names(node: ast.ClassDef) -> set[str]:
-    """Return the methods, properties and forwarded names that a class itself defines."""
-    names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-    names |= {ast.unparse(x.targets[0]) for x in node.body if is_forwarded(x)}
-    return {name for name in names if not name.startswith("_")}
-
-
 def attributes(node: ast.ClassDef) -> set[str]:
     """Return the names that a class itself sets: in its body, and of ``self`` in its methods."""
     own = [x for x in node.body if isinstance(x, ast.Assign | ast.AnnAssign)]
-    own = [x for x in own if not is_forwarded(x)]
+    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("Forward[")]
     targets = [t for x in own for t in (x.targets if isinstance(x, ast.Assign) else [x.target])]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     return names | {
@@ -122,23 +102,22 @@ def family(name: str, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))
 def test_sizes(path):
     for name, node in definitions(path):
-        if isinstance(node, ast.ClassDef):
-            assert lines(node) <= MOST_LINES_OF_A_CLASS, f"{name} has {lines(node)} lines"
-        elif name not in LONG:
+        if isinstance(node, ast.FunctionDef) and name not in LONG:
             assert lines(node) <= MOST_LINES_OF_A_FUNCTION, f"{name} has {lines(node)} lines"
+            parameters = [x.arg for x in node.args.args + node.args.kwonlyargs if x.arg != "self"]
+            private = any(part.startswith("_") for part in name.split("."))
+            private |= path.name == "app.py"  # parameters of a command are the options of its line
+            assert private or len(parameters) <= MOST_PARAMETERS, f"{name}: {parameters}"
 
 
-def test_sizes_with_bases():
-    """A class that is split into bases is as large as before: readers meet all of it at once."""
+def test_attributes_with_bases():
+    """A class that is split into bases has as many attributes as before: readers meet them all."""
     known, larger = classes(), set()
     for name in known:
         bases = family(name, known)
-        names = set().union(*map(public_names, bases))
-        own = set().union(*map(attributes, bases))
-        most = MOST_PUBLIC_NAMES.get(name, MOST_PUBLIC_NAMES_OF_A_CLASS)
-        fits = sum(map(lines, bases)) <= MOST_LINES_OF_A_CLASS and len(names) <= most
-        if not fits or len(own) > MOST_ATTRIBUTES_OF_A_CLASS:
-            larger |= {name} if not LARGER & {x.name for x in bases[1:]} else set()
+        many = len(set().union(*map(attributes, bases))) > MOST_ATTRIBUTES_OF_A_CLASS
+        if many and not LARGER & {x.name for x in bases[1:]}:
+            larger.add(name)
     assert larger == LARGER
 
 
@@ -198,52 +177,6 @@ def test_a_class_has_a_name_of_its_own():
     assert not {name for name in found if found.count(name) > 1}
 
 
-def chains(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield line, name and attributes of every longest ``name.a.b.c``."""
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in inner:
-            attributes, start = [node.attr], node.value
-            while isinstance(start, ast.Attribute):
-                attributes.insert(0, start.attr)
-                start = start.value
-            if isinstance(start, ast.Name):
-                yield node.lineno, start.id, attributes
-
-
-def plain_data() -> set[str]:
-    """Return the names that may end a chain: of tensors, of containers, of fields of records."""
-    types = torch.Tensor, torch.dtype, torch.device, dict, list, set, frozenset, tuple, str, type
-    names = {name for kind in types for name in dir(kind)}
-    for path in FILES:
-        for _, node in definitions(path):
-            if isinstance(node, ast.ClassDef):
-                kinds = " ".join(map(ast.unparse, [*node.bases, *node.decorator_list]))
-                if re.search("NamedTuple|dataclass", kinds):
-                    fields = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
-                    names |= {target.id for target in fields if isinstance(target, ast.Name)}
-    return names
-
-
-def test_nobody_reaches_through_two_objects():
-    """A chain such as ``optimizer.preconditioner.registry.parameters`` ties three modules."""
-    ends = plain_data()
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        imported = {
-            (alias.asname or alias.name).partition(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-        }
-        for line, name, attributes in chains(tree):
-            while attributes and attributes[-1] in ends:
-                attributes.pop()
-            most = 3 if name in ("self", "cls") else 2
-            chain = ".".join([name, *attributes])
-            assert name in imported or len(attributes) <= most, f"{path.name}:{line}: {chain}"
-
-
 def test_docstrings_of_functions_begin_with_a_verb():
     for path in FILES:
         for name, node in definitions(path):
@@ -289,19 +222,6 @@ def test_rules_answer_for_themselves():
             ):
                 asked = {n for n in re.findall(r"\w+", ast.unparse(node.args[-1])) if n in names}
                 assert not asked, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
-
-
-def test_each_module_has_a_test_file_of_its_name():
-    package, tests = ROOT / "kaisa_optim", ROOT / "tests"
-    lacking = set()
-    for path in FILES:
-        own = path.relative_to(package)
-        namesake = tests / own.with_name(f"test_{own.name}")
-        if path.name != "__init__.py" and not namesake.exists():
-            lacking.add(str(own))
-        elif namesake.exists():
-            assert re.search(r"^def test_", namesake.read_text(), flags=re.M), namesake
-    assert lacking == NO_NAMESAKE.keys()
 
 
 def test_the_contract_names_tests_that_exist():
