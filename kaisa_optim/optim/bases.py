@@ -246,28 +246,14 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
 
 
 def _counted(entries: list[Entry]) -> list[int]:
-    """Count a step in Adam's format; return each entry's count.
-
-    Entries with one count share one tensor: a counter each would take as many calls as there are
-    parameters.
-    """
-    tensors: dict[int, Tensor] = {}
-    for entry in entries:
-        step = entry.get("step")
-        if step is not None:
-            tensors[id(step)] = step
-    numbers = {key: int(step) for key, step in tensors.items()}
-    shared: dict[int, Tensor] = {}
-    for key, number in numbers.items():
-        shared.setdefault(number, tensors[key].cpu())
-    if any([entry.get("step") is None for entry in entries]):
-        shared.setdefault(0, _zero_count())
-    before = [0 if e.get("step") is None else numbers[id(e["step"])] for e in entries]
-    for entry, number in zip(entries, before, strict=True):
-        entry["step"] = shared[number]
-    for number in set(before):
-        shared[number] += 1
-    return [number + 1 for number in before]
+    """Count a step in Adam's format; return each entry's count."""
+    counts = [int(entry.get("step", 0)) + 1 for entry in entries]
+    # Each entry has an element of its own: a tensor in common would also count for parameters
+    # that rest, and a checkpoint that is read in place would give all the last one's count.
+    steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
+    for entry, step in zip(entries, steps, strict=True):
+        entry["step"] = step
+    return counts
 
 
 def _zero_count() -> Tensor:
