@@ -154,7 +154,8 @@ class BaseStep:
 
         ``entry`` is the one that the base itself would make.
         """
-        return 0, p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
+        momentum = p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
+        return _zero_count().nbytes * self.counts, momentum
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
