@@ -26,6 +26,7 @@ from ..curvature.lengths import (
     OfBase,
     SGDLength,
 )
+from ..errors import invalid
 from . import lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
 from .muon import Muon, descend
@@ -327,6 +328,14 @@ class SGDStep(BaseStep):
         if group["nesterov"]:
             return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
         return buffers
+
+    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        decay, momentum = group["weight_decay"], group["momentum"]
+        if decay != 0 and self.keeps(group):  # SGD's own decay goes through its momentum
+            if momentum >= 1:
+                raise invalid("momentum", momentum, "beside weight_decay, it must be below 1")
+            decay = decay * (1 - group["dampening"]) / (1 - momentum)
+        descend(params, directions, group["lr"], decay)
 
 
 class MuonStep(BaseStep):
