@@ -259,7 +259,12 @@ CONTESTANTS = {
             adams=False,
         ),
         Contestant("SGD, decay", _sgd, _DECAYED, adams=False),
-        Contestant("KFACSGD, decay", _ours(KFACSGD), _DECAYED, adams=False),
+        Contestant(
+            "KFACSGD, decay",
+            _ours(KFACSGD),
+            {**_DECAYED, "weight_decay": one_of(5e-5)},
+            adams=False,
+        ),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, {**_ADAM, **_FAR}),
         Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),

@@ -223,6 +223,7 @@ class FallLength(Length):
         shares = _last_columns(one.blocks, base)
         if shares is not None:  # the base moves the parameters by directions as they are
             one.directions[:] = _in_last(one.directions, shares)
+            _rest(one, base)
         units, norms = _units(one, None), _norms(one.momenta, 2)
         assert one.sums.measured is not None
         along, dots = _along(one, units, None, norms)
@@ -361,6 +362,14 @@ def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
     for stack, share in zip(found, shares.split(list(map(len, found))), strict=True):
         stack[..., -1] *= share[:, None]
     return found
+
+
+def _rest(one: Stepped, base: OfBase) -> None:
+    """Zero directions and momenta of weights at rate 0: the fall is left to their biases."""
+    rates = torch.ones_like(one.peaks) * one.blocks.each("rate", _rates(one.blocks, base)[0])
+    for stacks in (one.directions, one.momenta):
+        for stack, moves in zip(stacks, (rates != 0).split(list(map(len, stacks))), strict=True):
+            stack[..., :-1] *= moves[:, None, None]
 
 
 def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:

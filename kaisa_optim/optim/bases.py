@@ -26,6 +26,7 @@ from ..curvature.lengths import (
     OfBase,
     SGDLength,
 )
+from ..errors import invalid
 from . import lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
 from .muon import Muon, descend
@@ -154,7 +155,8 @@ class BaseStep:
 
         ``entry`` is the one that the base itself would make.
         """
-        return 0, p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
+        momentum = p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
+        return _zero_count().nbytes * self.counts, momentum
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
@@ -246,28 +248,14 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
 
 
 def _counted(entries: list[Entry]) -> list[int]:
-    """Count a step in Adam's format; return each entry's count.
-
-    Entries with one count share one tensor: a counter each would take as many calls as there are
-    parameters.
-    """
-    tensors: dict[int, Tensor] = {}
-    for entry in entries:
-        step = entry.get("step")
-        if step is not None:
-            tensors[id(step)] = step
-    numbers = {key: int(step) for key, step in tensors.items()}
-    shared: dict[int, Tensor] = {}
-    for key, number in numbers.items():
-        shared.setdefault(number, tensors[key].cpu())
-    if any([entry.get("step") is None for entry in entries]):
-        shared.setdefault(0, _zero_count())
-    before = [0 if e.get("step") is None else numbers[id(e["step"])] for e in entries]
-    for entry, number in zip(entries, before, strict=True):
-        entry["step"] = shared[number]
-    for number in set(before):
-        shared[number] += 1
-    return [number + 1 for number in before]
+    """Count a step in Adam's format; return each entry's count."""
+    counts = [int(entry.get("step", 0)) + 1 for entry in entries]
+    # Each entry has an element of its own: a tensor in common would also count for parameters
+    # that rest, and a checkpoint that is read in place would give all the last one's count.
+    steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
+    for entry, step in zip(entries, steps, strict=True):
+        entry["step"] = step
+    return counts
 
 
 def _zero_count() -> Tensor:
@@ -340,6 +328,14 @@ class SGDStep(BaseStep):
         if group["nesterov"]:
             return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
         return buffers
+
+    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        decay, momentum = group["weight_decay"], group["momentum"]
+        if decay != 0 and self.keeps(group):  # SGD's own decay goes through its momentum
+            if momentum >= 1:
+                raise invalid("momentum", momentum, "beside weight_decay, it must be below 1")
+            decay = decay * (1 - group["dampening"]) / (1 - momentum)
+        descend(params, directions, group["lr"], decay)
 
 
 class MuonStep(BaseStep):

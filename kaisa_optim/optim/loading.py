@@ -191,7 +191,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     for p, second in seconds.items():
         if optimizer.base_part.momentum in entries[p]:
             entries[p][optimizer.base_part.second[0]] = second.to(p.device, p.dtype)
-    # Clone counts: entries share one, and the base would count once for each of them.
+    # Clone counts: the base counts in place.
     kept = {
         i: {
             key: value.clone() if key == "step" and isinstance(value, Tensor) else value

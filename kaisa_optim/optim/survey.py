@@ -108,8 +108,6 @@ class Survey:
             everywhere += common
             if own:
                 momenta.append(Momentum(tuple(layers_of[parameter]), own))
-        if layers_of and self._part.counts:  # the entries of stepped parameters share one count
-            everywhere += torch.tensor(0.0, device="cpu").nbytes
         return everywhere, momenta
 
     def _entries(self) -> list[tuple[Group, Tensor, Entry]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from tests.support.training import (
     ANEW,
     assert_near,
     assert_same,
+    backward,
     difference,
     network,
     train,
@@ -361,18 +361,100 @@ def test_a_layer_that_was_frozen_in_part_steps_no_further(base):
     assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
 
 
-def test_decay_through_a_momentum_acts_more_strongly():
-    """SGD's decay goes through its momentum; KFACSGD needs ten times the decay for as much."""
-    kept = []
-    for cls, decay in ((optim.SGD, 0.001), (KFACSGD, 0.01)):
-        model = nn.Linear(4, 3, bias=False).double()
-        before = model.weight.norm().item()
+class Heads(nn.Module):
+    """Two heads, of which a pass uses those that are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 3).double() for name in "ab"})
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        return torch.stack([self.heads[name](x).square().mean() for name in names]).sum()
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
+def test_a_head_counts_its_own_steps_alone(cls):
+    """Where it rests while the other head steps, it goes on as if there was no other."""
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9)}
+    model, alone = Heads(), Heads()
+    opt, other = (with_kfac(cls)(x, **settings, **ANEW) for x in (model, alone))
+    plain = cls([nn.Parameter(p.detach().clone()) for p in model.parameters()], **settings)
+    for i, names in enumerate(["ab", "ab", "a", "a", "a", "a", "b", "a", "b", "ab", "b", "b"]):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double()
+        for net, its, used in ((model, opt, names), (alone, other, names.replace("a", ""))):
+            if used:
+                its.zero_grad()
+                net(x, used).backward()
+                its.step()
+        for p, q in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
+            q.grad = p.grad
+        plain.step()
+        for p, q in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
+            assert opt.state[p].get("step") == plain.state[q].get("step")
+        assert_near(model.heads["b"], alone.heads["b"], 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("base", ["RAdam", "RMSprop"])
+@pytest.mark.parametrize("still", ["weight", "bias"])
+def test_a_parameter_at_rate_zero_rests(base, still):
+    """To first order the loss falls as by the base's own step of the other parameters."""
+    cls, settings = BASES[base]
+    model, names = network(), [n for n in NAMES if n.endswith(still)]
+    groups = split(model, names, 0.0, settings["lr"])
+    opt = with_kfac(cls)(groups, model=model, **{**settings, **ANEW})
+    params = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
+    plain, before = cls(params.values(), **settings), values(model)
+    made = give(model, opt, 0)
+    for n, p in params.items():
+        p.grad = made[n]
+    plain.step()
+    moved = difference(before, model)
+    for n in NAMES:
+        if n in names:
+            assert torch.equal(moved[n], torch.zeros_like(moved[n]))
+        else:
+            fall = ((before[n] - params[n].detach()) * made[n]).sum()
+            assert fall > 0
+            assert_near((moved[n] * made[n]).sum(), fall, 1e-9, 1e-14)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dampening": 0.5},  # which acts only beside a momentum
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True, "maximize": True},
+    ],
+    ids=str,
+)
+def test_weights_decay_as_under_sgd(settings):
+    """SGD's decay goes through its momentum. Norms are stepped by the base."""
+    ends = []
+    for cls in (optim.SGD, KFACSGD):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()
         first = model if cls is KFACSGD else model.parameters()
-        opt = cls(first, lr=0.1, momentum=0.9, weight_decay=decay)
-        for _ in range(400):
+        opt = cls(first, lr=0.1, weight_decay=5e-4, **settings)
+        before = values(model)
+        for _ in range(200):
             opt.zero_grad()
             (model(torch.ones(2, 4).double()) * 0).sum().backward()
             opt.step()
-        kept.append(math.log(model.weight.norm().item() / before))
-    assert kept[1] == pytest.approx(400 * math.log(1 - 0.1 * 0.01))
-    assert kept[0] == pytest.approx(kept[1], rel=0.05)
+        ends.append([p.norm() / before[n].norm() for n, p in model.named_parameters() if p.any()])
+    assert_near(*map(torch.stack, ends), 1e-2, 0)
+    assert len(ends[0]) == 3 and max(ends[0]) < 0.995
+
+
+def test_decay_without_a_limit_is_refused():
+    model = network()
+    opt = KFACSGD(model, lr=0.1, momentum=1.0, weight_decay=0.1)
+    before = values(model)
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"Invalid momentum: 1\.0; .* below 1"):
+        opt.step()
+    assert_same(values(model), before)
+    opt.param_groups[0]["weight_decay"] = 0.0
+    opt.step()

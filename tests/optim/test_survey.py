@@ -28,14 +28,13 @@ def surveyed(optimizer: Any, net: nn.Module) -> Survey:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """The bytes of the base's state; entries that share a tensor count it once."""
-    found = {
-        id(x): x.nbytes
+    """The bytes of the base's state."""
+    return sum(
+        x.nbytes
         for entry in optimizer.state.values()
         for name, x in entry.items()
         if isinstance(x, Tensor) and not name.startswith("kfac_")
-    }
-    return sum(found.values())
+    )
 
 
 OPTIM = torch.optim
