@@ -97,7 +97,7 @@ class Survey:
         """Return the bytes of the base's state on all ranks, and the momenta on some."""
         layers_of: defaultdict[Tensor, list[str]] = defaultdict(list)
         for layer in self.registry.active if self.rule.makes_directions else ():
-            for p in layer.parameters:
+            for p in filter(lambda p: p.requires_grad, layer.parameters):
                 layers_of[p].append(layer.name)
         everywhere, momenta = 0, []
         for group, parameter, entry in self._entries():
@@ -111,17 +111,17 @@ class Survey:
         return everywhere, momenta
 
     def _entries(self) -> list[tuple[Group, Tensor, Entry]]:
-        """Return the entry that the base itself makes of each trained parameter, on meta."""
+        """Return the base's own entries, on meta; some bases make those of frozen parameters."""
         twin_of: dict[Tensor, Tensor] = {}
         twins: list[Group] = []
         excluded = self.registry.excluded  # Muon alone would take some of them
         for group in self.groups:
-            trained = [p for p in group["params"] if p.requires_grad]
             for apart in (False, True):
-                some = [p for p in trained if (p in excluded) is apart]
-                own = {p: torch.empty_like(p, device="meta").requires_grad_() for p in some}
-                for twin in own.values():
-                    twin.grad = torch.empty_like(twin)
+                some = [p for p in group["params"] if (p in excluded) is apart]
+                own = {p: torch.empty_like(p, device="meta") for p in some}
+                for p, twin in own.items():
+                    if p.requires_grad:
+                        twin.requires_grad_().grad = torch.empty_like(twin)
                 if own:
                     choice = {"use_muon": False} if apart else {}
                     twins.append(_plain(group) | choice | {"params": [*own.values()]})
@@ -133,12 +133,13 @@ class Survey:
         try:
             optimizer.step()
         except Exception as error:  # some bases read numbers, after they have made all entries
-            if not all(optimizer.state.get(twin) for twin in twin_of.values()):
+            if not all(optimizer.state.get(x) for p, x in twin_of.items() if p.requires_grad):
                 why = f"the entries of {self._base.__name__} are not known before a step: {error}"
                 raise invalid_because("base", why) from error
-        groups = ((group, p) for group in self.groups for p in group["params"])
         return [
-            (group, p, dict(optimizer.state[twin_of[p]])) for group, p in groups if p in twin_of
+            (group, p, dict(optimizer.state.get(twin_of[p], {})))
+            for group in self.groups
+            for p in group["params"]
         ]
 
 

@@ -194,7 +194,7 @@ class Choice:
         step = milliseconds(best.step)
         return (
             f"{best.candidate.title} has the shortest step{within}: {step} ms on average, "
-            f"with {shown(best.needs)} on the fullest rank (estimated, ± "
+            f"with {shown(best.needs)} on the fullest rank (estimated within "
             f"{100 * self.hardware.margin:.0f} %, for {self.hardware.name})"
         )
 

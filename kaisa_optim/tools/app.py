@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from ..optim import family
 from ..optim.mixin import KFACMixin
@@ -27,7 +30,7 @@ from .simulation import WAIT, simulate
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-FAC on many ranks.")
 T = TypeVar("T")
 
-NOTHING_FITS, WRONG = 1, 2  # exit codes
+NOTHING_FITS, WRONG, FAILED = 1, 2, 3  # exit codes
 _WIDE = 100  # columns of a terminal that shows a whole plan
 _DETAILS = ("mean", "gather", "refresh")  # columns that a narrow one leaves out
 _SLOW = 2.0  # seconds, after which a bar shows how it goes
@@ -44,17 +47,27 @@ Given = Annotated[
 
 @contextlib.contextmanager
 def faults() -> Iterator[None]:
-    """Print an error about an argument as one line, and exit with 2."""
+    """Print an error about an argument or a file as one line, and exit with 2; others with 3."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except typer.Exit:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        screen(stderr=True).print(Text("error:", "red"), str(error), soft_wrap=True)
         raise typer.Exit(WRONG) from None
+    except (Exception, SystemExit):  # a factory may exit, too, with any status
+        traceback.print_exc()
+        raise typer.Exit(FAILED) from None
+
+
+def screen(**options: Any) -> Console:
+    """Return a console that prints texts as they are: a regular expression is no markup."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def watched(items: Sequence[T]) -> Iterator[T]:
     """Yield items; show a bar on the terminal if they take longer than two seconds."""
-    console, begun = Console(stderr=True), time.monotonic()
+    console, begun = screen(stderr=True), time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("pricing", total=len(items), visible=False)
         for item in items:
@@ -95,6 +108,7 @@ def table(found: Plan, width: int) -> Table:
 
 
 @app.command("plan")
+@faults()
 def plan_command(
     factory: Target,
     ranks: Ranks,
@@ -110,7 +124,7 @@ def plan_command(
 
     The factory returns a model, or a model and one rank's input; it runs on the meta device.
     """
-    with faults():
+    with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
         budget = memory or None
@@ -121,18 +135,19 @@ def plan_command(
     if as_json:
         print(found.to_json())
     else:
-        console = Console()
+        console = screen()
         if not console.is_terminal:  # a file or a pipe has room
-            console = Console(width=_WIDE)
+            console = screen(width=_WIDE)
         console.print(table(found, console.width))
-        console.print(found.reason, highlight=False)
+        console.print(found.reason)
         for text in found.assumptions:
-            console.print(f"- {text}", style="dim", highlight=False)
+            console.print(f"- {text}", style="dim")
     if found.best is None:
         raise typer.Exit(NOTHING_FITS)
 
 
 @app.command("simulate")
+@faults()
 def simulate_command(
     factory: Target,
     ranks: Ranks,
@@ -147,7 +162,7 @@ def simulate_command(
 
     The table has the mean milliseconds of a step by stage. Traces and pictures have 64 ranks.
     """
-    with faults():
+    with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
         given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
@@ -163,7 +178,7 @@ def simulate_command(
         cells = [milliseconds(one.busy.get(stage, 0.0)) for one in done.values()]
         shown.add_row(stage, *cells)
     shown.add_row("step", *(milliseconds(one.mean) for one in done.values()), style="bold")
-    Console().print(shown)
+    screen().print(shown)
     best = done[priced[0].candidate.title]
     if trace is not None:
         trace.write_text(best.trace())
@@ -172,6 +187,7 @@ def simulate_command(
 
 
 @app.command("profile")
+@faults()
 def profile_command(
     factory: Target,
     optimizer: Annotated[str, typer.Option(help="KFACAdam, KFACSGD, ...")] = "KFACAdam",
@@ -185,7 +201,7 @@ def profile_command(
 
     The factory returns a model and its input; numbers are drawn. The loss is the output's square.
     """
-    with faults():
+    with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         if batch is None:
             raise ValueError(
@@ -201,10 +217,11 @@ def profile_command(
     shown = Table(*head, title=f"{found.optimizer} on {found.device}", box=box.SIMPLE_HEAD)
     for row in rows:
         shown.add_row(*row)
-    Console().print(shown)
+    screen().print(shown)
 
 
 @app.command()
+@faults()
 def calibrate(
     out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("mine.toml"),
     ranks: Ranks = 2,
@@ -214,9 +231,8 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine in under two minutes, and write a hardware profile."""
-    with faults():
-        known = None if check is None else hardware.load(check)
-        measured = calibration.measure(device, ranks, watched)
+    known = None if check is None else hardware.load(check)
+    measured = calibration.measure(device, ranks, watched)
     if known is None:
         out.write_text(hardware.text(measured, calibration.COMMENT))
         print(f"profile: {out}")
@@ -224,7 +240,7 @@ def calibrate(
     shown = Table("operation", "size", "profile ms", "measured ms", "error")
     for row in calibration.compare(known, measured):
         shown.add_row(*row)
-    Console().print(shown)
+    screen().print(shown)
 
 
 @app.command()

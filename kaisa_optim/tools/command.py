@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 
 
@@ -19,6 +20,8 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an ASCII one; names may have any letter
+        sys.stdout.reconfigure(errors="backslashreplace")
     app.app()
 
 

@@ -63,4 +63,6 @@ def _argument(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, value
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        is_dtype = value.startswith("torch.") and isinstance(dtype, torch.dtype)
+        return name, dtype if is_dtype else value

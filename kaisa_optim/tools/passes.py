@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,6 +59,15 @@ class _Traffic(TorchDispatchMode):
             nn.functional.scaled_dot_product_attention = plain
 
 
+class _CopiesOnMeta(TorchFunctionMode):
+    """Puts deep copies of tensors on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].to("meta")
+        return func(*args, **(kwargs or {}))
+
+
 def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float) -> Passes:
     """Return what one batch costs; the forward pass runs on the meta device, without numbers.
 
@@ -64,20 +75,22 @@ def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: f
     is the part of the examples that statistics are taken from.
     """
     args, kwargs = arguments(_on_meta(batch))
-    state = _on_meta({**dict(model.named_parameters()), **dict(model.named_buffers())})
     rows: dict[str, int] = {}
     counter, traffic = FlopCounterMode(display=False), _Traffic()
-    with contextlib.ExitStack() as hooks:
-        for layer in layers:
-            handle = layer.module.register_forward_hook(_reader(layer, rows, fraction))
-            hooks.callback(handle.remove)
-        hooks.enter_context(traffic.fused_attention())
-        try:
-            with torch.no_grad(), counter, traffic, torch.device("meta"):
-                torch.func.functional_call(model, state, args, kwargs)
-        except Exception as error:
-            why = f"the model can't be run with it on the meta device: {error}"
-            raise invalid_because("batch", why) from error
+    try:
+        with torch.no_grad():
+            # A model may cache tables that its pass makes. Those of the meta device go with a
+            # copy; in the model itself they would fail the next real pass.
+            copies: dict[int, Any] = {id(x): x.to("meta") for x in model.parameters()}
+            with _CopiesOnMeta():
+                twin = copy.deepcopy(model, copies)
+            for layer in layers:
+                copies[id(layer.module)].register_forward_hook(_reader(layer, rows, fraction))
+            with traffic.fused_attention(), counter, traffic, torch.device("meta"):
+                twin(*args, **kwargs)
+    except Exception as error:
+        why = f"the model can't be run with it on the meta device: {error}"
+        raise invalid_because("batch", why) from error
     both = 1 + _BACKWARD
     return Passes(both * float(counter.get_total_flops()), rows, both * traffic.size)
 

@@ -120,7 +120,7 @@ class Plan:
     @property
     def basis(self) -> str:
         """The kind of the times: estimates, and the share by which they may err."""
-        return f"estimated ± {100 * self.choice.hardware.margin:.0f} %"
+        return f"estimated within {100 * self.choice.hardware.margin:.0f} %"
 
     @property
     def breakdown(self) -> dict[str, dict[str, float]]:

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "NAdam": (with_kfac(OPTIM.NAdam), {}),
     "Adafactor": (with_kfac(OPTIM.Adafactor), {}),
     "Rprop": (with_kfac(OPTIM.Rprop), {}),
+    "Adagrad": (with_kfac(OPTIM.Adagrad), {}),  # makes the entries of frozen parameters, too
 }
 
 

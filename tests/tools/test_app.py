@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,6 +30,23 @@ def net(width=8):
 
 def alone():
     return nn.Linear(3, 2)
+
+
+class Chatty(nn.Linear):
+    def forward(self, x):
+        print("a pass")
+        return super().forward(x)
+
+
+def chatty():
+    print("a factory")
+    return Chatty(6, 3), torch.zeros(10, 6)
+
+
+def failing(how="raise"):
+    if how == "exit":
+        sys.exit(1)
+    raise RuntimeError("a factory's own fault")
 
 
 def kaisa(*arguments):
@@ -86,12 +106,55 @@ def test_nothing_fits_and_scripts_hear_of_it(tmp_path):
         ((NET, "--ranks", 2, "--optimizer", "Magic"), "no optimizer 'Magic'; choose from KFACAdam"),
         ((NET, "--ranks", 5, "--option", "grad_worker_fraction=0.3"), "does not divide 5"),
         ((NET, "--ranks", 2, "--option", "dampng=1"), "unexpected keyword argument 'dampng'"),
+        ((NET, "--ranks", 2, "--device", "[a-z]*"), "Invalid device: '[a-z]*'"),
+        ((NET, "--ranks", 2, "--device", "[/tag]:x:"), "Invalid device: '[/tag]:x:'"),
+        ((NET, "--ranks", 2, "--plot", "no/such/folder.png"), "No such file or directory"),
     ],
 )
 def test_faults_are_one_line_and_exit_with_2(arguments, said):
     told = kaisa("plan", *arguments)
     assert told.exit_code == app.WRONG == 2
     assert said in told.output and "Traceback" not in told.output
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_failing_factory_does_not_look_as_if_nothing_fits(command, how):
+    factory = "tests.tools.test_app:failing"
+    told = kaisa(command, factory, "--ranks", 2, "--arg", f"how={how}")
+    assert told.exit_code == app.FAILED == 3
+    assert "Traceback" in told.stderr and "in failing" in told.stderr
+
+
+def test_printing_does_not_break_json():
+    for command in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
+        told = kaisa(command[0], "tests.tools.test_app:chatty", *command[1:], "--json")
+        assert json.loads(told.stdout)["optimizer"] == "KFACAdam", told.output
+        assert "a factory" in told.stderr and "a pass" in told.stderr
+
+
+def test_dtypes_are_options():
+    sizes = []
+    for name in ("float32", "bfloat16"):
+        option = "--option", f"factor_dtype=torch.{name}"
+        told = kaisa("plan", NET, "--ranks", 2, "--json", "--optimizer", "KFACSGD", *option)
+        assert told.exit_code == 0, told.output
+        sizes.append(json.loads(told.stdout)["strategies"][0]["kfac"]["mean"])
+    assert sizes[1] < sizes[0]
+
+
+def test_a_terminal_without_unicode_shows_plans(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(hardware.text(PLAIN | {"title": "Grüße"}, "mine"), "utf-8")
+    arguments = "plan", NET, "--ranks", "2", "--device", str(path)
+    told = subprocess.run(
+        [sys.executable, "-m", "kaisa_optim.tools.command", *arguments],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "estimated within" in told.stdout and "Gr\\xfc\\xdfe" in told.stdout
 
 
 def test_an_interval_is_simulated(tmp_path):

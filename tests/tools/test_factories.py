@@ -67,6 +67,8 @@ def test_values_of_options():
     texts = ["inv_update_steps=100", "damping=1e-2", "assignment=opt", "skip_layers=['a', 'b']"]
     found = {"inv_update_steps": 100, "damping": 0.01, "assignment": "opt"}
     assert values(texts) == found | {"skip_layers": ["a", "b"]}
+    dtypes = ["factor_dtype=torch.bfloat16", "name=torch.nn", "mode=float"]
+    assert values(dtypes) == {"factor_dtype": torch.bfloat16, "name": "torch.nn", "mode": "float"}
     for bad in ("damping", "=3", "a b=1"):
         with pytest.raises(ValueError, match=r"Invalid argument: .*; it must be name=value"):
             values([bad])

@@ -67,6 +67,38 @@ def test_operations_that_move_little_count_little():
     assert found == 3 * (8 * 10 + 2 * 4 * 80)
 
 
+class Table:
+    values = None
+
+
+class Rotated(nn.Module):
+    """A module that makes tables in its first pass, of a module, in a dict and in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.dict, self.table = nn.Linear(4, 4), {}, Table()
+        self.scale, self.cos = nn.Parameter(torch.ones(4)), None
+
+    def forward(self, x):
+        if self.cos is None:
+            self.cos = self.scale.cos()  # a part of the graph, in a real pass
+            self.register_buffer("sin", torch.arange(4.0).sin(), persistent=False)
+            self.dict[len(x)] = self.table.values = torch.arange(4.0)
+        return self.inner(x) * self.cos + self.sin + self.dict[len(x)] * self.table.values
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_caches_of_the_model_stay_real(first):
+    net, x = Rotated(), torch.ones(3, 4)
+    if first:
+        net(x)
+    before = set(vars(net)), set(net.state_dict()), set(net._buffers)
+    layers = KFACSGD(net, lr=0.1).preconditioner.layers.values()
+    assert passes_of(net, x, layers, 1.0).rows["inner"] == 3
+    assert before == (set(vars(net)), set(net.state_dict()), set(net._buffers))
+    assert not net(x).is_meta and not net.cos.is_meta and len(net.inner._forward_hooks) <= 1
+
+
 def test_a_batch_that_does_not_fit_is_refused():
     net = nn.Sequential(nn.Linear(4, 3))
     layers = KFACSGD(net, lr=0.1).preconditioner.layers.values()

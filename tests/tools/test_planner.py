@@ -90,7 +90,7 @@ def test_a_plan_says_what_it_found():
     assert best is not None and best in found.choice.priced
     lines = repr(found).splitlines()
     assert "KFACAdam on 4 ranks of h100, 80 GB each" in lines[0]
-    assert "bytes are exact, times estimated ± 40 %" in lines[0]
+    assert "bytes are exact, times estimated within 40 %" in lines[0]
     assert [line.split("  ")[0].strip() for line in lines[2:5]] == [
         *("layer-wise", "2/4 = 0.5", "opt"),
     ]
@@ -111,6 +111,21 @@ def test_without_a_batch_passes_are_not_priced():
     found = plan(network("chain"), 2)
     assert found.breakdown["seconds"]["passes"] == 0
     assert any("no batch was given" in text for text in found.assumptions)
+
+
+def test_the_model_still_trains_after_a_plan():
+    class Rotary(nn.Linear):
+        table = None
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.arange(4.0).cos()
+            return super().forward(x * self.table)
+
+    net, x = Rotary(4, 3), torch.ones(2, 4)
+    plan(net, 2, batch=x)
+    net(x).sum().backward()
+    plan(net, 2, batch=x)  # after a real pass, too
 
 
 def test_nothing_fits_and_the_nearest_is_named():
