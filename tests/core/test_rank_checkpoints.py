@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, with_kfac
 from kaisa_optim.core.options import EARLY
 from tests.support.cluster import taken_by
 from tests.support.ranks import fresh, run
@@ -38,6 +38,7 @@ FAMILY: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "adam": (KFACAdam, {"lr": 0.01, "eps": 1e-2}),
     "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
     "eigen": (KFACAdam, {"lr": 0.01, "eps": 1e-2, "compute_method": "eigen"}),
+    "rmsprop": (with_kfac(torch.optim.RMSprop), {"lr": 0.01, "eps": 1e-2}),
 }
 SPREADS: list[tuple[int, dict[str, Any]]] = [
     (2, {"assignment": "opt"}),
@@ -240,7 +241,7 @@ def says_so(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "eigen"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "eigen", "rmsprop"])
 def test_a_share_says_so_each_time_unless_it_is_saved_with_the_others(optimizer):
     """With the default assignment, each momentum is on one rank."""
     ranks = run(2, says_so, Plan(optimizer))
@@ -564,7 +565,12 @@ def test_what_one_rank_misreads_is_raised_by_all(world, spread):
 
 # ---- momenta of "polar" ----
 
-MOMENTA = {"sgd": "momentum_buffer", "adam": "exp_avg", "muon": "momentum_buffer"}
+MOMENTA = {
+    "sgd": "momentum_buffer",
+    "adam": "exp_avg",
+    "muon": "momentum_buffer",
+    "rmsprop": "kfac-momentum",
+}
 PLAIN: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, FAMILY["sgd"][1]),
     "adam": (torch.optim.Adam, FAMILY["adam"][1]),
@@ -605,7 +611,7 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
 
 
 @every_share
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
 def test_momenta_are_on_gradient_workers_alone(world, spread, workers, optimizer):
     ranks = run(world, keeps_momenta, Plan(optimizer, spread))
     for found, works in ranks:
