@@ -95,7 +95,7 @@ class BaseStep:
         found: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p in ready and self.keeps(group):
+                if p in ready and self.spreads(group, optimizer.state[p]):
                     here = optimizer.state[p].get(self.momentum) if p in mine else None
                     shape = p.shape if p in mine else (0,)
                     dtype = self.dtype_of(p)
@@ -149,6 +149,10 @@ class BaseStep:
     def keeps(self, group: Group) -> bool:
         """Return whether parameters of this group have a momentum."""
         return True
+
+    def spreads(self, group: Group, entry: Entry) -> bool:
+        """Return whether a parameter has a momentum that gradient workers alone keep."""
+        return self.keeps(group)
 
     def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
         """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.
@@ -387,6 +391,9 @@ class AnyStep(BaseStep):
     def keeps(self, group: Group) -> bool:
         return False  # as a rule, the base keeps one on all ranks
 
+    def spreads(self, group: Group, entry: Entry) -> bool:
+        return "exp_avg" not in entry
+
     def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
         everywhere = sum(x.nbytes for x in entry.values() if isinstance(x, Tensor))
         return everywhere, 0 if "exp_avg" in entry else p.nbytes
@@ -395,6 +402,8 @@ class AnyStep(BaseStep):
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
     ) -> OfBase:
         found, steps = self._found(optimizer), self._steps(optimizer, ready)
+        for p in steps.keys() - set(mine):
+            optimizer.state[p].pop(MOMENTUM, None)  # a loaded state has those of all ranks
         for group in optimizer.param_groups:
             for params in _alike([p for p in group["params"] if p in steps and p in mine]):
                 entries = [optimizer.state[p] for p in params]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..comm import agreement
 from ..core import checkpoint
+from ..core.coverage import unwrapped
 from ..core.preconditioner import Preconditioner
 from ..curvature.lengths import SQUARE_SUM
 from ..errors import invalid_because
@@ -94,18 +97,42 @@ class Load:
         return list(dict.fromkeys(found))
 
 
-def warn_of_share(kfac: Preconditioner) -> bool:
-    """Warn that a state is one rank's share; return whether it lacks anything."""
-    absent = checkpoint.absent(kfac)
+def warn_of_share(optimizer: KFACMixin) -> None:
+    """Warn that a state is one rank's share, and name what it lacks."""
+    kfac = optimizer.preconditioner
+    if kfac.ranks.world == 1 or _saves_all_shares():
+        return
+    averages = checkpoint.absent(kfac)
+    absent = [checkpoint.abridged(averages, between=", ")] if averages else []
+    elsewhere = {p for p, momentum in optimizer.momenta().items() if momentum.shape != p.shape}
+    if elsewhere:
+        named = unwrapped(kfac.model).named_parameters()
+        names = [repr(name) for name, p in named if p in elsewhere]
+        absent.append(f"the momenta of {checkpoint.abridged(names, between=', ')}")
     if absent:
+        # With the number of steps, Python's filter takes each save's text for a new one.
         warnings.warn(
-            f"state_dict() has only rank {kfac.ranks.rank}'s share of K-FAC's "
-            "state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
-            f"ranks' shares, as torch.distributed.checkpoint does. Missing are "
-            f"{checkpoint.abridged(absent)}, and the state that K-FAC computes from them",
+            f"state_dict() after {kfac.steps} steps has only rank {kfac.ranks.rank}'s share of the "
+            "state; call consolidate_state_dict(to=rank) on all ranks first, or save all ranks' "
+            f"shares, as torch.distributed.checkpoint does. Missing are {'; '.join(absent)}; and "
+            "the state that K-FAC computes from them",
             stacklevel=3,
         )
-    return bool(absent)
+
+
+def _saves_all_shares() -> bool:
+    """Return whether torch.distributed.checkpoint asks for the state, to save every rank's share.
+
+    A full state is different: of plain tensors, torch takes rank 0's alone.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller, values = frame.f_globals.get("__name__"), frame.f_locals
+        if caller == "torch.distributed.checkpoint.state_dict" and "options" in values:
+            full = values["options"] is not None and values["options"].full_state_dict
+            return not (full and frame.f_code.co_name.startswith("get_"))
+        frame = frame.f_back
+    return False
 
 
 def warn_of_uneven(kfac: Preconditioner, layers: list[Layer]) -> None:

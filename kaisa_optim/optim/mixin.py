@@ -60,8 +60,9 @@ class KFACMixin(Optimizer, Joinable):
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         Joinable.__init__(self)
         self._notices = notices.Notices()
-        self._warned_of_share = self._has_joined = False
-        self._consolidated: checkpoint.Entries | None = None
+        self._has_joined = False
+        # The rank that has the whole state since the last step, and the tensors that it received.
+        self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self.base_part = bases.step_of(self._base, self.defaults)
         self._former_join = getattr(self._kfac_model, "_join_config", None)
@@ -245,13 +246,13 @@ class KFACMixin(Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state and K-FAC's; no collective is called.
 
-        On several ranks, K-FAC's state is this rank's share, unless :meth:`consolidate_state_dict`
-        has brought all shares here since the last step. ``torch.distributed.checkpoint`` saves the
-        shares of all ranks and needs no consolidation.
+        On several ranks, K-FAC's state and the momenta are this rank's share, and a warning names
+        the other ranks' shares, unless all ranks have called :meth:`consolidate_state_dict` since
+        the last step. ``torch.distributed.checkpoint`` saves the shares of all ranks and needs no
+        consolidation.
         """
-        alone = self.preconditioner.ranks.world == 1
-        if not alone and self._consolidated is None and not self._warned_of_share:
-            self._warned_of_share = loading.warn_of_share(self.preconditioner)
+        if self._consolidated is None:
+            loading.warn_of_share(self)
         # Run before the user's own hooks, so that they see the whole state.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
@@ -271,14 +272,14 @@ class KFACMixin(Optimizer, Joinable):
             raise invalid("to", to, must)
         if ranks.world > 1:
             self._settle_load()
-            momenta = self._momenta()
+            momenta = self.momenta()
             entries = checkpoint.consolidate(
                 self.preconditioner, to, self.base_part.momentum, momenta
             )
-            self._consolidated = entries if ranks.rank == to else None
+            self._consolidated = to, entries
 
-    def _momenta(self) -> dict[Tensor, Tensor]:
-        """Return the momenta of the parameters that K-FAC steps, as far as they are kept here."""
+    def momenta(self) -> dict[Tensor, Tensor]:
+        """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
         placements, (ready, mine) = kfac.registry.placements, kfac.gradients.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
@@ -293,7 +294,8 @@ class KFACMixin(Optimizer, Joinable):
         several ranks, call :meth:`consolidate_state_dict` first, and this method on that rank.
         """
         kfac = self.preconditioner
-        if kfac.ranks.world > 1 and self._consolidated is None:
+        whole = self._consolidated is not None and self._consolidated[0] == kfac.ranks.rank
+        if kfac.ranks.world > 1 and not whole:
             raise RuntimeError(
                 "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
                 "all ranks first, and base_state_dict() on that rank"
@@ -387,7 +389,8 @@ class KFACMixin(Optimizer, Joinable):
 def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    checkpoint.complete(state_dict, parameters, optimizer._consolidated or {})
+    if optimizer._consolidated is not None:
+        checkpoint.complete(state_dict, parameters, optimizer._consolidated[1])
 
 
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:

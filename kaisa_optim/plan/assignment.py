@@ -157,7 +157,7 @@ def choose(
             f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
         )
     if assignment is None:
-        return Opt() if fraction is None else Hybrid(fraction)
+        return LayerWise() if fraction is None else Hybrid(fraction)
     if assignment == "hybrid":
         return Hybrid() if fraction is None else Hybrid(fraction)
     if assignment == "layer-wise":

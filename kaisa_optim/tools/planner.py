@@ -75,6 +75,8 @@ def _survey(
     model, params = arguments.find_model(title, model, None)
     arguments.refuse_without_use(title, base, ours)
     group = ours.pop("process_group", None)
+    if ours.get("assignment") is None and ours.get("grad_worker_fraction") is None:
+        ours["grad_worker_fraction"] = "auto"  # the default is a strategy like the others
     settled = Options(**ours)
     plain: Any = base
     instance = plain(params, **theirs)
@@ -86,7 +88,7 @@ def _survey(
 
 def _asked(options: Options, world: int) -> list[Candidate] | None:
     """Return the strategy that the options name, if they name one."""
-    if options.is_automatic or (options.assignment, options.grad_worker_fraction) == (None, None):
+    if options.is_automatic:
         return None
     make_grid(options.strategy, world, options.grad_worker_fraction)
     names = "assignment", "grad_worker_fraction"

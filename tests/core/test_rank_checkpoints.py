@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
 )
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
+from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, with_kfac
 from kaisa_optim.core.options import EARLY
 from tests.support.cluster import taken_by
 from tests.support.ranks import fresh, run
@@ -35,9 +38,10 @@ FAMILY: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "adam": (KFACAdam, {"lr": 0.01, "eps": 1e-2}),
     "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
     "eigen": (KFACAdam, {"lr": 0.01, "eps": 1e-2, "compute_method": "eigen"}),
+    "rmsprop": (with_kfac(torch.optim.RMSprop), {"lr": 0.01, "eps": 1e-2}),
 }
 SPREADS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
+    (2, {"assignment": "opt"}),
     (2, {"assignment": "layer-wise"}),
     (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
 ]
@@ -170,7 +174,7 @@ def takes_shares(plan: Plan) -> Shares:
     gathered = {key: state["state"][key[0]][f"kfac_{key[1]}_average"] for key in found[-1]}
     gathered = {key: value.clone() for key, value in gathered.items()}
     learn(model, opt, range(3, 5))
-    found.append(averages(quiet_state(opt)))
+    found.append(averages({"state": shares(opt)}))
     owned = {
         (places[x], s)
         for x in places
@@ -196,13 +200,60 @@ def test_a_state_dict_is_the_ranks_share_until_it_is_consolidated(world, spread)
 
 
 def assert_names(texts: list[str], rank: int, absent: set[tuple[int, str]]) -> None:
-    """One warning, with what others keep."""
+    """A warning for each call, with what others keep."""
     names = {0: "0", 1: "1", 3: "3", 5: "4"}  # of layers, by their weights' places
-    (text,) = texts
+    text, again = texts
+    assert text == again
     assert f"rank {rank}'s share" in text and "consolidate_state_dict(to=rank)" in text
     for place, name in names.items():
         for side in "ag":
             assert (f"{side.upper()} of {name!r}" in text) == ((place, side) in absent)
+
+
+def says_so(plan: Plan) -> dict[str, list[str]]:
+    """Warnings of a share, as Python's default filter shows them: a repeated text is hidden."""
+    model, opt = pair(plan)
+    found: dict[str, list[str]] = {}
+
+    def note(name: str, ask: Callable[[], Any]) -> None:
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("default")
+            ask()
+        texts = [str(w.message) for w in record]
+        found[name] = [text for text in texts if text.startswith("state_dict()")]
+
+    def saves() -> None:
+        for step in range(1, 3):
+            learn(model, opt, range(step, step + 1))
+            opt.state_dict()
+
+    full = StateDictOptions(full_state_dict=True)
+    note("before a step", opt.state_dict)
+    note("saves", saves)
+    note("dcp", lambda: get_optimizer_state_dict(model, opt))
+    note("dcp, with the model", lambda: get_state_dict(model, opt))
+    note("dcp, full", lambda: get_optimizer_state_dict(model, opt, options=full))
+    opt.consolidate_state_dict(to=0)
+    note("consolidated", opt.state_dict)
+    note("consolidated, full", lambda: get_optimizer_state_dict(model, opt, options=full))
+    learn(model, opt, range(3, 4))
+    note("a step later", opt.state_dict)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "eigen", "rmsprop"])
+def test_a_share_says_so_each_time_unless_it_is_saved_with_the_others(optimizer):
+    """With the default assignment, each momentum is on one rank."""
+    ranks = run(2, says_so, Plan(optimizer))
+    for i, found in enumerate(ranks):
+        assert {name for name, texts in found.items() if texts} == {
+            *("saves", "dcp, full", "a step later")
+        }
+        assert [f"after {n} steps has only rank {i}'s share" in found["saves"][n - 1] for n in (1, 2)]
+    momenta = [set(re.findall(r"'(\d\.\w+)'", found["a step later"][0])) for found in ranks]
+    names = {name for name, _ in net().named_parameters()}
+    assert set.union(*momenta) == (set() if optimizer == "eigen" else names)
+    assert not set.intersection(*momenta)
 
 
 def consolidates_to(to: Any) -> str:
@@ -514,7 +565,12 @@ def test_what_one_rank_misreads_is_raised_by_all(world, spread):
 
 # ---- momenta of "polar" ----
 
-MOMENTA = {"sgd": "momentum_buffer", "adam": "exp_avg", "muon": "momentum_buffer"}
+MOMENTA = {
+    "sgd": "momentum_buffer",
+    "adam": "exp_avg",
+    "muon": "momentum_buffer",
+    "rmsprop": "kfac-momentum",
+}
 PLAIN: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, FAMILY["sgd"][1]),
     "adam": (torch.optim.Adam, FAMILY["adam"][1]),
@@ -524,7 +580,7 @@ WORKERS: list[tuple[int, dict[str, Any], int]] = [
     (2, {"assignment": "layer-wise"}, 1),
     (4, {"assignment": "layer-wise"}, 1),
     (4, {"grad_worker_fraction": 0.5}, 2),
-    (2, {}, 2),
+    (2, {"assignment": "opt"}, 2),
 ]
 every_share = pytest.mark.parametrize(("world", "spread", "workers"), WORKERS)
 
@@ -555,7 +611,7 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
 
 
 @every_share
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
 def test_momenta_are_on_gradient_workers_alone(world, spread, workers, optimizer):
     ranks = run(world, keeps_momenta, Plan(optimizer, spread))
     for found, works in ranks:
@@ -749,7 +805,7 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
     ("optimizer", "before", "after", "flatten"),
     [
         ("sgd", SPREADS[2], SPREADS[2], True),
-        ("sgd", SPREADS[1], (4, {}), False),
+        ("sgd", SPREADS[1], (4, {"assignment": "opt"}), False),
         ("adam", SPREADS[2], SPREADS[1], True),
         ("muon", SPREADS[2], SPREADS[1], False),
         ("eigen", SPREADS[2], SPREADS[1], True),

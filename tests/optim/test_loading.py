@@ -169,7 +169,7 @@ def going_on(name: str, own: bool, paused: bool) -> tuple[list[float], list[str]
         share = [copy.deepcopy(opt.state_dict())]
         if not own:
             dist.broadcast_object_list(share)
-        other = cls(model, **settings)
+        other = cls(model, **settings, assignment="opt")
         other.load_state_dict(share[0])
         with other.preconditioner.paused() if paused else contextlib.nullcontext():
             train(model, other, range(3, 6))

@@ -257,7 +257,7 @@ def test_one_rank_is_a_grid_whatever_the_strategy_says():
 def test_choose():
     mine = Linear()
     for asked, answer in {
-        (None, None): Opt(),
+        (None, None): LayerWise(),
         (None, 0.25): Hybrid(0.25),
         (None, 0): Hybrid(0.0),
         (None, 1): Hybrid(1.0),
