@@ -118,14 +118,17 @@ class Preconditioner:
         length: Length,
     ) -> None:
         several, scaling = self.ranks.world > 1, options.kaisa_scaling
+        self.rule = rule = make_rule(options, length)
         sums = FactorSums(
-            kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
+            kaisa_scaling=scaling,
+            loss_reduction=options.loss_reduction,
+            packed=several,
+            units=rule.scale_free,
         )
         self.options, self.sums = options, sums
         self.hyperparameters = Hyperparameters(
             options, sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
-        self.rule = rule = make_rule(options, length)
         rule.half_products = False if several else None  # False: until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)

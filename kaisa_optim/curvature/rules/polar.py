@@ -32,7 +32,7 @@ _LARGEST = 1e9  # in a root: its entries are at most 1 / √λ
 class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
-    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
+    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,), units=True)
     work = Work("roots", 2, lambda shorter: len(orthogonal.polynomials_for(shorter)))
     scale_free = True
     more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
