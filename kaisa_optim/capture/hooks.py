@@ -24,6 +24,7 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
+from ..linalg.moments import unit_of
 from ..linalg.precision import statistics_precision, without_autocast
 from ..stages import stage
 from .forward_pass import NUMBERS, ForwardPass, ForwardPasses, first_tensor, graph_task
@@ -143,7 +144,7 @@ class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
     Where K ``counts`` the passes of all layers, those that do not gather report a pass without
-    moments.
+    moments. Where K does not count, G has no scale: moments are of gradients divided by a unit.
     """
 
     def __init__(
@@ -487,8 +488,14 @@ class Capture:
                 return
             self._reach(passage)
             moments = None
-            if call.gathers:
-                moments = drawn.take() if drawn.ever else layer.moments(x, grad, covers, how)
+            if call.gathers and drawn.ever:
+                moments = drawn.take()
+            elif call.gathers:
+                # Float32 has the squares of all float16 numbers; a division would lose some.
+                scaled = self.counts or grad.dtype == torch.float16 or grad.numel() == 0
+                unit = None if scaled else unit_of(grad)
+                rows = grad if unit is None else grad / unit
+                moments = layer.moments(x, rows, covers, how)._replace(unit=unit)
             self._sums.add(layer, passage.forward_pass, covers, moments, drawn.ever)
             if call.gathers and covers[0]:
                 self.witness.add(layer, passage, x, grad, call.blocks)

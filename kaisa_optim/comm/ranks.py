@@ -223,6 +223,13 @@ class Ranks:
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 
+    def largest(self, numbers: Tensor, kind: str) -> Tensor:
+        """Return the largest of a few numbers on any rank, in place; the host does not wait."""
+        with _named(f"exchanging {kind}"):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
+        return numbers
+
     def gather_objects(self, mine: Any, during: str) -> list[Any]:
         """Return all ranks' objects, in the order of ranks; the exchange is slow: use it rarely."""
         if self.world == 1:
@@ -312,10 +319,7 @@ class Ranks:
         """Return the largest magnitude of each item on any rank: float16 has few exponents."""
         peaks = torch.stack(torch._foreach_norm(terms, math.inf))
         peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
-        with _named(f"sending {kind}"):
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
-        self.received[kind] += 2 * peaks.nbytes * (self.world - 1) // self.world
-        return peaks
+        return self.largest(peaks, kind)
 
     def _add_up(self, flight: _Flight, kind: str) -> _Added:
         bucket, dtype = flight.bucket, flight.bucket.items[0].dtype

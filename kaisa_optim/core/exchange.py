@@ -66,6 +66,8 @@ def reduce_to_owners(
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
         return
+    if sums.units:
+        sums.level(layers, functools.partial(ranks.largest, kind="factors"))
     items = [
         ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
         for layer in layers

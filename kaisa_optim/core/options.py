@@ -90,6 +90,10 @@ def _fraction(name: str, value: Any) -> float | str | None:
 _interval = _whole(1, "a whole number of steps, at least 1")
 
 
+def _failures(name: str, value: Any) -> int | None:
+    return None if value is None else _whole(0, "a count, 0 or more, or None")(name, value)
+
+
 def _every(name: str, value: Any) -> int | None:
     return None if value is None else _whole(1, "a whole number of steps, or None")(name, value)
 
@@ -316,8 +320,8 @@ _REFRESHES = (
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
-    Option("max_failures", 3, "int", _whole(0, "a count, 0 or more"),
-           "Decompositions of one layer that may fail in a row.",
+    Option("max_failures", None, "int | None", _failures,
+           "Decompositions of one layer that may fail in a row. None: any number.",
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (

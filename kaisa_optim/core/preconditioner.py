@@ -118,14 +118,17 @@ class Preconditioner:
         length: Length,
     ) -> None:
         several, scaling = self.ranks.world > 1, options.kaisa_scaling
+        self.rule = rule = make_rule(options, length)
         sums = FactorSums(
-            kaisa_scaling=scaling, loss_reduction=options.loss_reduction, packed=several
+            kaisa_scaling=scaling,
+            loss_reduction=options.loss_reduction,
+            packed=several,
+            units=rule.scale_free,
         )
         self.options, self.sums = options, sums
         self.hyperparameters = Hyperparameters(
             options, sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
-        self.rule = rule = make_rule(options, length)
         rule.half_products = False if several else None  # False: until ranks agree
         self.registry = Registry(self.model, options, self.ranks, self.rule, known)
         self.status = Status(self.ranks, self.registry, options.verify_every)
@@ -232,7 +235,7 @@ class Preconditioner:
             self.rule.half_products = agreed.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
-        self.status.note_answers(agreed)
+        self.status.note_answers(agreed, self.options.max_failures)
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
@@ -278,7 +281,8 @@ class Preconditioner:
             report = store.refresher.decompose(store.owned, store.applied, plan, shifts)
             if not due:
                 return
-            names, empty = self.status.settle(plan, report, self.options.max_failures)
+            most, begins = self.options.max_failures, self.rule.makes_directions
+            names, empty = self.status.settle(plan, report, most, from_identity=begins)
             self.status.named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
             parts = self.ranks, self.registry, self.rule, store.sizes, store.applied

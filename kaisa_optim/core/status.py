@@ -17,7 +17,7 @@ from ..comm.ranks import Ranks
 from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
-from ..plan.step_plan import SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from ..plan.step_plan import FAILED, REJECTED, SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
 from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
@@ -156,14 +156,16 @@ class Status:
         if not self.proven:
             self._compare_weights()
 
-    def note_answers(self, agreed: AgreedStep) -> None:
-        """Note the factors that must be decomposed, as their owners answered."""
-        both = itertools.product(agreed.answered, SIDES)
-        for (name, side), flag in zip(both, agreed.stale, strict=True):
-            if flag:
-                self._registry.states[name].stale.add(side)
+    def note_answers(self, agreed: AgreedStep, max_failures: int | None) -> None:
+        """Note the outcomes of unchecked refreshes, as the factors' owners answered."""
+        flags = dict(zip(itertools.product(agreed.answered, SIDES), agreed.stale, strict=True))
+        states = self._registry.states
         for name in agreed.answered:
-            self._registry.states[name].deferred = False
+            states[name].deferred = False
+            states[name].stale |= {side for side in SIDES if flags[name, side] == REJECTED}
+        for name in agreed.answered:
+            if FAILED in (flags[name, "a"], flags[name, "g"]):
+                self._count_failure(name, max_failures, "its older state")
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
@@ -272,11 +274,17 @@ class Status:
     # ---- after a refresh ----
 
     def settle(
-        self, plan: StepPlan, report: RefreshReport, max_failures: int
+        self,
+        plan: StepPlan,
+        report: RefreshReport,
+        max_failures: int | None,
+        *,
+        from_identity: bool,
     ) -> tuple[list[str], set[str]]:
         """Agree on the outcome of a refresh.
 
-        Return the renewed layers, and the layers without any finite statistics.
+        Return the renewed layers, and the layers without any finite statistics. ``from_identity``
+        says that layers have a state without a refresh, too.
         """
         numbers = torch.tensor(report.numbers(plan.refresh), dtype=torch.float64, device="cpu")
         failed, *flags = self._ranks.sum_numbers(
@@ -287,14 +295,19 @@ class Status:
         agreed, states = RefreshReport.of(plan.refresh, flags), self._registry.states
         lost = agreed.failed | agreed.empty
         for name in plan.refresh:
+            state = states[name]
             if name in agreed.empty:
-                states[name].reset()
-            elif name not in lost:
-                states[name].has_state = True
-                states[name].failures = 0
-                states[name].refreshes += 1
-                states[name].refreshed = plan.number
-        self._count_failures([name for name in plan.refresh if name in lost], max_failures)
+                state.reset()
+            if name in lost:
+                kept = "its older state" if state.has_state else "its raw gradient"
+                if from_identity and not state.has_state and name not in agreed.empty:
+                    kept, state.has_state = "the identity", True
+                self._count_failure(name, max_failures, kept)
+            else:
+                state.has_state = True
+                state.failures = 0
+                state.refreshes += 1
+                state.refreshed = plan.number
         for name in agreed.rejected:
             states[name].rejected += 1
         if agreed.rejected:
@@ -304,22 +317,20 @@ class Status:
         # Renew a layer with one failed factor, too: its older state goes with the other's new one.
         return [name for name in plan.refresh if states[name].has_state], agreed.empty
 
-    def _count_failures(self, names: Iterable[str], max_failures: int) -> None:
-        for name in names:
-            state = self._registry.states[name]
-            state.failures += 1
-            state.failed += 1
-            text = f"the decomposition of layer {name!r} failed, {state.failures} in a row"
-            if state.failures > max_failures:
-                raise RuntimeError(
-                    f"{text} (max_failures={max_failures}): its statistics are not finite or "
-                    "too ill-conditioned; look for a loss that is not finite and for diverging "
-                    "activations, raise damping, store factors in float32 or skip the layer with "
-                    "skip_layers"
-                )
-            kept = "its older state" if state.has_state else "its raw gradient"
-            text = f"{text}; {kept} stays in use. See whether the loss is finite"
-            agreement.warn(self._ranks, text)
+    def _count_failure(self, name: str, max_failures: int | None, kept: str) -> None:
+        state = self._registry.states[name]
+        state.failures += 1
+        state.failed += 1
+        text = f"the decomposition of layer {name!r} failed, {state.failures} in a row"
+        if max_failures is not None and state.failures > max_failures:
+            raise RuntimeError(
+                f"{text} (max_failures={max_failures}): its statistics are not finite or "
+                "too ill-conditioned; look for a loss that is not finite and for diverging "
+                "activations, raise damping, store factors in float32 or skip the layer with "
+                "skip_layers"
+            )
+        text = f"{text}; {kept} stays in use. See whether the loss is finite"
+        agreement.warn(self._ranks, text)
 
     # ---- after a load ----
 

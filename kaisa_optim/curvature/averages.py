@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
+from ..linalg.kronecker import least
 from ..linalg.precision import full_precision
 from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
@@ -75,7 +76,8 @@ class RunningAverages:
         traces = _traces(factors, values)
         finite = traces < math.inf  # NaN is not
         if self.scale_free:
-            _divide_by_means(factors, values, torch.where(finite & (traces > 0), traces, 1.0))
+            counts = finite & (traces > least(traces.dtype))
+            _divide_by_means(factors, values, torch.where(counts, traces, 1.0))
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():

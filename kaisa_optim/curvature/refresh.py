@@ -1,8 +1,8 @@
 """Refreshes: owners decompose the running averages.
 
-On a GPU, no host waits for damped inverses and roots, where there is an older state: if one fails,
-the older state stays, all ranks learn of the failure in the next step's exchange, and that step
-makes all attempts.
+If a decomposition fails, the older state stays, and the layer's next refresh uses float64 and more
+damping. On a GPU, no host waits for damped inverses and roots, where there is an older state: all
+ranks learn of a failure in the next step's exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..layers import Layer
 from ..linalg import decompose
 from ..linalg.precision import full_precision
 from ..plan.routes import chunks, grouped
-from ..plan.step_plan import RefreshReport, StepPlan
+from ..plan.step_plan import FAILED, REJECTED, RefreshReport, StepPlan
 from ..stages import stage
 from .notes import Notes
 from .rules.base import Rule, stored
@@ -36,6 +36,7 @@ from .stacks import (
 # they take fewer calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
+_MORE_DAMPING = 3  # a multiple, after a failure
 
 
 class Refresher:
@@ -94,13 +95,16 @@ class Refresher:
                 report.empty.add(layer)
         mine = [f for f in owned.by_key.values() if f.layer.name not in report.empty]
         for names, attempts in ((plan.decompose, False), (plan.attempt, True)):
-            due = grouped([f for f in mine if f.name in names], operator.attrgetter("key"))
-            for key, factors in due.items():
+            due = grouped(
+                [f for f in mine if f.name in names], lambda f: (f.key, f.layer.name in plan.again)
+            )
+            for (key, again), factors in due.items():
                 at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
                 one = key.size if key.diagonal else key.size**2
                 for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
                     stack = owned.stacks[key]
-                    report.failed |= self._renew(stack, some, applied, shifts, attempts=attempts)
+                    how = {"attempts": attempts, "again": again}
+                    report.failed |= self._renew(stack, some, applied, shifts, **how)
 
     def _renew(
         self,
@@ -110,33 +114,35 @@ class Refresher:
         shifts: dict[Key, Tensor],
         *,
         attempts: bool,
+        again: bool,
     ) -> set[str]:
-        """Decompose these factors; return the layers of factors that failed every attempt.
+        """Decompose these factors; return the layers of factors that failed.
 
-        With ``attempts`` there is one, and the host learns of failures in the next step.
+        With ``attempts``, the host learns of failures in the next step. ``again`` says that the
+        last refresh failed.
         """
-        own, slots, device = stack.tensors, slots_of(factors), stack.key.device
+        own, slots = stack.tensors, slots_of(factors)
         average = own["average"][slots].to(stack.key.dtype)
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
-        given, diagonal = (average, shift, self._rule.solve), stack.key.diagonal
-        if attempts:
-            results, good = decompose.attempt(*given, diagonal=diagonal)
-        else:
-            more = self._rule.more_damping
-            results, good = decompose.decompose(*given, more, diagonal=diagonal)
+        if again:
+            average = average.double()
+            shift = None if shift is None else _MORE_DAMPING * shift.double()
+        solve, diagonal = self._rule.solve, stack.key.diagonal
+        results, good = decompose.attempt(average, shift, solve, diagonal=diagonal)
         all_good = not attempts and bool(good.all())
-        fine = None if all_good else good.to(device)
+        fine = None if all_good else good
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
         state = applied.stacks[stack.key].tensors
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
             kept = state[spec.name]
-            new = stored(result.to(device), kept.dtype)
+            new = stored(result, kept.dtype)
             if fine is not None:
                 new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
             kept[there] = new
         if attempts:  # flag factors with a rejected sum, too: the next decomposition names them
-            own["stale"][slots] = (~good | (own["rejected"][slots] > 0)).int()
+            flags = torch.where(own["rejected"][slots] > 0, REJECTED, 0)
+            own["stale"][slots] = torch.where(good, flags, FAILED).int()
         elif self._rule.checks_later:
             own["stale"][slots] = 0
         if attempts or all_good:
@@ -149,7 +155,8 @@ class Refresher:
     def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
         """Return this rank's flags of the factors of deferred layers, A and G of each.
 
-        A flag of 1 says that the factor must be decomposed; factors of other owners have 0.
+        A flag of 1 says that sums of the factor were rejected: the next decomposition names them. A
+        flag of 2 says that the decomposition failed. Factors of other owners have 0.
         """
         flags: dict[FactorStack, list[int]] = {}
         answers = []
@@ -161,7 +168,7 @@ class Refresher:
             stack = owned.stacks[factor.key]
             if stack not in flags:
                 flags[stack] = self._notes.read(stack, stack.tensors["stale"])
-            answers.append(float(any(flags[stack][factor.slots])))
+            answers.append(float(max(flags[stack][factor.slots])))
         return answers
 
     def forget_answers(self) -> None:

@@ -12,7 +12,7 @@ from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size, unpack
 from ..plan.step_plan import AgreedStep
-from .stacks import Key, StackKey, device_of, stack_key
+from .stacks import Key, StackKey, by_place, device_of, stack_key
 
 
 class LayerSums:
@@ -23,6 +23,7 @@ class LayerSums:
         self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
+        self.unit: Tensor | None = None  # the gradients in ``g`` were divided by it; None: by 1
         self.crossed: LayerSums | None = None  # sums of crossed uses, with A and G exchanged
         # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
@@ -32,6 +33,10 @@ class LayerSums:
 
     def add(self, moments: Moments, count: float | Sequence[float]) -> None:
         whole = moments.blocks == slice(None)
+        if self.g is None or (self.unit is None and moments.unit is None):
+            self.unit = moments.unit
+        else:
+            self.unit = _leveled([self.g, moments.g], [self.unit, moments.unit])
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
         sections = range(len(self.count))[moments.blocks]
@@ -42,6 +47,18 @@ class LayerSums:
     def bytes(self) -> int:
         own = sum(t.nbytes for t in (self.a, self.g) if t is not None)
         return own if self.crossed is None else own + self.crossed.bytes()
+
+
+def _leveled(sums: list[Tensor], units: list[Tensor | None]) -> Tensor:
+    """Scale sums of G, in place, to the largest of their units; return this unit."""
+    own = torch.stack([_number(1, g) if unit is None else unit for g, unit in zip(sums, units)])
+    largest = own.amax()
+    torch._foreach_mul_(sums, [*(own / largest).square_()])
+    return largest
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool) -> Tensor:
@@ -58,10 +75,13 @@ def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool
 class FactorSums:
     """The sums of all layers; ``packed`` sums are triangles, as they will travel."""
 
-    def __init__(self, *, kaisa_scaling: bool, loss_reduction: str, packed: bool) -> None:
+    def __init__(
+        self, *, kaisa_scaling: bool, loss_reduction: str, packed: bool, units: bool
+    ) -> None:
         self.kaisa_scaling = kaisa_scaling
         self.loss_reduction = loss_reduction
         self.packed = packed
+        self.units = units  # each sum of G has a unit, which no step needs to know
         self.loss_terms: str | float = "examples"
         self.loss_scale: Callable[[], Tensor | float] | None = None
         self.of_layer: dict[Layer, LayerSums] = {}
@@ -91,7 +111,8 @@ class FactorSums:
         sums.trained |= not drawn
         device = device_of(layer)
         if moments.g.device != device:  # DataParallel's replicas gather on other devices
-            moments = moments._replace(a=moments.a.to(device), g=moments.g.to(device))
+            unit = None if moments.unit is None else moments.unit.to(device)
+            moments = moments._replace(a=moments.a.to(device), g=moments.g.to(device), unit=unit)
         if self.loss_scale is not None and not drawn:
             scale = self.loss_scale()
             if isinstance(scale, Tensor):
@@ -107,6 +128,7 @@ class FactorSums:
         if self.packed:
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         if layer.crossed:
+            moments = moments._replace(g=_without_unit(moments.g, moments.unit), unit=None)
             sums.crossed = sums.crossed or LayerSums(covers, primary)
             sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
         sums.add(moments, count)
@@ -124,6 +146,8 @@ class FactorSums:
         """Let the sums of crossed uses enter their layers' sums, before a step reads them."""
         for layer, sums in self.of_layer.items():
             crossed, sums.crossed = sums.crossed, None
+            if crossed is not None and sums.g is not None:
+                sums.g, sums.unit = _without_unit(sums.g, sums.unit), None
             if crossed is not None and sums.a is None:
                 # A and G took each other's places, and their product is the same.
                 sums.a, sums.g, sums.count = crossed.a, crossed.g, crossed.count
@@ -152,6 +176,26 @@ class FactorSums:
         return float(sum([getattr(one, self.loss_terms) for one in passes]))
 
     # ---- at a step ----
+
+    def level(self, layers: Sequence[Layer], largest: Callable[[Tensor], Tensor]) -> None:
+        """Scale the sums of G to units that all ranks have in common.
+
+        ``largest`` returns the largest numbers over the ranks, on their device.
+        """
+        for same in by_place(layers):
+            every = [self.of_layer.get(layer) for layer in same]
+            like = torch.empty(0, device=device_of(same[0]))
+            units = [
+                _number(sums is not None and sums.g is not None, like)
+                if sums is None or sums.unit is None
+                else sums.unit
+                for sums in every
+            ]
+            own = torch.stack(units)
+            shares = (own / largest(own.clone())).square_()
+            some = [(s.g, x) for s, x in zip(every, shares) if s is not None and s.g is not None]
+            if some:
+                torch._foreach_mul_(*map(list, zip(*some)))
 
     def take(self, keys: Sequence[Key], agreed: AgreedStep) -> list[Tensor]:
         """Return this rank's shares of new factors, whose sums over the ranks are the factors.
@@ -252,6 +296,10 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
 def width(key: StackKey) -> int:
     """Return how many numbers of one block are sent."""
     return key.size if key.diagonal else packed_size(key.size)
+
+
+def _without_unit(g: Tensor, unit: Tensor | None) -> Tensor:
+    return g if unit is None else g.mul_(unit).mul_(unit)
 
 
 def _packed(moment: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Moments(NamedTuple):
     positions: int
     blocks: slice
     rows_of_block: Sequence[int] | None = None  # each block's rows, if they differ
+    unit: Tensor | None = None  # the output gradients were divided by it; None: by 1
 
 
 class PassSettings(NamedTuple):

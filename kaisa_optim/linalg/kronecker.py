@@ -15,6 +15,11 @@ def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
     return values.mean(-1)
 
 
+def least(dtype: torch.dtype) -> float:
+    """Return the mean eigenvalue up to which a factor counts as zero: its entries lack digits."""
+    return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+
+
 def split_damping(damping: Tensor, mean_a: Tensor, mean_g: Tensor) -> tuple[Tensor, Tensor]:
     """Return γ_A and γ_G with product γ and ratio ``mean_a`` / ``mean_g`` (Martens & Grosse, 2015).
 

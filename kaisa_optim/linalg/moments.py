@@ -30,7 +30,20 @@ _LONG = 4  # positions for each channel from which images are multiplied as they
 _ALIGNED = 16  # columns of a product's tile
 _LEAST = 64  # rows, and columns, from which hardware for half precision pays
 _PARTS = 4
+_LEAST_UNIT = 2.0**-100  # of rows; its reciprocal is a float32, too
+_EXPONENT = 0x7F800000  # the bits of a float32's exponent
 _FEW = 1 << 16  # numbers up to which appending a 1 is faster than separate sums
+
+
+def unit_of(gradient: Tensor) -> Tensor:
+    """Return the power of two at or below a gradient's largest magnitude, a float32 scalar.
+
+    A gradient is divided by its unit before it is squared: the square of 1e-22 is zero in float32.
+    Powers of two change no digit. Units are at least 2^-100 and at most 2^100.
+    """
+    low, high = torch.aminmax(gradient)
+    peak = torch.maximum(high, -low).float().clamp_(_LEAST_UNIT, 1 / _LEAST_UNIT)
+    return peak.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
 
 
 def second_moment(

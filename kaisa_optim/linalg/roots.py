@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kronecker import mean_eigenvalue
+from .kronecker import least, mean_eigenvalue
 from .orthogonal import Polynomial, orthogonalizer
 from .products import product
 
@@ -34,7 +34,7 @@ def inverse_root(
     """Return S = F̂^-½ and a flag of success for each factor.
 
     F̂ = F / f̄ + λI for factors F ``[k, n, n]`` (``diagonal``: ``[k, n]``), f̄ the mean eigenvalue,
-    λ ``[k]``. A zero factor counts as the identity, and so does its root. Roots are exactly
+    λ ``[k]``. A factor that is zero to its dtype counts as the identity, as its root does. Roots are exactly
     symmetric. A flag, ``[k]`` on the device, is False where a root is not finite or S F̂ S - I is
     large.
 
@@ -78,7 +78,7 @@ def _residual(lower: Tensor, roots: Tensor) -> Tensor:
 
 
 def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
-    """Return F̂, or its diagonal, in float64; I for a zero factor.
+    """Return F̂, or its diagonal, in float64; I for a factor that is zero to its dtype.
 
     Rounding F̂ to float32 would change its smallest eigenvalues, by a tenth where the condition
     number is 1e6.
@@ -86,9 +86,10 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     exact = factors if factors.device.type in _WITHOUT_DOUBLES else factors.double()
     mean = mean_eigenvalue(exact, diagonal=diagonal)
     # A negative mean must not make a factor definite.
-    scale = torch.where(mean == 0, 1.0, mean.abs())
+    zero = mean.abs() <= least(factors.dtype)
+    scale = torch.where(zero, 1.0, mean.abs())
     damped = exact / (scale[:, None] if diagonal else scale[:, None, None])
-    shift = torch.where(mean == 0, 1.0, damping.to(mean))[:, None]
+    shift = torch.where(zero, 1.0, damping.to(mean))[:, None]
     (damped if diagonal else damped.diagonal(dim1=1, dim2=2)).add_(shift)
     return damped
 

@@ -33,6 +33,7 @@ KEPT = (
     *("factors", "eigenvectors", "eigenvalues", "inverses", "roots", "eigenvalue_products"),
     "counters",
 )
+_UNIT = 4  # bytes of a unit
 MOVED = ("factors", "second_order", "gradients", "status")
 
 
@@ -212,6 +213,9 @@ class Account:
         """Return the bytes of sums on their way to the factors' owners."""
         world = self.grid.world
         got = [0] * world
+        if self.sizes.units:
+            for same in grouped(average, operator.attrgetter("place")).values():
+                _add(got, [self._all_reduced(_UNIT * len(same))] * world)
         factors = itertools.chain(*(layer.factors for layer in average))
         for items in routes.in_buckets(
             factors,

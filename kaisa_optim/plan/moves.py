@@ -70,6 +70,7 @@ class Sizes(NamedTuple):
     average: int | None = None  # bytes of a number in a running average
     stored: int | None = None  # bytes of a number in eigenvectors, inverses, products
     wire: int | None = None  # bytes of a number in factors and gradients on their way
+    units: bool = False  # ranks agree on a unit of each sum of G
     scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
 
     @property

@@ -11,6 +11,8 @@ from .facts import FactorName, Side
 
 SIDES: tuple[Side, Side] = ("a", "g")
 
+REJECTED, FAILED = 1, 2  # flags of unchecked factors: by their sums, or by their decomposition
+
 PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
 
 
@@ -172,6 +174,7 @@ class StepPlan:
     refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors for which the host waits
     attempt: frozenset[FactorName] = frozenset()  # factors that are checked in the next step
+    again: frozenset[str] = frozenset()  # layers whose last refresh failed
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
     @property
@@ -229,5 +232,6 @@ def plan_step(
         refresh=tuple(due),
         decompose=frozenset(decompose),
         attempt=frozenset(attempt),
+        again=frozenset([name for name in due if states[name].failures]),
         precondition=tuple([name for name in states if name in will_have_state]),
     )

@@ -322,6 +322,7 @@ class Decomposed(NamedTuple):
     kept: set[str]  # layers of which it has a factor
     older: dict[str, bool]  # what this rank applies: is it as it was before?
     raw: dict[str, bool]  # did the layer's weights move by their raw gradients?
+    applied: dict[str, Tensor]
 
 
 @contextmanager
@@ -371,6 +372,7 @@ def undecomposed(
         {layer.name for (layer, _), owner in owners.items() if owner == bad},
         {key: torch.equal(after[key], before[key]) for key in after},
         raw,
+        after,
     )
 
 
@@ -409,7 +411,9 @@ def test_one_failed_decomposition_leaves_the_older_state(placement: str, method:
 
 
 @every_placement
-def test_a_failed_first_decomposition_leaves_the_raw_gradient(placement: str, method: str) -> None:
+def test_a_failed_first_decomposition_leaves_the_raw_gradient_or_the_identity(
+    placement: str, method: str
+) -> None:
     world, options = PLACEMENTS[placement]
     options = {**options, "compute_method": method}
     error = torch.linalg.LinAlgError("planted")
@@ -417,9 +421,15 @@ def test_a_failed_first_decomposition_leaves_the_raw_gradient(placement: str, me
     assert_alike([result.ended for result in results])
     first = results[0]
     for result in results:
-        assert result.raw == {name: name in first.kept for name in ("0", "2", "4")}
+        raw = set() if method == "polar" else first.kept
+        assert result.raw == {name: name in raw for name in ("0", "2", "4")}
+        for key, root in result.applied.items() if method == "polar" else ():
+            layer, owner, _ = key.split()
+            is_identity = torch.equal(root, torch.eye(root.shape[-1], dtype=root.dtype)[None])
+            assert is_identity == (int(owner) == first.bad), key
+    stays = "the identity" if method == "polar" else "its raw gradient"
     for layer in first.kept:
-        assert f"layer '{layer}' failed, 1 in a row; its raw gradient" in first.ended.warned
+        assert f"layer '{layer}' failed, 1 in a row; {stays}" in first.ended.warned
 
 
 @every_placement

@@ -40,7 +40,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "statistics_fraction": ([0, 1.01, NAN, INF, "1", None, True], r"\(0, 1\], such as 0.25"),
     "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
     "max_factor_size": ([0, NAN, "16"], "1 or more"),
-    "max_failures": ([-1, 0.5, NAN, INF, "3", None], "a count, 0 or more"),
+    "max_failures": ([-1, 0.5, NAN, INF, "3"], "a count, 0 or more, or None"),
     "grafting": (["yes", None, 2], "True or False$"),
     "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
     "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),

@@ -733,23 +733,24 @@ def failing(
 
 
 @every_strategy
-@pytest.mark.parametrize("attempts", [1, 6])
-def test_an_inverse_that_fails_unseen_is_worked_out_in_the_next_step(
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_inverse_that_fails_unseen_is_named_in_the_next_step(
     strategy: str, attempts: int
 ) -> None:
-    """Unseen once; then with the others, alone, in float64, with jitter, on the CPU."""
+    """The layer's next refresh is in step 6; the host waits for it."""
     ranks, spread = STRATEGIES[strategy]
     for rank, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
         *states, ended = found
         assert all(w.isfinite().all() for w in ended)
         said = [text for text in said if "failed" in text]
-        assert len(said) == (attempts == 6 and rank == 0)
-        assert all("layer '0' failed, 1 in a row; its older state" in text for text in said)
+        assert len(said) == (attempts if rank == 0 else 0)
+        for count, text in enumerate(said, 1):
+            assert f"layer '0' failed, {count} in a row; its older state" in text
         if states[0] is None:
             continue
         assert torch.equal(states[4], states[2])
-        assert torch.equal(states[5], states[4]) == (attempts == 6)
-        assert not torch.equal(states[6], states[5])
+        assert torch.equal(states[5], states[4])
+        assert torch.equal(states[6], states[5]) == (attempts == 2)
 
 
 @pytest.mark.parametrize("how", ["moved", "loaded"])
@@ -772,9 +773,11 @@ def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None
         opt.load_state_dict(state)
     layer = opt.preconditioner.layers["0"]
     older = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"].clone()
+    with pytest.warns(UserWarning, match="failed, 1 in a row; its older state stays"):
+        learn(model, opt, 5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learn(model, opt, 5)
+        learn(model, opt, 6)
     newer = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"]
     assert not torch.allclose(newer.double(), older.double())
 

@@ -50,7 +50,6 @@ class Rule(ABC):
 
     sizes: Sizes  # the tensors that it keeps and sends
     work: Work  # its operations, which plans price
-    more_damping: tuple[int, ...] = ()  # multiples for factors whose decomposition fails
     scale_free = False  # a scale of the loss changes nothing
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up

@@ -19,7 +19,7 @@ from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.moves import TensorSpec
 from ...plan.prices import Work
 from ..lengths import SQUARE_SUM, BlockSums, Length
-from ..stacks import Factor, LayerGroup
+from ..stacks import AppliedFactors, Factor, LayerGroup
 from .base import StepValues, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
@@ -32,10 +32,9 @@ _LARGEST = 1e9  # in a root: its entries are at most 1 / √λ
 class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
-    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,))  # of some lengths
+    sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,), units=True)
     work = Work("roots", 2, lambda shorter: len(orthogonal.polynomials_for(shorter)))
     scale_free = True
-    more_damping = (3, 10)  # averages in half precision may be indefinite by more than the damping
     wants_half_products = True
     quality = "residual"
 
@@ -45,6 +44,13 @@ class PolarRule(TriangleRule):
         self.sizes = self.sizes._replace(
             of_gradient=length.kept, terms=length.terms, shard_sums=len(BlockSums._fields)
         )
+
+    def allocate(self, applied: AppliedFactors) -> None:
+        """Begin with the identity: it stays where a first root fails."""
+        super().allocate(applied)
+        for key, stack in applied.stacks.items():
+            root = stack.tensors["root"]
+            (root if key.diagonal else root.diagonal(dim1=1, dim2=2)).fill_(1)
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
         found = [*super().faults(spec, tensor)]
