@@ -387,6 +387,7 @@ def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int
         terms=sums.terms(),
         gradients=graded,
         rows=sums.rows(sections),
+        crossed=sums.rows(sections, crossed=True),
     )
 
 

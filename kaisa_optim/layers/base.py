@@ -108,6 +108,8 @@ class CoveredModule:
     watched_in: tuple[nn.Module, ...] = ()
     bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
+    tied = False  # the weight has uses in both directions, plain and crossed ones
+    turned = False  # the weight has crossed uses alone: G's side holds the inputs
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
