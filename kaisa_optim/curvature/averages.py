@@ -152,13 +152,13 @@ def _stand_in(factor: Factor) -> None:
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:
     """Return for each block of these layers whether some rank has rows of it; None: all have."""
-    seen = [agreed.has_rows(layer.name) for layer in layers]
-    if all(itertools.chain.from_iterable(seen)):
+    if all(itertools.chain.from_iterable([agreed.rows[layer.name] for layer in layers])):
         return None
     flags: list[bool] = []
-    for layer, own in zip(layers, seen, strict=True):
-        for flag in own:
-            flags += [flag] * (layer.blocks // len(own))
+    for layer in layers:
+        sections = agreed.has_rows(layer.name)
+        for flag in sections:
+            flags += [flag] * (layer.blocks // len(sections))
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 

@@ -127,7 +127,10 @@ class FactorSums:
 
     def rows(self, sections: Mapping[Layer, int], *, crossed: bool = False) -> list[float]:
         """Return this rank's number of rows of each section of each layer."""
-        each = [(self._sums_of(layer, crossed), count) for layer, count in sections.items()]
+        of_layer: Mapping[Layer, LayerSums | None] = self.of_layer
+        if crossed:
+            of_layer = {layer: sums.crossed for layer, sums in self.of_layer.items()}
+        each = [(of_layer.get(layer), count) for layer, count in sections.items()]
         counts = [[0.0] * count if sums is None else sums.count for sums, count in each]
         return list(itertools.chain.from_iterable(counts))
 
@@ -150,12 +153,12 @@ class FactorSums:
         self,
         layers: Iterable[Layer],
         agreed: AgreedStep,
-        add_up: Callable[[Tensor], Tensor],
+        sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> None:
         """Take the plain and the crossed uses of each layer as one product.
 
-        ``add_up`` returns sums over the ranks. The mixture is not linear: if each rank mixed by
-        traces of its own, the factors would depend on the number of ranks.
+        The mixture is not linear: if each rank mixed by traces of its own, the factors would
+        depend on the number of ranks.
         """
         for same in by_place([layer for layer in layers if layer.name in agreed.crossed]):
             uses = ("a", False), ("g", False), ("g", True), ("a", True)
@@ -166,7 +169,7 @@ class FactorSums:
                 )
                 for layer, four in zip(same, terms, strict=True)
             ]
-            totals = add_up(torch.cat(traces, 1)).split([layer.blocks for layer in same], 1)
+            totals = sum_over_ranks(torch.cat(traces, 1)).split([layer.blocks for layer in same], 1)
             for layer, four, total in zip(same, terms, totals, strict=True):
                 for x, share in zip(four, _shares(total), strict=True):
                     x.mul_(share.view(-1, *(1,) * (x.dim() - 1)))
@@ -190,7 +193,9 @@ class FactorSums:
         parts: list[Tensor] = []
         scales: list[float] = []
         for layer, side, crossed in chosen:
-            sums = self._sums_of(layer, crossed)
+            sums = self.of_layer.get(layer)
+            if sums is not None and crossed:
+                sums = sums.crossed
             total = None if sums is None else sums.a if side == "a" else sums.g
             if sums is None or total is None:
                 key = stack_key(layer, side)
@@ -226,10 +231,6 @@ class FactorSums:
         own = 1.0 if agreed.drawn else agreed.own_terms**2
         return [own / agreed.terms if agreed.terms else 0.0] * len(sums.count)
 
-    def _sums_of(self, layer: Layer, crossed: bool) -> LayerSums | None:
-        sums = self.of_layer.get(layer)
-        return None if sums is None else sums.crossed if crossed else sums
-
 
 def _shares(traces: Tensor) -> Tensor:
     """Return the shares of A₁, G₁, A₂ and G₂ in one product, ``[4, blocks]``, from their traces.
@@ -240,11 +241,11 @@ def _shares(traces: Tensor) -> Tensor:
     """
     a1, g1, a2, g2 = (torch.where(x == 0, 1, x) for x in traces)  # divisors; NaN stays
     first, second = traces[:2].sqrt().prod(0), traces[2:].sqrt().prod(0)
-    total = first + second
-    share = torch.where(total == 0, 1, first / total)
-    mean = torch.where(total == 0, a1, first * share + second * (1 - share)) / a1
-    one = torch.where(total == 0, 1, first / g1)
-    return torch.stack([share, mean * one, mean * second / a2, (1 - share) * a1 / g2])
+    empty = first + second == 0
+    share = torch.where(empty, 1, first / (first + second))
+    mean = (first * share + second * (1 - share)) / a1
+    of_g1 = torch.where(empty, 1, mean * (first / g1))
+    return torch.stack([share, of_g1, mean * (second / a2), (1 - share) * (a1 / g2)])
 
 
 def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:

@@ -419,6 +419,7 @@ class Layer(MomentsOfRows):
     def __repr__(self) -> str:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
+        a, g = (g, a) if self.turned else (a, g)
         count = f", for each of {self.blocks} parts of its outputs" if self.blocks > 1 else ""
         each = zip(("weight", "bias"), self.trained, self.covers_now(), strict=True)
         frozen = [name for name, trained, moves in each if trained and not moves]
