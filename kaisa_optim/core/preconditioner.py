@@ -245,12 +245,10 @@ class Preconditioner:
         if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
-        for name in agreed.rows:
-            self.registry.states[name].has_average = True
+        self.registry.note_uses(agreed)
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
-        self.sums.combine()
         return step_report(self.capture, self.sums, self.registry.sections)._replace(
             checksum=agreement.checksum(common | self.status.weights()),
             lacks_half_products=self._lacks_half_products(),

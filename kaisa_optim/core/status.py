@@ -17,7 +17,15 @@ from ..comm.ranks import Ranks
 from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
-from ..plan.step_plan import FAILED, REJECTED, SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from ..plan.step_plan import (
+    FAILED,
+    REJECTED,
+    SIDES,
+    AgreedStep,
+    RefreshReport,
+    StepPlan,
+    StepReport,
+)
 from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
@@ -398,6 +406,7 @@ def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int
         terms=sums.terms(),
         gradients=graded,
         rows=sums.rows(sections),
+        crossed=sums.rows(sections, crossed=True),
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -77,7 +77,8 @@ class RunningAverages:
         finite = traces < math.inf  # NaN is not
         if self.scale_free:
             counts = finite & (traces > least(traces.dtype))
-            _divide_by_means(factors, values, torch.where(counts, traces, 1.0))
+            traces = torch.where(counts, traces, 1.0)
+            _divide_by_means(factors, values, traces, agreed.turned)
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():
@@ -93,7 +94,7 @@ class RunningAverages:
         rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
-            if not all(agreed.rows[factor.layer.name]):
+            if not all(agreed.has_rows(factor.layer.name)):
                 _stand_in(factor)
 
 
@@ -113,10 +114,12 @@ def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(each, 1))
 
 
-def _divide_by_means(factors: list[Factor], values: list[Tensor], traces: Tensor) -> None:
-    """Divide values of G, in place, by their mean eigenvalues."""
-    parts = _each(traces, values)
-    own = [x for x in zip(factors, values, parts, strict=True) if x[0].side == "g"]
+def _divide_by_means(
+    factors: list[Factor], values: list[Tensor], traces: Tensor, turned: Collection[str]
+) -> None:
+    """Divide values of G, in place, by their mean eigenvalues; ``turned`` layers have G in A."""
+    each = zip(factors, values, _each(traces, values), strict=True)
+    own = [x for x in each if (x[0].side == "g") != (x[0].layer.name in turned)]
     if own:
         of, matrices, divisors = zip(*own, strict=True)
         torch._foreach_div_(matrices, divisors)
@@ -151,13 +154,13 @@ def _stand_in(factor: Factor) -> None:
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:
     """Return for each block of these layers whether some rank has rows of it; None: all have."""
-    counts = [agreed.rows[layer.name] for layer in layers]
-    if all(itertools.chain.from_iterable(counts)):
+    if all(itertools.chain.from_iterable([agreed.rows[layer.name] for layer in layers])):
         return None
     flags: list[bool] = []
-    for layer, own in zip(layers, counts, strict=True):
-        for count in own:
-            flags += [count > 0] * (layer.blocks // len(own))
+    for layer in layers:
+        sections = agreed.has_rows(layer.name)
+        for flag in sections:
+            flags += [flag] * (layer.blocks // len(sections))
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 
