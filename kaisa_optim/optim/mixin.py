@@ -216,6 +216,13 @@ class KFACMixin(Optimizer, Joinable):
         is_built = hasattr(self, "preconditioner")
         try:
             refuse_lost_damping(group)
+            polar = self._kfac_options.compute_method == "polar"
+            if polar and "lr" in group and group["lr"] is None and group.get("weight_decay"):
+                why = (
+                    f"None with weight_decay={group['weight_decay']!r}; covered weights decay by "
+                    "lr * weight_decay: give lr a number, or set weight_decay=0"
+                )
+                raise invalid_because("lr", why)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:
@@ -392,4 +399,4 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     """Return the α of the KL clip: fixed at construction, so that a schedule of lr has effect."""
-    return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
+    return float(group["lr"]) if kind == "initial" and group.get("lr") is not None else "current"
