@@ -21,15 +21,20 @@ from ..linalg import precision
 from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
 from .bases import gradients_of
-from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
+from .join import StepsOn, joined_gradients, refuse_join_of_the_model_alone
 
 
-class KFACMixin(Optimizer, Joinable):
-    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
+class KFACMixin(Optimizer):
+    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it.
+
+    It has Joinable's methods, but not that base: Joinable derives from ABC, and Python finds no
+    order of bases for ``with_kfac`` of a class that derives from (ABC, Optimizer).
+    """
 
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
+    _join_config: Any = None  # set by torch's Join
 
     def __init__(
         self,
@@ -58,7 +63,6 @@ class KFACMixin(Optimizer, Joinable):
         notices.misspelt_keys(self, self.param_groups)
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
-        Joinable.__init__(self)
         self._notices = notices.Notices()
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
