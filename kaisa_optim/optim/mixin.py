@@ -17,6 +17,7 @@ from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
+from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
@@ -67,6 +68,7 @@ class KFACMixin(Optimizer):
         self._warned_of_share = self._has_joined = False
         self._consolidated: checkpoint.Entries | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
+        self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self.base_part = bases.step_of(self._base, self.defaults)
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
@@ -330,6 +332,7 @@ class KFACMixin(Optimizer):
         finally:
             handle.remove()
             del self._loaded
+        self._refrozen = load.refrozen
         load.warn(self)
 
     def _settle_load(self) -> None:
@@ -343,8 +346,10 @@ class KFACMixin(Optimizer):
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self._stepped.discard(p)
-        if uneven:
-            loading.warn_of_uneven(self.preconditioner, uneven)
+        # The load has named refrozen layers; their momenta are where shares keep them.
+        lost = [layer for layer in uneven if layer not in self._refrozen]
+        if lost:
+            loading.warn_of_uneven(self.preconditioner, lost)
 
     def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
         """Return the values that a group keeps in a load, whatever was saved."""
@@ -387,10 +392,13 @@ class KFACMixin(Optimizer):
         base = self.base_part
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
+        if not base.second:  # only gradient workers have these momenta
+            ready, _ = self.preconditioner.gradients.stepped()
+            self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
-        if not self.preconditioner.rule.makes_directions:  # the base is to begin these anew
-            foreign = checkpoint.foreign_moments(self.preconditioner, entries)
-            loaded.difference_update(p for layer in foreign for p in layer.parameters)
+        # The base begins these anew, by an entry that is absent.
+        foreign = checkpoint.foreign_moments(self.preconditioner, entries)
+        loaded.difference_update(p for layer in foreign for p in layer.parameters)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
 
