@@ -27,7 +27,7 @@ from ..stages import staged
 from . import coverage, exchange, gradients, reports
 from .coverage import CoverageReport
 from .exchange import BaseSide
-from .hyperparameters import Hyperparameters, clip_lr, refuse_name
+from .hyperparameters import Hyperparameters, clip_lr, rate_of, refuse_name
 from .options import SHARED, Group, Options
 from .registry import Registry
 from .status import Status, step_report, zeros_like_gradients
@@ -239,7 +239,7 @@ class Preconditioner:
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
-            if all("lr" in group and float(group["lr"]) == 0 for group in groups):
+            if all(float(rate_of(group)) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise reports.no_capture(self.steps)
         if not (agreed.has_gradients or agreed.rows or self.registry.with_average):

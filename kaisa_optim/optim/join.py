@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 if torch.distributed.is_available():
     from torch.distributed.algorithms.join import Join, JoinHook
-    from torch.distributed.algorithms.join import Joinable as Joinable
 else:
-    Joinable = JoinHook = object  # type: ignore[assignment, misc]
+    JoinHook = object  # type: ignore[assignment, misc]
 
 
 class StepsOn(JoinHook):
@@ -41,10 +40,10 @@ def joined_gradients(optimizer: KFACMixin) -> dict[Tensor, Tensor]:
     """Return the gradients that a rank without data takes, as the settings, from one with data."""
     kfac, has_joined = optimizer.preconditioner, optimizer._has_joined
     ranks = kfac.ranks
-    if ranks.world == 1 or not optimizer._join_config.enable:
+    if ranks.world == 1 or not _is_entered(optimizer._join_config):
         return {}
     if not has_joined:
-        Join.notify_join_context(optimizer)
+        Join.notify_join_context(optimizer)  # type: ignore[arg-type]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     shared = {name: getattr(kfac, name) for name in SHARED}
@@ -72,8 +71,12 @@ def refuse_join_of_the_model_alone(optimizer: KFACMixin) -> None:
     config: Any = getattr(optimizer._kfac_model, "_join_config", None)
     # Torch keeps the setting that a wrapper's last Join made.
     entered = config is not optimizer._former_join and config.enable
-    if entered and not optimizer._join_config.enable:
+    if entered and not _is_entered(optimizer._join_config):
         raise RuntimeError(
             "the model's join() does not cover K-FAC's exchanges between ranks; use "
             "torch.distributed.algorithms.Join([model, optimizer]) instead"
         )
+
+
+def _is_entered(config: Any) -> bool:
+    return config is not None and bool(config.enable)

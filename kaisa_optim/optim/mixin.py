@@ -17,19 +17,25 @@ from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
+from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
 from .bases import gradients_of
-from .join import Joinable, StepsOn, joined_gradients, refuse_join_of_the_model_alone
+from .join import StepsOn, joined_gradients, refuse_join_of_the_model_alone
 
 
-class KFACMixin(Optimizer, Joinable):
-    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
+class KFACMixin(Optimizer):
+    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it.
+
+    It has Joinable's methods, but not that base: Joinable derives from ABC, and Python finds no
+    order of bases for ``with_kfac`` of a class that derives from (ABC, Optimizer).
+    """
 
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
+    _join_config: Any = None  # set by torch's Join
 
     def __init__(
         self,
@@ -58,12 +64,12 @@ class KFACMixin(Optimizer, Joinable):
         notices.misspelt_keys(self, self.param_groups)
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
-        Joinable.__init__(self)
         self._notices = notices.Notices()
         self._has_joined = False
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
+        self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self.base_part = bases.step_of(self._base, self.defaults)
         self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
@@ -217,6 +223,13 @@ class KFACMixin(Optimizer, Joinable):
         is_built = hasattr(self, "preconditioner")
         try:
             refuse_lost_damping(group)
+            polar = self._kfac_options.compute_method == "polar"
+            if polar and "lr" in group and group["lr"] is None and group.get("weight_decay"):
+                why = (
+                    f"None with weight_decay={group['weight_decay']!r}; covered weights decay by "
+                    "lr * weight_decay: give lr a number, or set weight_decay=0"
+                )
+                raise invalid_because("lr", why)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:
@@ -321,6 +334,7 @@ class KFACMixin(Optimizer, Joinable):
         finally:
             handle.remove()
             del self._loaded
+        self._refrozen = load.refrozen
         load.warn(self)
 
     def _settle_load(self) -> None:
@@ -334,8 +348,10 @@ class KFACMixin(Optimizer, Joinable):
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self._stepped.discard(p)
-        if uneven:
-            loading.warn_of_uneven(self.preconditioner, uneven)
+        # The load has named refrozen layers; their momenta are where shares keep them.
+        lost = [layer for layer in uneven if layer not in self._refrozen]
+        if lost:
+            loading.warn_of_uneven(self.preconditioner, lost)
 
     def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
         """Return the values that a group keeps in a load, whatever was saved."""
@@ -378,10 +394,13 @@ class KFACMixin(Optimizer, Joinable):
         base = self.base_part
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
+        if not base.second:  # only gradient workers have these momenta
+            ready, _ = self.preconditioner.gradients.stepped()
+            self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
-        if not self.preconditioner.rule.makes_directions:  # the base is to begin these anew
-            foreign = checkpoint.foreign_moments(self.preconditioner, entries)
-            loaded.difference_update(p for layer in foreign for p in layer.parameters)
+        # The base begins these anew, by an entry that is absent.
+        foreign = checkpoint.foreign_moments(self.preconditioner, entries)
+        loaded.difference_update(p for layer in foreign for p in layer.parameters)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
 
@@ -395,4 +414,4 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     """Return the α of the KL clip: fixed at construction, so that a schedule of lr has effect."""
-    return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
+    return float(group["lr"]) if kind == "initial" and group.get("lr") is not None else "current"
