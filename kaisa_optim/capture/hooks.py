@@ -360,6 +360,8 @@ class Capture:
 
     def _concerns(self, layers: list[Layer]) -> bool:
         """Return whether this pass has to see calls of these layers; most passes need not."""
+        if is_transformed():  # no call is tapped, and TorchScript traces no mode
+            return False
         if not self.wanted.isdisjoint(layers) or self._counts_all() or is_checkpointed():
             return True
         return any([layer.covers_now() != layer.covers for layer in layers])
