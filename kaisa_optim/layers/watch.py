@@ -157,9 +157,16 @@ class WatchMode(TorchFunctionMode):
 
     def is_data(self, x: Any) -> bool:
         """Return whether an operand can hold rows: a matrix that is a parameter holds none."""
+        return x.dim() > 2 or not self._is_parameter(x)
+
+    def is_batch(self, x: Any) -> bool:
+        """Return whether a term can hold rows of several examples."""
+        return x.dim() > 2 and not self._is_parameter(x)
+
+    def _is_parameter(self, x: Any) -> bool:
         base = x._base if x._is_view() else x
         known = any(id(base) in scope.known for scope in self.scopes)
-        return x.dim() > 2 or not (isinstance(base, nn.Parameter) or known)
+        return isinstance(base, nn.Parameter) or known
 
     # ---- uses ----
 
@@ -185,6 +192,16 @@ class WatchMode(TorchFunctionMode):
         return self.tap(found, use, out, x, place.blocks)
 
     def rows(
+        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
+    ) -> Tensor:
+        """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
+        place = found.place()
+        matrix = place is not None and not place.transposed and found.view.dim() == 2
+        if place is None or not matrix or place.first is not None:
+            return out
+        return self.table(found, out, indices, padding)
+
+    def table(
         self,
         found: Found,
         out: Tensor,
@@ -192,11 +209,9 @@ class WatchMode(TorchFunctionMode):
         padding: int | None = None,
         sign: int = 1,
     ) -> Tensor:
-        """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        layer, place = found.layer, found.place()
-        own = layer.input_dim
-        whole = place is not None and not place.transposed and place.first is None
-        if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
+        """Tap rows of the whole weight, which enter the output with a ``sign``."""
+        layer, own = found.layer, found.layer.input_dim
+        if own is None or layer.blocks > 1 or layer.covers[1]:
             return out
         use = uses.TableUse(layer, padding, sign, crossed=own == 1)
         return self.tap(found, use, out, indices, _ALL)
@@ -253,7 +268,7 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return out
     left, right = args[0], args[1]
     found = mode.find(right)
-    if found is not None and right.dim() == 2:
+    if found is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
         return mode.product(found, out, left, uses.ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
         return mode.product(found, out, left, uses.StackedUse, 0)
@@ -336,19 +351,23 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         found = mode.find(table)
         if found is not None and found.whole is found.layer.bias:
             found.layer.bias_apart = True
-        # A sum with a tensor of the table's own shape makes another table, and no rows.
-        elif found is not None and isinstance(rows, Tensor) and rows.dim() > 2:
+        # A sum with a matrix or with another parameter makes another table, and no rows.
+        elif found is not None and isinstance(rows, Tensor) and mode.is_batch(rows):
             minus = table is args[1] and func in _DIFFERENCES
             out = _positions(mode, found, out, -1 if minus else 1)
     return out
 
 
 def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
-    """Tap a table of positions: a weight that is added to rows of as many positions."""
-    if found.view is not found.whole or out.shape[-2:] != found.whole.shape:
+    """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
+    size = found.view.shape[-2:]
+    if size != out.shape[-2:] or size.numel() != found.view.numel():
         return out
-    indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
-    return mode.rows(found, out, indices, sign=sign)
+    place = place_of(found.view.detach().flatten(0, -2), found.whole)
+    if place is None or place.transposed:
+        return out
+    indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
+    return mode.table(found, out, indices.expand(out.shape[:-1]), sign=sign)
 
 
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
