@@ -91,9 +91,9 @@ def starts_of_the_gpt(steps, folder):
     """Return where the passages of the last step begin, on this rank."""
     page = "docs/recipes/gpt_fsdp2.md"
     with mock.patch.dict(os.environ, {**SMALL, "STEPS": steps}):
-        found = execute_on_rank(page, 0, blocks(page)[0], folder)
-    assert found["optimizer"].preconditioner.steps == int(steps)
-    return found["starts"].tolist() if "starts" in found else None
+        variables = execute_on_rank(page, 0, blocks(page)[0], folder)
+    assert variables["optimizer"].preconditioner.steps == int(steps)
+    return variables["starts"].tolist() if "starts" in variables else None
 
 
 @pytest.mark.filterwarnings("error:state_dict")

@@ -351,8 +351,9 @@ _RANKS = (
            'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
            'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
     Option("assignment", None, "WorkAssignment | str | None", _unchecked,
-           'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), or '
-           'as a WorkAssignment says. None: "layer-wise", or "hybrid" with grad_worker_fraction.',
+           'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), '
+           'or as a WorkAssignment says. None: "layer-wise", or "hybrid" with '
+           "grad_worker_fraction.",
            conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),

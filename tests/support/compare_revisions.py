@@ -160,7 +160,9 @@ CASES: dict[str, Case] = {
     "double": Case(dtype=torch.float64, worlds=FEW),
     "inverse pi": Case(options=inverse),
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
-    "inverse split owners": Case("chain", options={**inverse, "assignment": "opt", "colocate_factors": False}),
+    "inverse split owners": Case(
+        "chain", options={**inverse, "assignment": "opt", "colocate_factors": False}
+    ),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
     "sgd": Case("tokens", options={"compute_method": "polar"}),
     "sgd images": Case(options={"compute_method": "polar"}),
