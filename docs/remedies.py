@@ -38,9 +38,9 @@ REMEDIES = {
         "estimates the factors again, so nothing has to be done. To continue bit for bit, call "
         "consolidate_state_dict() on all ranks before a save."
     ),
-    "'s share of K-FAC's state": (
-        "Call consolidate_state_dict(to=rank) on all ranks before state_dict(). Ignore this "
-        "warning where torch.distributed.checkpoint saves all ranks' shares."
+    "'s share of the state": (
+        "Call consolidate_state_dict(to=rank) on all ranks before state_dict(), or save with "
+        "torch.distributed.checkpoint."
     ),
     "an unknown key, which": "Correct the key's name as the message says, or remove the key.",
     # errors

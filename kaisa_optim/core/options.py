@@ -345,17 +345,19 @@ _STEP = (
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | str | None", _fraction,
-           "The share of the ranks that make a layer's direction: the smaller, the less memory and "
-           "work, and the more communication. Directions of 1 / (hosts) stay on their host, which "
-           'may be faster. "auto": the fastest that memory_budget allows. None: as assignment '
-           "says.", guide="ranks.md#which-to-take"),
+           "The share of the ranks that work for a layer: the smaller, the less memory, and the "
+           "more communication. With 1/R on several hosts of R ranks, directions stay on their "
+           'host, which may be faster. "auto": the fastest that memory_budget allows. None: as '
+           "assignment says.",
+           guide="ranks.md#which-to-take"),
     Option("memory_budget", None, "int | float | str | None", check_budget,
            "The memory of a rank for weights, gradients, the base's state and K-FAC's, without "
            'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
            'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
     Option("assignment", None, "WorkAssignment | str | None", _unchecked,
-           '"layer-wise": one rank works for each layer; "opt": all do; "hybrid": a fraction does; or '
-           'a WorkAssignment. None: "layer-wise", or "hybrid" with grad_worker_fraction.',
+           'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), '
+           'or as a WorkAssignment says. None: "layer-wise", or "hybrid" with '
+           "grad_worker_fraction.",
            conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),
@@ -363,9 +365,9 @@ _RANKS = (
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
     Option("comm_dtype", None, "torch.dtype | None", _comm_dtype,
-           "The dtype in which statistics, and directions or gradients, travel: torch.bfloat16 or "
-           "torch.float16. It rounds the steps that receivers take, except with opt. None: as "
-           "they are.", guide="memory.md#need-less-traffic-or-less-waiting"),
+           "The dtype in which statistics and directions (or gradients) travel, torch.bfloat16 or "
+           'torch.float16: it rounds the directions of all ranks, but not with "opt", where none '
+           "travel. None: as they are."),
     Option("process_group", None, "Any", _unchecked,
            "The ranks that train this model. None: the default group."),
     Option("verify_every", None, "int | None", _every,

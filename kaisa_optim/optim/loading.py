@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,13 +133,11 @@ def _saves_all_shares() -> bool:
 
     A full state is different: of plain tensors, torch takes rank 0's alone.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller, values = frame.f_globals.get("__name__"), frame.f_locals
-        if caller == "torch.distributed.checkpoint.state_dict" and "options" in values:
+    for caller in agreement.callers():
+        module, values = caller.f_globals.get("__name__"), caller.f_locals
+        if module == "torch.distributed.checkpoint.state_dict" and "options" in values:
             full = values["options"] is not None and values["options"].full_state_dict
-            return not (full and frame.f_code.co_name.startswith("get_"))
-        frame = frame.f_back
+            return not (full and caller.f_code.co_name.startswith("get_"))
     return False
 
 

@@ -109,11 +109,11 @@ def spreads(draw, world: int) -> dict[str, Any]:
         chosen = {"assignment": "hybrid", "grad_worker_fraction": workers / world}
     elif kind == "own":
         chosen = {"assignment": Scattered(workers)}
-    elif kind == "layer-wise":
-        chosen, workers = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}, 1
+    elif kind == "opt":
+        chosen, workers = {"assignment": draw(st.sampled_from([kind, Opt()]))}, world
     else:
-        named = {"assignment": draw(st.sampled_from([kind, Opt()]))}
-        chosen, workers = named if kind == "opt" else {}, world
+        named = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}
+        chosen, workers = named if kind == "layer-wise" else {}, 1
     colocations = [None, True, False] if workers > 1 else [None, True]
     return {
         **chosen,

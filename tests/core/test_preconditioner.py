@@ -113,7 +113,7 @@ Situation = Callable[[dict[str, Any]], list[Tensor]]
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (2, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
-    "opt": (2, {}),
+    "opt": (2, {"assignment": "opt"}),
 }
 
 

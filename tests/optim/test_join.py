@@ -157,7 +157,7 @@ def train_alone(
 
 COUNTS = {2: [[5, 2]], 4: [[3, 0, 6, 1]]}
 SPREADS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
+    (2, {"assignment": "opt"}),
     (2, {"assignment": "layer-wise"}),
     (4, {"grad_worker_fraction": 0.5}),
     (4, {"assignment": "layer-wise"}),

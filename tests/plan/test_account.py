@@ -276,7 +276,7 @@ CASES = {
     "Adam, layer-wise": Case(options={"assignment": "layer-wise"}, optimizer=KFACAdam),
     "LAMB": Case(options={"bucket_cap_mb": 1e-3}, optimizer=KFACLAMB),
     "double": Case(dtype=torch.float64),
-    "layer-wise": Case(options={"assignment": "layer-wise"}, intervals=(2, 3)),
+    "opt": Case(options={"assignment": "opt"}, intervals=(2, 3)),
     "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
     "layer-wise in parts": Case("chain", {"assignment": "layer-wise", "bucket_cap_mb": 1e-3}),
     "layer-wise tokens in parts": Case(
@@ -312,6 +312,13 @@ CASES = {
     "tied inverses": Case("tied", inverse | {"max_factor_size": 3}),
     "frozen": Case(frozen="again"),
     "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
+}
+# Opt sends roots to all ranks, and may part A from G.
+CASES = {
+    name: case._replace(options={"assignment": "opt", **case.options})
+    if name != "defaults"
+    else case
+    for name, case in CASES.items()
 }
 # What these send on three ranks, others of the cases send too.
 OF_ONE_PROCESS = {"double", "tokens", "inverse", "inverse, full split", "stored"}

@@ -160,7 +160,9 @@ CASES: dict[str, Case] = {
     "double": Case(dtype=torch.float64, worlds=FEW),
     "inverse pi": Case(options=inverse),
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
-    "inverse split owners": Case("chain", options={**inverse, "colocate_factors": False}),
+    "inverse split owners": Case(
+        "chain", options={**inverse, "assignment": "opt", "colocate_factors": False}
+    ),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
     "sgd": Case("tokens", options={"compute_method": "polar"}),
     "sgd images": Case(options={"compute_method": "polar"}),
@@ -218,7 +220,10 @@ def build(case: Case, model: nn.Module) -> Any:
     name = case.optimizer
     base = {"momentum": 0.9, "weight_decay": 0.01} if name == "KFACSGD" else {}
     intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
-    options = {"lr": RATES[name], **base, **intervals, **case.options}
+    # The default assignment may differ between revisions.
+    named = case.sharded or "grad_worker_fraction" in case.options
+    spread = {} if named else {"assignment": "opt"}
+    options = {"lr": RATES[name], **base, **intervals, **spread, **case.options}
     if name == "KFACSGD":
         options.setdefault("compute_method", "eigen")
         if options["compute_method"] != "polar":
