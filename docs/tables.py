@@ -103,7 +103,8 @@ SECTIONS = {
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/gradients",
-        "optim/notices", "capture/tap", "capture/hooks", "capture/forward", "curvature", "linalg",
+        "optim/bases", "optim/notices", "capture/tap", "capture/hooks", "capture/forward",
+        "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
     "Ranks": ("comm", "optim/join"),
