@@ -409,10 +409,13 @@ class Preconditioner:
         if layers:
             self.allocate()
 
-    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer]:
-        """Compare loaded states; return the layers whose ``momenta`` only some ranks have."""
+    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer] | None:
+        """Compare loaded states; return the layers whose ``momenta`` only some ranks have.
+
+        Return None if there is nothing to compare.
+        """
         if not self._unsettled:
-            return []
+            return None
         (refused,) = self._unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))

@@ -345,6 +345,11 @@ class KFACMixin(Optimizer):
             return {p for p in state if isinstance(state[p], dict) and key in state[p]}
 
         uneven = self.preconditioner.settle_load(self.param_groups, momenta)
+        if uneven is None:
+            return
+        if not self.base_part.second:  # other ranks may lack the state of a layer
+            ready, _ = self.preconditioner.gradients.stepped()
+            self._stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self._stepped.discard(p)
