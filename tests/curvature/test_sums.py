@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim import KFACAdam, KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import conv
 
 POLAR = {"factor_update_steps": 1, "inv_update_steps": 1}
