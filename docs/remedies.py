@@ -26,8 +26,8 @@ REMEDIES = {
         "the warning returns, lower the learning rate, or use bfloat16 in place of float16."
     ),
     "stays in use. See whether the loss": (
-        "See whether the loss is finite. Raise damping, or store factors in float32. More than "
-        "max_failures in a row are an error."
+        "See whether the loss is finite, and raise damping. Training goes on, unless max_failures "
+        "limits the failures in a row."
     ),
     "the checkpoint has use_muon": (
         "The group keeps what it was built with. Build the optimizer with the groups of the run "

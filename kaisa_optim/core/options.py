@@ -152,6 +152,16 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
+def _factor_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value not in (None, torch.float32, torch.float64):
+        must = (
+            "it must be torch.float32, torch.float64, or None for the arithmetic's: averages in "
+            "fewer digits are indefinite; inv_dtype takes torch.bfloat16"
+        )
+        raise invalid(name, value, must)
+    return value
+
+
 def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
     if value not in (None, *_HALVES):
         must = "torch.bfloat16, torch.float16, or None for the data's own dtype"
@@ -313,9 +323,9 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            of_papers=True),
-    Option("factor_dtype", None, "torch.dtype | None", _dtype,
-           "The dtype in which factors are stored. None: float32, or float64 for float64 "
-           "parameters."),
+    Option("factor_dtype", None, "torch.dtype | None", _factor_dtype,
+           "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
+           "or float64 for float64 parameters."),
     Option("inv_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",

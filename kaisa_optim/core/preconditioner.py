@@ -271,7 +271,7 @@ class Preconditioner:
             average = [layers[name] for name in plan.average]
             given = self.ranks, self.registry, self.sums, average, agreed
             for arrived in staged("reduce", exchange.reduce_to_owners(*given)):
-                store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
+                store.averages.update(store.owned, arrived, agreed, values.decay_of)
             self.sums.clear()
             shifts = exchange.damping_shifts(
                 self.ranks, self.registry, self.rule, store.owned, due, values.damping_of

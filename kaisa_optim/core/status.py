@@ -334,8 +334,7 @@ class Status:
             raise RuntimeError(
                 f"{text} (max_failures={max_failures}): its statistics are not finite or "
                 "too ill-conditioned; look for a loss that is not finite and for diverging "
-                "activations, raise damping, store factors in float32 or skip the layer with "
-                "skip_layers"
+                "activations, raise damping or skip the layer with skip_layers"
             )
         text = f"{text}; {kept} stays in use. See whether the loss is finite"
         agreement.warn(self._ranks, text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import zlib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.kronecker import least
 from ..linalg.precision import full_precision
-from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
@@ -52,15 +50,14 @@ class RunningAverages:
         sums: dict[Key, Tensor],
         agreed: AgreedStep,
         decay_of: DecayOf,
-        number: int,
     ) -> None:
-        """Take new values of owned factors into their averages in step ``number``."""
+        """Take new values of owned factors into their averages."""
         stacks = owned.stacks.values()
         own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision(), stage("average"):
             for factors in grouped(own, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
-                self._update(factors, values, agreed, decay_of, number)
+                self._update(factors, values, agreed, decay_of)
 
     def _update(
         self,
@@ -68,7 +65,6 @@ class RunningAverages:
         values: list[Tensor],
         agreed: AgreedStep,
         decay_of: DecayOf,
-        number: int,
     ) -> None:
         """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
         like, layers = factors[0].key, [factor.layer for factor in factors]
@@ -90,7 +86,7 @@ class RunningAverages:
         decays = keep_and_take(layers, decay_of, like)
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
-        _approach(factors, values, _each(step, values), number)
+        _approach(factors, values, _each(step, values))
         rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
@@ -126,19 +122,14 @@ def _divide_by_means(
         torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
 
 
-def _approach(
-    factors: list[Factor], values: list[Tensor], steps: list[Tensor], number: int
-) -> None:
+def _approach(factors: list[Factor], values: list[Tensor], steps: list[Tensor]) -> None:
     """Move averages towards new values."""
     averages = [f.tensors["average"][f.slots] for f in factors]
     if averages[0].dtype == values[0].dtype:
         torch._foreach_lerp_(averages, values, steps)
         return
-    # At a decay of 0.99, new values change an average by less than bfloat16's last digit.
-    for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
-        new = average.to(value.dtype).lerp_(value, part)
-        seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
-        average.copy_(rounded(new, average.dtype, seed))
+    for average, value, part in zip(averages, values, steps, strict=True):
+        average.copy_(average.to(value.dtype).lerp_(value, part))
 
 
 def _stand_in(factor: Factor) -> None:

@@ -87,7 +87,7 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     mean = mean_eigenvalue(exact, diagonal=diagonal)
     # A negative mean must not make a factor definite.
     zero = mean.abs() <= least(factors.dtype)
-    scale = torch.where(zero, 1.0, mean.abs())
+    scale = torch.where(zero, torch.inf, mean.abs())
     damped = exact / (scale[:, None] if diagonal else scale[:, None, None])
     shift = torch.where(zero, 1.0, damping.to(mean))[:, None]
     (damped if diagonal else damped.diagonal(dim1=1, dim2=2)).add_(shift)

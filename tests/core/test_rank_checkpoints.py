@@ -311,7 +311,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "compute_method": "eigen",
         "compute_eigenvalue_outer_product": True,
     },
-    "inverse": {"compute_method": "inverse", **ONE_AT_A_TIME, "factor_dtype": torch.bfloat16},
+    "inverse": {"compute_method": "inverse", **ONE_AT_A_TIME, "factor_dtype": torch.float32},
 }
 
 

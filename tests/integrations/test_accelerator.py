@@ -172,9 +172,7 @@ CASES: dict[str, Make] = {
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **EIGEN),
     "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **EIGEN),
     "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
-    "halves": lambda m: KFACSGD(
-        m, lr=0.05, factor_dtype=torch.bfloat16, inv_dtype=torch.bfloat16, **SELDOM
-    ),
+    "halves": lambda m: KFACSGD(m, lr=0.05, inv_dtype=torch.bfloat16, **SELDOM),
     "scaled": lambda m: KFACSGD(
         m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **EIGEN
     ),

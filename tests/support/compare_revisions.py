@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
     "positions": Case("tokens", options={"loss_terms": "positions", "kl_clip": None}, worlds=FEW),
     "kaisa": Case(options={"normalization": "kaisa", "damping": 0.01}),
     "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
-    "halves": Case(options={"factor_dtype": brain, "inv_dtype": brain, "comm_dtype": brain}),
+    "halves": Case(options={"inv_dtype": brain, "comm_dtype": brain}),
     "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
     "grafting": Case(options={"grafting": True, "kl_clip": None, "warmup_steps": 6}),
     "all at once": Case("chain", options={"staggered": False}),
