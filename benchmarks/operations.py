@@ -16,7 +16,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,12 @@ def _text(model: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-_GPT = {"vocabulary": 64, "length": 16, "width": 48, "layers": 12, "heads": 4, "wide": 192}
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
     "ResNet-50": (lambda: ResNet(width=8, classes=10), _images),  # an eighth of its width
-    "GPT": (lambda: Transformer(**_GPT), _text),
+    "GPT": (
+        lambda: Transformer(vocabulary=64, length=16, width=48, layers=12, heads=4, wide=192),
+        _text,
+    ),
 }
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True),
@@ -159,8 +161,7 @@ class Bare:
         preconditioner = kfac.preconditioner
         self.groups = preconditioner.store.applied.groups
         self.schedule = preconditioner.schedule
-        self.layers = [layer for group in self.groups for layer in group.layers]
-        covered = {p for layer in self.layers for p in layer.parameters}
+        covered = {p for group in self.groups for layer in group.layers for p in layer.parameters}
         self.parameters = list(covered)
         rest = [p for p in trainer.model.parameters() if p not in covered]
         base = Adam if self.adam else SGD
@@ -173,11 +174,8 @@ class Bare:
         self.base.step()
         for group in self.groups:
             names = {layer.name for layer in group.layers}
-            for root, n in zip(
-                group.states("root", group.layers),
-                (group.g.key.size, group.a.key.size),
-                strict=True,
-            ):
+            sizes = group.g.key.size, group.a.key.size
+            for root, n in zip(group.states("root", group.layers), sizes, strict=True):
                 if root.dim() == 2:
                     continue
                 if not names.isdisjoint(self.schedule.gathers(number, 10)):
@@ -195,16 +193,18 @@ class Bare:
         along = dict(zip(self.parameters, ahead, strict=True))
         stacks = [_stacked(group.layers, along) for group in self.groups]
         peaks = _norms(stacks, float("inf")).clamp_(min=1e-30)
-        sizes = [len(stack) for stack in stacks]
-        torch._foreach_div_(stacks, list(peaks[:, None, None].split(sizes)))
+        counts = [len(stack) for stack in stacks]
+        torch._foreach_div_(stacks, list(peaks[:, None, None].split(counts)))
         directions = [_direction(x, m) for x, m in zip(self.groups, stacks, strict=True)]
         pairs = zip(directions, stacks, strict=True)
         dots = torch.cat([(d * m).sum((1, 2)) for d, m in pairs])
         scales = self._lengths(stacks, directions, dots, peaks)
-        torch._foreach_mul_(directions, list(scales[:, None, None].split(sizes)))
-        moved, steps = [], []
+        torch._foreach_mul_(directions, list(scales[:, None, None].split(counts)))
+        moved: list[Tensor] = []
+        steps: list[Tensor] = []
         for group, direction in zip(self.groups, directions, strict=True):
-            for kind in _kinds(group):
+            # Weights of a group, and its biases.
+            for kind in zip(*[x.parameters for x in group.layers], strict=True):
                 moved += kind
                 steps += _part(direction, kind)
         torch._foreach_add_(moved, steps, alpha=-1e-9)
@@ -245,11 +245,6 @@ def _norms(stacks: list[Tensor], order: float) -> Tensor:
     return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
 
 
-def _kinds(group: Any) -> list[list[Tensor]]:
-    """The weights of a group, and its biases."""
-    return [list(kind) for kind in zip(*[x.parameters for x in group.layers], strict=True)]
-
-
 def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
     """Momenta of layers of one shape as one stack, a bias as the last column."""
     weights, *biases = zip(*[[along[p] for p in x.parameters] for x in layers], strict=True)
@@ -284,7 +279,7 @@ def _direction(group: Any, momentum: Tensor) -> Tensor:
     return torch.baddbmm(found, found, a, beta=0.8, alpha=0.2)
 
 
-def _part(direction: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def _part(direction: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The directions of weights, or of biases, shaped as these are."""
     if parameters[0].dim() == 1:
         return list(direction[:, :, -1].contiguous().unbind())
