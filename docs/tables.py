@@ -106,7 +106,7 @@ SECTIONS = {
         "optim/notices", "capture/tap", "capture/hooks", "capture/forward", "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
-    "Ranks": ("comm", "optim/join"),
+    "Ranks": ("comm",),
     "Assignment": ("plan/assignment",),
     "Plans": (
         "optim/automatic", "optim/survey", "plan/budget", "plan/choice", "plan/hardware", "tools",
@@ -136,7 +136,9 @@ def reached(contest: Contest, optimizer: str) -> tuple[float, float] | None:
 
 def shares() -> str:
     rows = []
-    names = [x for x, of in CONTESTANTS.items() if any(reached(contest, of) for contest in CONTESTS)]
+    names = [
+        x for x, of in CONTESTANTS.items() if any(reached(contest, of) for contest in CONTESTS)
+    ]
     for contest in CONTESTS:
         found = [reached(contest, CONTESTANTS[name]) for name in names]
         cells = [f"{x[0]:.2f} / {x[1]:.2f}" if x else "" for x in found]
