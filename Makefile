@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 ZOO ?= .zoo
 ZOO_ARGS ?=
 PROGRAMS ?= 2000
+FAULTS_ARGS ?=
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test zoo coverage bench cuda lint types format clean
+.PHONY: help setup demo docs test faults zoo coverage bench cuda lint types format clean
 
 help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
@@ -30,6 +31,8 @@ help:
 	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
+	@echo "make faults  plant faults one by one in a copy, and see that the tests catch each"
+	@echo "             (FAULTS_ARGS='--only TEXT --out FILE')"
 	@echo "make zoo     train architectures of four libraries for some steps, and run 2,000 random"
 	@echo "             programs, in $(ZOO) (ZOO_ARGS='--sources peft --only LoRA', PROGRAMS=2000)"
 	@echo "make lint    ruff: rules, formatting, limits; which floor imports which (make format repairs)"
@@ -85,6 +88,10 @@ cuda: $(VENV)/all-ready
 
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TEST_ARGS)
+
+# One after the other: it takes about as long as the tests.
+faults: $(VENV)/all-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults $(FAULTS_ARGS)
 
 # An environment of its own: torchvision stays in it, though its operators may not load.
 $(ZOO)/ready: zoo-constraints.txt $(REQUIREMENTS)

@@ -1,21 +1,22 @@
 """What the host does in a step: torch operations, and Python functions, calls and files.
 
-    python -m benchmarks.operations [--steps N] [--out FILE]
+    python -m benchmarks.operations [--out FILE]
 
-Counts hold on every machine, clocks do not. Operations are those below autograd; views,
-allocations and steps of Adam's counters on the CPU are left out, and a foreach call counts as one.
-The networks are small, and have the layers of large ones. "bare" is a loop of the same mathematics
-over the same shapes: the floor.
+The first step, quiet steps and gathering steps are counted apart, and so are passes and ``step()``.
+A quiet step neither gathers nor refreshes. The defaults leave a GPT none after the early steps, so
+counts with ``staggered=False`` stand beside them. Counts hold on every machine, clocks do not.
+Operations are those below autograd; views, allocations and steps of Adam's counters on the CPU are
+left out, and a foreach call counts as one. The networks are small, and have the layers of large
+ones. "bare" is a loop of the same mathematics over the same shapes: the floor.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from benchmarks.networks import ResNet, Transformer
 from kaisa_optim import KFACSGD, KFACAdam
 
 HOUSE = str(Path(kaisa_optim.__file__).parent)
-FIRST = 60  # steps before those that count: by then the early refreshes are over
+FIRST, STEPS = 60, 20  # steps until the early refreshes are over; an interval of refreshes
 _FREE = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "promote_types")
 
 
@@ -48,6 +49,9 @@ class Operations(TorchDispatchMode):
             self.found[name] += 1
         return func(*args, **kwargs or {})
 
+    def numbers(self) -> dict[str, int]:
+        return {"operations": self.found.total()}
+
 
 def _counts_a_step(name: str, args: Any) -> bool:
     """Return whether this moves or reads a counter, as Adam keeps on the CPU for each parameter."""
@@ -58,63 +62,69 @@ def _counts_a_step(name: str, args: Any) -> bool:
     return counter and first.device.type == "cpu"
 
 
-@dataclass
 class Visited:
-    """The functions of the package that ran, how often, and their files."""
+    """Counts Python calls, all of them and those of the package's functions."""
 
-    functions: Counter[Any] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.functions: Counter[Any] = Counter()
+        self.calls = -1  # leaving is a call, too
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        def note(frame: Any, event: str, _: Any) -> None:
+    def __enter__(self) -> Visited:
+        sys.setprofile(self.note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+
+    def note(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            self.calls += 1
             code = frame.f_code
-            if event == "call" and code.co_filename.startswith(HOUSE):
+            if code.co_filename.startswith(HOUSE):
                 self.functions[code.co_filename, code.co_qualname] += 1
 
-        sys.setprofile(note)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def numbers(self) -> tuple[int, int, int]:
+    def numbers(self) -> dict[str, int]:
         files = {file for file, _ in self.functions}
-        return len(self.functions), sum(self.functions.values()), len(files)
+        calls = {"calls": self.functions.total(), "all calls": self.calls}
+        return {"functions": len(self.functions), "files": len(files), **calls}
 
 
 class Trainer:
-    def __init__(self, network: Network, make: Callable[[nn.Module], Optimizer]) -> None:
+    def __init__(self, network: str, optimizer: str, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = network.make()
-        self.network = network
-        self.optimizer = make(self.model)
+        make, self.loss = NETWORKS[network]
+        self.model = make()
+        self.optimizer = MAKERS[optimizer](self.model, **options)
 
     def passes(self) -> None:
         self.optimizer.zero_grad()
-        self.network.loss(self.model).backward()
+        self.loss(self.model).backward()
 
     def step(self) -> None:
         self.passes()
         self.optimizer.step()
 
+    def counted(self, counter: type[Operations | Visited]) -> dict[str, int]:
+        """Train for a step; return what counters tell of the passes and of ``step()``."""
+        with counter() as passes:
+            self.passes()
+        with counter() as step:
+            self.optimizer.step()
+        parts = (("passes", passes), ("step", step))
+        return {f"{part} {x}": n for part, seen in parts for x, n in seen.numbers().items()}
 
-@dataclass(frozen=True)
-class Network:
-    make: Callable[[], nn.Module]
-    loss: Callable[[nn.Module], Tensor]
-
-
-def _narrow_resnet() -> nn.Module:
-    """ResNet-50 of an eighth of its width."""
-    return ResNet(width=8, classes=10)
+    def kind(self, number: int) -> str:
+        """Return whether a step after the early ones is quiet."""
+        kfac: Any = getattr(self.optimizer, "preconditioner", None)
+        if kfac is None:
+            return "quiet"
+        layers = kfac.schedule.gathers(number, kfac.factor_update_steps)
+        layers |= kfac.schedule.refreshes(number, kfac.inv_update_steps)
+        return "gathering" if layers else "quiet"
 
 
 def _images(model: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4))
-
-
-def _narrow_gpt() -> nn.Module:
-    return Transformer(vocabulary=64, length=16, width=48, layers=12, heads=4, wide=192)
 
 
 def _text(model: nn.Module) -> Tensor:
@@ -122,15 +132,20 @@ def _text(model: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-NETWORKS = {"ResNet-50": Network(_narrow_resnet, _images), "GPT": Network(_narrow_gpt, _text)}
-ROWS = (("ResNet-50", "KFACSGD"), ("ResNet-50", "KFACAdam"), ("GPT", "KFACAdam"))
-MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "SGD": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True),
-    "KFACSGD": lambda model: KFACSGD(model, lr=0.01, momentum=0.9, foreach=True),
-    "Adam": lambda model: Adam(model.parameters(), lr=1e-3, foreach=True),
-    "KFACAdam": lambda model: KFACAdam(model, lr=1e-3, foreach=True),
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "ResNet-50": (lambda: ResNet(width=8, classes=10), _images),  # an eighth of its width
+    "GPT": (
+        lambda: Transformer(vocabulary=64, length=16, width=48, layers=12, heads=4, wide=192),
+        _text,
+    ),
 }
-BASES = {"KFACSGD": "SGD", "KFACAdam": "Adam"}
+MAKERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda model: SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True),
+    "KFACSGD": lambda model, **more: KFACSGD(model, lr=0.01, momentum=0.9, foreach=True, **more),
+    "Adam": lambda model: Adam(model.parameters(), lr=1e-3, foreach=True),
+    "KFACAdam": lambda model, **more: KFACAdam(model, lr=1e-3, foreach=True, **more),
+}
+ROWS = tuple(itertools.product(NETWORKS, ("KFACSGD", "KFACAdam")))
 
 
 class Bare:
@@ -146,8 +161,7 @@ class Bare:
         preconditioner = kfac.preconditioner
         self.groups = preconditioner.store.applied.groups
         self.schedule = preconditioner.schedule
-        self.layers = [layer for group in self.groups for layer in group.layers]
-        covered = {p for layer in self.layers for p in layer.parameters}
+        covered = {p for group in self.groups for layer in group.layers for p in layer.parameters}
         self.parameters = list(covered)
         rest = [p for p in trainer.model.parameters() if p not in covered]
         base = Adam if self.adam else SGD
@@ -160,11 +174,8 @@ class Bare:
         self.base.step()
         for group in self.groups:
             names = {layer.name for layer in group.layers}
-            for root, n in zip(
-                group.states("root", group.layers),
-                (group.g.key.size, group.a.key.size),
-                strict=True,
-            ):
+            sizes = group.g.key.size, group.a.key.size
+            for root, n in zip(group.states("root", group.layers), sizes, strict=True):
                 if root.dim() == 2:
                     continue
                 if not names.isdisjoint(self.schedule.gathers(number, 10)):
@@ -182,16 +193,18 @@ class Bare:
         along = dict(zip(self.parameters, ahead, strict=True))
         stacks = [_stacked(group.layers, along) for group in self.groups]
         peaks = _norms(stacks, float("inf")).clamp_(min=1e-30)
-        sizes = [len(stack) for stack in stacks]
-        torch._foreach_div_(stacks, list(peaks[:, None, None].split(sizes)))
+        counts = [len(stack) for stack in stacks]
+        torch._foreach_div_(stacks, list(peaks[:, None, None].split(counts)))
         directions = [_direction(x, m) for x, m in zip(self.groups, stacks, strict=True)]
         pairs = zip(directions, stacks, strict=True)
         dots = torch.cat([(d * m).sum((1, 2)) for d, m in pairs])
         scales = self._lengths(stacks, directions, dots, peaks)
-        torch._foreach_mul_(directions, list(scales[:, None, None].split(sizes)))
-        moved, steps = [], []
+        torch._foreach_mul_(directions, list(scales[:, None, None].split(counts)))
+        moved: list[Tensor] = []
+        steps: list[Tensor] = []
         for group, direction in zip(self.groups, directions, strict=True):
-            for kind in _kinds(group):
+            # Weights of a group, and its biases.
+            for kind in zip(*[x.parameters for x in group.layers], strict=True):
                 moved += kind
                 steps += _part(direction, kind)
         torch._foreach_add_(moved, steps, alpha=-1e-9)
@@ -232,11 +245,6 @@ def _norms(stacks: list[Tensor], order: float) -> Tensor:
     return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
 
 
-def _kinds(group: Any) -> list[list[Tensor]]:
-    """The weights of a group, and its biases."""
-    return [list(kind) for kind in zip(*[x.parameters for x in group.layers], strict=True)]
-
-
 def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
     """Momenta of layers of one shape as one stack, a bias as the last column."""
     weights, *biases = zip(*[[along[p] for p in x.parameters] for x in layers], strict=True)
@@ -271,7 +279,7 @@ def _direction(group: Any, momentum: Tensor) -> Tensor:
     return torch.baddbmm(found, found, a, beta=0.8, alpha=0.2)
 
 
-def _part(direction: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def _part(direction: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The directions of weights, or of biases, shaped as these are."""
     if parameters[0].dim() == 1:
         return list(direction[:, :, -1].contiguous().unbind())
@@ -281,53 +289,60 @@ def _part(direction: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     return [x.view_as(p) for x, p in zip(direction[:, :, :n].contiguous(), parameters, strict=True)]
 
 
-def bare(network: str, optimizer: str, steps: int) -> float:
+def bare(network: str, optimizer: str) -> float:
     """Return the mean operations of a step of the bare loop."""
-    trainer = Trainer(NETWORKS[network], MAKERS[optimizer])
+    trainer = Trainer(network, optimizer)
     trainer.step()
-    loop, found = Bare(trainer), Operations()
+    loop, seen = Bare(trainer), Operations()
     loop.step(FIRST)  # the base makes its state
-    for number in range(FIRST, FIRST + steps):
-        with found:
+    for number in range(FIRST, FIRST + STEPS):
+        with seen:
             loop.step(number)
-    return found.found.total() / steps
+    return seen.found.total() / STEPS
 
 
-def counted(network: str, optimizer: str, steps: int) -> dict[str, float]:
-    """Return means over steps: operations of the passes and of ``step()``, Python of both."""
+def counted(network: str, optimizer: str, **options: Any) -> dict[str, dict[str, float]]:
+    """Return mean counts by kind of step, and of all steps of an interval.
+
+    Counting operations makes Python calls, so that each counter has steps of its own.
+    """
+    rows: dict[str, list[dict[str, int]]] = {"quiet": [], "gathering": []}
     with torch.backends.mkldnn.flags(enabled=False):  # alike on all CPUs
-        return _counted(Trainer(NETWORKS[network], MAKERS[optimizer]), steps)
+        Trainer(network, optimizer, **options).step()  # fills caches of the process
+        first = Trainer(network, optimizer, **options).counted(Operations)
+        trainer = Trainer(network, optimizer, **options)
+        first |= trainer.counted(Visited)
+        for _ in range(1, FIRST):
+            trainer.step()
+        operations, calls = (
+            [trainer.counted(counter) for _ in range(STEPS)] for counter in (Operations, Visited)
+        )
+    for number in range(STEPS):
+        rows[trainer.kind(FIRST + number)].append(operations[number] | calls[number])
+    rows = {"first": [first], **rows, "mean": rows["quiet"] + rows["gathering"]}
+    return {kind: _mean(steps) for kind, steps in rows.items() if steps}
 
 
-def _counted(trainer: Trainer, steps: int) -> dict[str, float]:
-    for _ in range(FIRST):
-        trainer.step()
-    found = dict.fromkeys(("passes", "step", "functions", "calls", "files"), 0.0)
-    for _ in range(steps):
-        inside, outside, visited = Operations(), Operations(), Visited()
-        with visited.watched():
-            with outside:
-                trainer.passes()
-            with inside:
-                trainer.optimizer.step()
-        numbers = outside.found.total(), inside.found.total(), *visited.numbers()
-        for key, number in zip(found, numbers, strict=True):
-            found[key] += number / steps
-    return found
+def _mean(rows: list[dict[str, int]]) -> dict[str, float]:
+    means = {name: round(sum(row[name] for row in rows) / len(rows), 2) for name in rows[0]}
+    return {"steps": len(rows), **means}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operations", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="over which counts are averaged")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for network, ours in ROWS:
-        for name in (BASES[ours], ours):
-            found = results[f"{network}, {name}"] = counted(network, name, options.steps)
-            if name == ours:
-                found["bare step"] = bare(network, name, options.steps)
-            print(f"{network}, {name}:", *(f"{key} {value:.0f}" for key, value in found.items()))
+        base = ours.removeprefix("KFAC")
+        results[f"{network}, {base}"] = counted(network, base)
+        results[f"{network}, {ours}"] = counted(network, ours)
+        results[f"{network}, {ours}"]["mean"]["bare step"] = bare(network, ours)
+        results[f"{network}, {ours}, unstaggered"] = counted(network, ours, staggered=False)
+    for title, kinds in results.items():
+        for kind in ("first", "quiet", "gathering", "mean"):
+            row = kinds.get(kind, {"steps": 0})
+            print(f"{title}, {kind}:", *(f"{key} {value:.0f}" for key, value in row.items()))
     if options.out is not None:
         keep(options.out, results=results)
 

@@ -225,11 +225,11 @@ def draw_choice(plt: Any) -> None:
         _box(axis, 4.6, 6.5 - row, 2.0, ours, answer, 0.6)
         _arrow(axis, (2.4, 4.4), (3.2, 6.8 - row))
         _arrow(axis, (4.2, 6.8 - row), (4.6, 6.8 - row))
-    _box(axis, 7.2, 4, 2.3, "Does K-FAC's state fit\non each rank?", question)
+    _box(axis, 7.2, 4, 2.3, "On how many hosts\nare your ranks?", question)
     _arrow(axis, (6.6, 4.4), (7.2, 4.4))
     last = [
-        "yes: the default",
-        "no: a smaller\ngrad_worker_fraction",
+        "one host: the default,\nlayer-wise",
+        "hosts of R ranks:\ngrad_worker_fraction=1/R",
         "weights in shards:\nfully_shard",
     ]
     for row, text in enumerate(last):

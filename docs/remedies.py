@@ -26,8 +26,8 @@ REMEDIES = {
         "the warning returns, lower the learning rate, or use bfloat16 in place of float16."
     ),
     "stays in use. See whether the loss": (
-        "See whether the loss is finite. Raise damping, or store factors in float32. More than "
-        "max_failures in a row are an error."
+        "See whether the loss is finite, and raise damping. Training goes on, unless max_failures "
+        "limits the failures in a row."
     ),
     "the checkpoint has use_muon": (
         "The group keeps what it was built with. Build the optimizer with the groups of the run "
@@ -38,9 +38,9 @@ REMEDIES = {
         "estimates the factors again, so nothing has to be done. To continue bit for bit, call "
         "consolidate_state_dict() on all ranks before a save."
     ),
-    "'s share of K-FAC's state": (
-        "Call consolidate_state_dict(to=rank) on all ranks before state_dict(). Ignore this "
-        "warning where torch.distributed.checkpoint saves all ranks' shares."
+    "'s share of the state": (
+        "Call consolidate_state_dict(to=rank) on all ranks before state_dict(), or save with "
+        "torch.distributed.checkpoint."
     ),
     "an unknown key, which": "Correct the key's name as the message says, or remove the key.",
     # errors

@@ -103,7 +103,8 @@ SECTIONS = {
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/gradients",
-        "optim/notices", "capture/tap", "capture/hooks", "capture/forward", "curvature", "linalg",
+        "optim/bases", "optim/notices", "capture/tap", "capture/hooks", "capture/forward",
+        "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
     "Ranks": ("comm",),
@@ -136,9 +137,7 @@ def reached(contest: Contest, optimizer: str) -> tuple[float, float] | None:
 
 def shares() -> str:
     rows = []
-    names = [
-        x for x, of in CONTESTANTS.items() if any(reached(contest, of) for contest in CONTESTS)
-    ]
+    names = [name for name, x in CONTESTANTS.items() if any(reached(y, x) for y in CONTESTS)]
     for contest in CONTESTS:
         found = [reached(contest, CONTESTANTS[name]) for name in names]
         cells = [f"{x[0]:.2f} / {x[1]:.2f}" if x else "" for x in found]

@@ -76,6 +76,12 @@ def _has_examples(value: Any) -> bool:
     return tensor is not None and tensor.dim() > 0
 
 
+def _batch(args: Any, kwargs: Any) -> Any:
+    """Return the first argument of a module's call that holds examples, or else all arguments."""
+    arguments = (*args, *kwargs.values())
+    return next(filter(_has_examples, arguments), arguments)
+
+
 def _parts(value: Any) -> Iterable[Any]:
     """Return the values that a container holds; anything else holds none."""
     if isinstance(value, Mapping):
@@ -139,11 +145,16 @@ def _is_running(frame: FrameType) -> bool:
 
 def running_modules() -> Iterator[nn.Module]:
     """Yield the modules of this thread whose calls run, from the innermost outwards."""
+    return (call["self"] for call in _running_calls())
+
+
+def _running_calls() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the calls of modules, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         of_torch = frame.f_globals.get("__name__") == "torch.nn.modules.module"
         if of_torch and frame.f_code.co_name == "_call_impl":
-            yield frame.f_locals["self"]
+            yield frame.f_locals
         frame = frame.f_back
 
 
@@ -183,10 +194,9 @@ class ForwardPasses:
         calls = self._local.calls
         forward_pass = calls[-1].what if calls else None
         if forward_pass is None and counts:
-            given = (*args, *kwargs.values())
-            value = next(filter(_has_examples, given), given)
             self.close_loose()
-            forward_pass = self._remember(ForwardPass(value, paused=self.paused > 0))
+            batch = _batch(args, kwargs)
+            forward_pass = self._remember(ForwardPass(batch, paused=self.paused > 0))
         calls.append(_Entered(forward_pass, _frame_of_call()))
 
     def ends(self) -> None:
@@ -241,18 +251,24 @@ class ForwardPasses:
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass through layers that are called without the model around them.
 
-        The pass lasts until a backward pass, or until its first layer is called again. All layers
-        that one backward pass recomputes share one pass.
+        The pass has the batch of the outermost module that runs: a router may give the first layer
+        a part of the examples, or none. The pass lasts until a backward pass, or until its first
+        layer is called again. All layers that one backward pass recomputes share one pass.
         """
         task = graph_task()
         if task is not None:
             if self._recomputed is None or self._recomputed[0] != task:
-                self._recomputed = task, ForwardPass(x, paused=self.paused > 0, first=layer)
+                self._recomputed = task, self._begin_loose(layer, x)
             return self._recomputed[1]
         if self._loose is None or self._loose.first is layer:
             self.close_loose()
-            self._loose = self._remember(ForwardPass(x, paused=self.paused > 0, first=layer))
+            self._loose = self._remember(self._begin_loose(layer, x))
         return self._loose
+
+    def _begin_loose(self, layer: Layer, x: Tensor) -> ForwardPass:
+        batches = (_batch(call["args"], call["kwargs"]) for call in _running_calls())
+        *_, batch = (x, *filter(_has_examples, batches))
+        return ForwardPass(batch, paused=self.paused > 0, first=layer)
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""

@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import is_sharded, waiting_gradients
-from ..layers import Layer, Moments, PassSettings, Shared, WatchMode
+from ..layers import Layer, Moments, PassSettings, Scope, Shared
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
 from ..linalg.moments import unit_of
@@ -50,8 +50,8 @@ from .witness import Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
-# A module in which uses are watched, and the weights.
-Watch = tuple[nn.Module, frozenset[Tensor | None]]
+# A module in which a weight's uses are watched.
+Watch = tuple[nn.Module, Tensor | None]
 
 
 class Sums(Protocol):
@@ -191,6 +191,7 @@ class Capture:
         for layer in layers:
             layer.shared = self.shared
         self.uses = Uses(layers, self._passes)
+        self._watched: dict[nn.Module, list[Layer]] = {}  # layers whose uses each module may hold
         self._since: dict[Watch, int] = {}  # the NUMBERS at which watches began
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
@@ -201,14 +202,11 @@ class Capture:
         starts = _Hook(self._model_starts)
         handles: list[Any] = [model.register_forward_pre_hook(starts, with_kwargs=True)]
         by_module: dict[nn.Module, list[Layer]] = {}
-        watched: dict[nn.Module, list[Layer]] = {}
         for layer in layers:
             for module in layer.watched_in:
-                watched.setdefault(module, []).append(layer)
+                handles += self._watch_in(module, layer)
             if not layer.watched_in:
                 by_module.setdefault(layer.module, []).append(layer)
-        for module, own in watched.items():
-            handles += self._watch_in(module, own)
         for module, own in by_module.items():
             if own[0].interceptor(own, self._tap) is None:
                 hook = _OutputHook(self._output, own[0])
@@ -222,11 +220,15 @@ class Capture:
         handles.append(model.register_forward_hook(_Hook(self._model_ends), always_call=True))
         return handles
 
-    def _watch_in(self, module: nn.Module, layers: list[Layer]) -> list[Any]:
-        watch = module, frozenset(layer.weight for layer in layers)
-        self._since[watch] = next(NUMBERS)
+    def _watch_in(self, module: nn.Module, layer: Layer) -> list[Any]:
+        """Watch a layer's calls in a module; return the hooks of a module that had none."""
+        self._since[module, layer.weight] = next(NUMBERS)
+        watched = self._watched.setdefault(module, [])
+        watched.append(layer)
+        if len(watched) > 1:
+            return []
         return [
-            module.register_forward_pre_hook(_Hook(self._watch_calls, layers, watch)),
+            module.register_forward_pre_hook(_Hook(self._watch_calls)),
             module.register_forward_hook(_Hook(self._exit), always_call=True),
         ]
 
@@ -237,11 +239,8 @@ class Capture:
         if counts:
             self.witness.starts(self.wanted, self.missing)
             self.ran = True
-        mode: TorchFunctionMode | None = None
-        if self.uses.sought and counts and (self.wanted or self.misses()):
-            mode = self.uses.search(self._tap)
-            mode.__enter__()
-        self._passes.enter(mode)
+        searches = self.uses.sought and counts and (self.wanted or self.misses())
+        self.uses.watch(self.uses.search(self._tap) if searches else None)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit(module, args, output)
@@ -251,7 +250,7 @@ class Capture:
 
     def _watch_at(self, places: Iterable[tuple[Layer, nn.Module]]) -> None:
         for layer, module in places:
-            self._handles += self._watch_in(module, [layer])
+            self._handles += self._watch_in(module, layer)
 
     def look_around(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Watch calls of these layers, of which no call was seen, in all modules around them."""
@@ -361,6 +360,8 @@ class Capture:
 
     def _concerns(self, layers: list[Layer]) -> bool:
         """Return whether this pass has to see calls of these layers; most passes need not."""
+        if is_transformed():  # no call is tapped, and TorchScript traces no mode
+            return False
         if not self.wanted.isdisjoint(layers) or self._counts_all() or is_checkpointed():
             return True
         return any([layer.covers_now() != layer.covers for layer in layers])
@@ -377,18 +378,19 @@ class Capture:
             mode.__enter__()
         self._passes.enter(mode)
 
-    def _watch_calls(self, layers: list[Layer], watch: Watch, module: nn.Module, args: Any) -> None:
+    def _watch_calls(self, module: nn.Module, args: Any) -> None:
         """Run a module's forward under a mode that finds uses, if the pass gathers.
 
         If a checkpoint recomputes a forward that was not watched, taps would save more tensors.
         """
-        mode: TorchFunctionMode | None = None
+        layers, scope = self._watched[module], None
         checkpointed = self._passes.again() if is_checkpointed() else None
-        watched = checkpointed is None or checkpointed.number > self._since[watch]
-        if watched and torch.is_grad_enabled() and self._concerns(layers):
-            mode = WatchMode(layers, tap_for_mode(self._tap), self.uses)
-            mode.__enter__()
-        self._passes.enter(mode)
+        if checkpointed is not None:
+            began = checkpointed.number
+            layers = [x for x in layers if began > self._since[module, x.weight]]
+        if layers and torch.is_grad_enabled() and self._concerns(layers):
+            scope = Scope(layers, tap_for_mode(self._tap))
+        self.uses.watch(scope)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         mode = self._passes.leave()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from ..comm.sharding import gathered_in, is_sharded
-from ..layers import Layer, WatchMode
+from ..layers import Layer, Scope, WatchMode
 from .forward_pass import ForwardPasses, running_modules
 from .tap import tap_for_mode
 
@@ -28,10 +28,19 @@ class Uses:
         self.searched = False  # whether a pass since the last step was searched
         self._noted: dict[Layer, dict[nn.Module, None]] = {}
 
-    def search(self, tap: Callable[..., Tensor]) -> WatchMode:
-        """Return a mode for the whole model's forward that taps other uses, and notes them."""
+    def search(self, tap: Callable[..., Tensor]) -> Scope:
+        """Return a scope for the whole model's forward that taps other uses, and notes them."""
         self.searched = True
-        return WatchMode(list(self.sought), tap_for_mode(tap), self, self._note)
+        return Scope(self.sought, tap_for_mode(tap), self._note)
+
+    def watch(self, scope: Scope | None) -> None:
+        """Run the module whose call begins under this thread's mode, if the module is watched."""
+        mode: WatchMode | None = None
+        if scope is not None:
+            mode = next((m for m in self._passes.modes if isinstance(m, WatchMode)), None)
+            mode = mode or WatchMode(self)
+            mode.begin(scope)
+        self._passes.enter(mode)
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
@@ -71,15 +80,12 @@ class Uses:
             self.searched = False
             self.sought.clear()
 
-    def takes(self, mode: WatchMode, layer: Layer, value: Tensor) -> bool:
-        """Return whether a call with a layer's weight is left to this mode.
+    def takes(self, layer: Layer) -> bool:
+        """Return whether a call with a layer's weight is left to the mode.
 
-        The innermost mode that knows the tensor goes first, and so does the hook of the layer's own
-        module.
+        The hook of the layer's own module goes first.
         """
-        modes = [m for m in self._passes.modes if isinstance(m, WatchMode) and m.known(value)]
-        own = not layer.watched_in and any(m is layer.module for m in running_modules())
-        return bool(modes) and modes[-1] is mode and not own
+        return bool(layer.watched_in) or all(m is not layer.module for m in running_modules())
 
     def gathered(self, layer: Layer) -> list[Tensor]:
         """Return the whole parameters that stand in the places of a layer's sharded ones now."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checks import is_real
 from ..comm.ranks import GatherItem
+from ..curvature.lengths import SQUARE_SUM
 from ..curvature.rules import RULES
 from ..curvature.stacks import stack_key
 from ..errors import invalid_because
@@ -247,9 +248,14 @@ def take_out(kfac: Preconditioner, state_dict: dict[str, Any], groups: list[Any]
 
 
 def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
-    """Return layers whose saved moments are of preconditioned gradients, and K-FAC's now of raw
-    ones, or the other way round: these moments mean nothing here.
+    """Return layers whose saved moments mean nothing here.
+
+    They are of preconditioned gradients, and K-FAC's now of raw ones, or the other way round; or
+    one number a block took the place of second moments that the base reads.
     """
+    lacks_second = SQUARE_SUM not in kfac.store.sizes.of_gradient and any(
+        key.endswith(SQUARE_SUM.name) for entry in entries.values() for key in entry
+    )
 
     def kind(code: int) -> bool:
         return code & _SCALE_FREE == _SCALE_FREE
@@ -259,7 +265,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
         for layer in kfac.registry.layers.values()
         for entry in _entries_of(layer, entries)
         if (status := entry.get(f"{PREFIX}{layer.tag}status")) is not None
-        and kind(int(status[5])) != kind(_convention(kfac))
+        and (lacks_second or kind(int(status[5])) != kind(_convention(kfac)))
     ]
 
 
@@ -368,6 +374,12 @@ def _saved_covers(layer: Layer, entry: dict[str, Tensor]) -> tuple[bool, bool]:
     """Return whether an entry has factors of weight and of bias; neither without a status."""
     status = entry.get(f"{PREFIX}{layer.tag}status")
     return (False, False) if status is None else (bool(status[2]), bool(status[3]))
+
+
+def is_frozen_otherwise(layer: Layer, entries: Entries) -> bool:
+    """Return whether the saved factors are of other parameters of a layer than it trains now."""
+    saved = [_saved_covers(layer, entry) for entry in _entries_of(layer, entries)]
+    return any(any(covers) and covers != layer.covers for covers in saved)
 
 
 def _fits(kfac: Preconditioner, layer: Layer, entry: dict[str, Tensor]) -> bool:

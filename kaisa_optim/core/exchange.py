@@ -62,6 +62,7 @@ def reduce_to_owners(
     ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
 ) -> Iterator[dict[Key, Tensor]]:
     """Yield new values of the factors that this rank owns, as they arrive."""
+    sums.mix(layers, agreed, functools.partial(ranks.sum_on_device, kind="factors"))
     if ranks.world == 1:
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))

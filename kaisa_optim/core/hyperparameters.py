@@ -193,7 +193,13 @@ def refuse_lost_damping(group: dict[str, Any]) -> None:
 def clip_lr(group: Group) -> Any:
     """Return the α of a group's parameters in the KL clip."""
     alpha = group["kl_clip_lr"]
-    return group.get("lr", 1.0) if alpha == "current" else alpha
+    return rate_of(group) if alpha == "current" else alpha
+
+
+def rate_of(group: Group) -> Any:
+    """Return a group's learning rate; 1 if its optimizer has none, or finds it in each step."""
+    rate = group.get("lr")
+    return 1.0 if rate is None else rate
 
 
 def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:

@@ -152,6 +152,16 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
+def _factor_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value not in (None, torch.float32, torch.float64):
+        must = (
+            "it must be torch.float32, torch.float64, or None for the arithmetic's: averages in "
+            "fewer digits are indefinite; inv_dtype takes torch.bfloat16"
+        )
+        raise invalid(name, value, must)
+    return value
+
+
 def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
     if value not in (None, *_HALVES):
         must = "torch.bfloat16, torch.float16, or None for the data's own dtype"
@@ -312,9 +322,9 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            of_papers=True),
-    Option("factor_dtype", None, "torch.dtype | None", _dtype,
-           "The dtype in which factors are stored. None: float32, or float64 for float64 "
-           "parameters."),
+    Option("factor_dtype", None, "torch.dtype | None", _factor_dtype,
+           "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
+           "or float64 for float64 parameters."),
     Option("inv_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
@@ -335,17 +345,19 @@ _STEP = (
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | str | None", _fraction,
-           "The share of the ranks that make a layer's direction: the smaller, the less memory and "
-           "work, and the more communication. Directions of 1 / (hosts) stay on their host, which "
-           'may be faster. "auto": the fastest that memory_budget allows. None: as assignment '
-           "says.", guide="ranks.md#which-to-take"),
+           "The share of the ranks that work for a layer: the smaller, the less memory, and the "
+           "more communication. With 1/R on several hosts of R ranks, directions stay on their "
+           'host, which may be faster. "auto": the fastest that memory_budget allows. None: as '
+           "assignment says.",
+           guide="ranks.md#which-to-take"),
     Option("memory_budget", None, "int | float | str | None", check_budget,
            "The memory of a rank for weights, gradients, the base's state and K-FAC's, without "
            'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
            'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
     Option("assignment", None, "WorkAssignment | str | None", _unchecked,
-           '"layer-wise": one rank works for each layer; "opt": all do; "hybrid": a fraction does; or '
-           'a WorkAssignment. None: "layer-wise", or "hybrid" with grad_worker_fraction.',
+           'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), '
+           'or as a WorkAssignment says. None: "layer-wise", or "hybrid" with '
+           "grad_worker_fraction.",
            conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),
@@ -353,9 +365,9 @@ _RANKS = (
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
     Option("comm_dtype", None, "torch.dtype | None", _comm_dtype,
-           "The dtype in which statistics, and directions or gradients, travel: torch.bfloat16 or "
-           "torch.float16. It rounds the steps that receivers take, except with opt. None: as "
-           "they are.", guide="memory.md#need-less-traffic-or-less-waiting"),
+           "The dtype in which statistics and directions (or gradients) travel, torch.bfloat16 or "
+           'torch.float16: it rounds the directions of all ranks, but not with "opt", where none '
+           "travel. None: as they are."),
     Option("process_group", None, "Any", _unchecked,
            "The ranks that train this model. None: the default group."),
     Option("verify_every", None, "int | None", _every,

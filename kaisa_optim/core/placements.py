@@ -81,9 +81,8 @@ class Placements:
         shards: tuple[tuple[sharding.Shards, int], ...] = ()
         if layer in self.sharded:
             shards = tuple(zip(self.shards(layer), sizes, strict=True))
-        return LayerFacts(
-            task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
-        )
+        facts = task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
+        return LayerFacts(*facts, layer.tied)
 
 
 def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:

@@ -27,7 +27,7 @@ from ..stages import staged
 from . import coverage, exchange, gradients, reports
 from .coverage import CoverageReport
 from .exchange import BaseSide
-from .hyperparameters import Hyperparameters, clip_lr, refuse_name
+from .hyperparameters import Hyperparameters, clip_lr, rate_of, refuse_name
 from .options import SHARED, Group, Options
 from .registry import Registry
 from .status import Status, step_report, zeros_like_gradients
@@ -236,18 +236,16 @@ class Preconditioner:
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
-            if all("lr" in group and float(group["lr"]) == 0 for group in groups):
+            if all(float(rate_of(group)) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise reports.no_capture(self.steps)
         if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
-        for name in agreed.rows:
-            self.registry.states[name].has_average = True
+        self.registry.note_uses(agreed)
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
-        self.sums.combine()
         return step_report(self.capture, self.sums, self.registry.sections)._replace(
             checksum=agreement.checksum(common | self.status.weights()),
             lacks_half_products=self._lacks_half_products(),
@@ -270,7 +268,7 @@ class Preconditioner:
             average = [layers[name] for name in plan.average]
             given = self.ranks, self.registry, self.sums, average, agreed
             for arrived in staged("reduce", exchange.reduce_to_owners(*given)):
-                store.averages.update(store.owned, arrived, agreed, values.decay_of, self.steps)
+                store.averages.update(store.owned, arrived, agreed, values.decay_of)
             self.sums.clear()
             shifts = exchange.damping_shifts(
                 self.ranks, self.registry, self.rule, store.owned, due, values.damping_of
@@ -408,10 +406,13 @@ class Preconditioner:
         if layers:
             self.allocate()
 
-    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer]:
-        """Compare loaded states; return the layers whose ``momenta`` only some ranks have."""
+    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer] | None:
+        """Compare loaded states; return the layers whose ``momenta`` only some ranks have.
+
+        Return None if there is nothing to compare.
+        """
         if not self._unsettled:
-            return []
+            return None
         (refused,) = self._unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))

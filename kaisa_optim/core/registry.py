@@ -15,7 +15,7 @@ from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import Layer
-from ..plan.step_plan import LayerState, StepPlan
+from ..plan.step_plan import AgreedStep, LayerState, StepPlan
 from . import coverage, muon_groups
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
@@ -212,6 +212,17 @@ class Registry:
                 layer.cover(covers)
                 changed.append(layer)
         return changed
+
+    def note_uses(self, agreed: AgreedStep) -> None:
+        """Note the layers that have averages now, and the directions of their weights' uses."""
+        for name in agreed.rows:
+            self.states[name].has_average = True
+            self.layers[name].turned = name in agreed.turned
+        new = [x for x in map(self.layers.__getitem__, agreed.crossed) if not x.tied]
+        for layer in new:
+            layer.tied = True
+        if new:
+            self.placements.find_facts(self.layers.values())
 
     def note(self, plan: StepPlan) -> None:
         """Note the refreshed layers: they are no longer stale, and some are checked later."""

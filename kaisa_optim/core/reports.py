@@ -93,9 +93,10 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
         raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
     if not registry.states[name].has_average:
         raise KeyError(f"layer {name!r} has no statistics yet")
+    sides = "ga" if layer.turned else "ag"
     away = [
-        f"{side.upper()} is on rank {registry.placements.owner(layer, side)}"
-        for side in "ag"
+        f"{label} is on rank {registry.placements.owner(layer, side)}"
+        for label, side in zip("AG", sides, strict=True)
         if (layer, side) not in owned.by_key
     ]
     if away:
@@ -103,7 +104,7 @@ def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tens
             f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that rank. "
             "colocate_factors=True puts A and G on one"
         )
-    a, g = (owned.by_key[layer, side]["average"] for side in "ag")
+    a, g = (owned.by_key[layer, side]["average"] for side in sides)
     return a, g
 
 

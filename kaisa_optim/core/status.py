@@ -17,7 +17,15 @@ from ..comm.ranks import Ranks
 from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
-from ..plan.step_plan import FAILED, REJECTED, SIDES, AgreedStep, RefreshReport, StepPlan, StepReport
+from ..plan.step_plan import (
+    FAILED,
+    REJECTED,
+    SIDES,
+    AgreedStep,
+    RefreshReport,
+    StepPlan,
+    StepReport,
+)
 from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
@@ -326,8 +334,7 @@ class Status:
             raise RuntimeError(
                 f"{text} (max_failures={max_failures}): its statistics are not finite or "
                 "too ill-conditioned; look for a loss that is not finite and for diverging "
-                "activations, raise damping, store factors in float32 or skip the layer with "
-                "skip_layers"
+                "activations, raise damping or skip the layer with skip_layers"
             )
         text = f"{text}; {kept} stays in use. See whether the loss is finite"
         agreement.warn(self._ranks, text)
@@ -398,6 +405,7 @@ def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int
         terms=sums.terms(),
         gradients=graded,
         rows=sums.rows(sections),
+        crossed=sums.rows(sections, crossed=True),
     )
 
 

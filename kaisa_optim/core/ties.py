@@ -30,6 +30,7 @@ def tie(
         primary = next((layer for layer, _ in users if layer.diagonal_input), users[0][0])
         assert primary.weight is not None
         tied.add(primary.weight)
+        primary.tied = len({layer.input_dim for layer, _ in users}) > 1
         primary.watched_in = tuple(dict.fromkeys(layer.module for layer, _ in users))
         for candidate in users:
             layer = candidate[0]

@@ -106,6 +106,7 @@ class View:
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the running averages A and G: ``[blocks, n, n]``, or ``[blocks, n]`` if diagonal.
 
+        A is of inputs and G of output gradients, in whichever order the weight is stored.
         Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
         return reports.factors(self._kfac.registry, self._kfac.store.owned, name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.kronecker import least
 from ..linalg.precision import full_precision
-from ..linalg.rounding import rounded
 from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
@@ -52,15 +50,14 @@ class RunningAverages:
         sums: dict[Key, Tensor],
         agreed: AgreedStep,
         decay_of: DecayOf,
-        number: int,
     ) -> None:
-        """Take new values of owned factors into their averages in step ``number``."""
+        """Take new values of owned factors into their averages."""
         stacks = owned.stacks.values()
         own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision(), stage("average"):
             for factors in grouped(own, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
-                self._update(factors, values, agreed, decay_of, number)
+                self._update(factors, values, agreed, decay_of)
 
     def _update(
         self,
@@ -68,7 +65,6 @@ class RunningAverages:
         values: list[Tensor],
         agreed: AgreedStep,
         decay_of: DecayOf,
-        number: int,
     ) -> None:
         """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
         like, layers = factors[0].key, [factor.layer for factor in factors]
@@ -77,7 +73,8 @@ class RunningAverages:
         finite = traces < math.inf  # NaN is not
         if self.scale_free:
             counts = finite & (traces > least(traces.dtype))
-            _divide_by_means(factors, values, torch.where(counts, traces, 1.0))
+            traces = torch.where(counts, traces, 1.0)
+            _divide_by_means(factors, values, traces, agreed.turned)
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():
@@ -89,11 +86,11 @@ class RunningAverages:
         decays = keep_and_take(layers, decay_of, like)
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
-        _approach(factors, values, _each(step, values), number)
+        _approach(factors, values, _each(step, values))
         rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
-            if not all(agreed.rows[factor.layer.name]):
+            if not all(agreed.has_rows(factor.layer.name)):
                 _stand_in(factor)
 
 
@@ -113,29 +110,26 @@ def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(each, 1))
 
 
-def _divide_by_means(factors: list[Factor], values: list[Tensor], traces: Tensor) -> None:
-    """Divide values of G, in place, by their mean eigenvalues."""
-    parts = _each(traces, values)
-    own = [x for x in zip(factors, values, parts, strict=True) if x[0].side == "g"]
+def _divide_by_means(
+    factors: list[Factor], values: list[Tensor], traces: Tensor, turned: Collection[str]
+) -> None:
+    """Divide values of G, in place, by their mean eigenvalues; ``turned`` layers have G in A."""
+    each = zip(factors, values, _each(traces, values), strict=True)
+    own = [x for x in each if (x[0].side == "g") != (x[0].layer.name in turned)]
     if own:
         of, matrices, divisors = zip(*own, strict=True)
         torch._foreach_div_(matrices, divisors)
         torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
 
 
-def _approach(
-    factors: list[Factor], values: list[Tensor], steps: list[Tensor], number: int
-) -> None:
+def _approach(factors: list[Factor], values: list[Tensor], steps: list[Tensor]) -> None:
     """Move averages towards new values."""
     averages = [f.tensors["average"][f.slots] for f in factors]
     if averages[0].dtype == values[0].dtype:
         torch._foreach_lerp_(averages, values, steps)
         return
-    # At a decay of 0.99, new values change an average by less than bfloat16's last digit.
-    for factor, average, value, part in zip(factors, averages, values, steps, strict=True):
-        new = average.to(value.dtype).lerp_(value, part)
-        seed = zlib.crc32(repr((number, *factor.name)).encode()) - 2**31
-        average.copy_(rounded(new, average.dtype, seed))
+    for average, value, part in zip(averages, values, steps, strict=True):
+        average.copy_(average.to(value.dtype).lerp_(value, part))
 
 
 def _stand_in(factor: Factor) -> None:
@@ -151,13 +145,13 @@ def _stand_in(factor: Factor) -> None:
 
 def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Tensor | None:
     """Return for each block of these layers whether some rank has rows of it; None: all have."""
-    counts = [agreed.rows[layer.name] for layer in layers]
-    if all(itertools.chain.from_iterable(counts)):
+    if all(itertools.chain.from_iterable([agreed.rows[layer.name] for layer in layers])):
         return None
     flags: list[bool] = []
-    for layer, own in zip(layers, counts, strict=True):
-        for count in own:
-            flags += [count > 0] * (layer.blocks // len(own))
+    for layer in layers:
+        sections = agreed.has_rows(layer.name)
+        for flag in sections:
+            flags += [flag] * (layer.blocks // len(sections))
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 

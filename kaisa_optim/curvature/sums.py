@@ -18,8 +18,10 @@ from .stacks import Key, StackKey, by_place, device_of, stack_key
 class LayerSums:
     """One layer's sums since the last step."""
 
-    def __init__(self, covers: tuple[bool, bool], layer: Layer) -> None:
-        self.covers = covers
+    def __init__(
+        self, covers: tuple[bool, bool], layer: Layer, *, is_crossed: bool = False
+    ) -> None:
+        self.covers, self.is_crossed = covers, is_crossed
         self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
@@ -28,6 +30,7 @@ class LayerSums:
         # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
         self.passes: set[ForwardPass] = set()
+        self.is_scaled = False  # the sums are this rank's terms of the factors
         self.drawn = False  # G has gradients of drawn labels
         self.trained = False  # G has gradients that train
 
@@ -51,7 +54,9 @@ class LayerSums:
 
 def _leveled(sums: list[Tensor], units: list[Tensor | None]) -> Tensor:
     """Scale sums of G, in place, to the largest of their units; return this unit."""
-    own = torch.stack([_number(1, g) if unit is None else unit for g, unit in zip(sums, units)])
+    own = torch.stack(
+        [_number(1, g) if unit is None else unit for g, unit in zip(sums, units, strict=True)]
+    )
     largest = own.amax()
     torch._foreach_mul_(sums, [*(own / largest).square_()])
     return largest
@@ -129,7 +134,7 @@ class FactorSums:
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         if layer.crossed:
             moments = moments._replace(g=_without_unit(moments.g, moments.unit), unit=None)
-            sums.crossed = sums.crossed or LayerSums(covers, primary)
+            sums.crossed = sums.crossed or LayerSums(covers, primary, is_crossed=True)
             sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
         sums.add(moments, count)
 
@@ -142,23 +147,14 @@ class FactorSums:
     def bytes(self) -> int:
         return sum(sums.bytes() for sums in self.of_layer.values())
 
-    def combine(self) -> None:
-        """Let the sums of crossed uses enter their layers' sums, before a step reads them."""
-        for layer, sums in self.of_layer.items():
-            crossed, sums.crossed = sums.crossed, None
-            if crossed is not None and sums.g is not None:
-                sums.g, sums.unit = _without_unit(sums.g, sums.unit), None
-            if crossed is not None and sums.a is None:
-                # A and G took each other's places, and their product is the same.
-                sums.a, sums.g, sums.count = crossed.a, crossed.g, crossed.count
-            elif crossed is not None:
-                _combine(sums, crossed, layer)
-
     # ---- reports ----
 
-    def rows(self, sections: Mapping[Layer, int]) -> list[float]:
+    def rows(self, sections: Mapping[Layer, int], *, crossed: bool = False) -> list[float]:
         """Return this rank's number of rows of each section of each layer."""
-        each = [(self.of_layer.get(layer), count) for layer, count in sections.items()]
+        of_layer: Mapping[Layer, LayerSums | None] = self.of_layer
+        if crossed:
+            of_layer = {layer: sums.crossed for layer, sums in self.of_layer.items()}
+        each = [(of_layer.get(layer), count) for layer, count in sections.items()]
         counts = [[0.0] * count if sums is None else sums.count for sums, count in each]
         return list(itertools.chain.from_iterable(counts))
 
@@ -193,20 +189,64 @@ class FactorSums:
             ]
             own = torch.stack(units)
             shares = (own / largest(own.clone())).square_()
-            some = [(s.g, x) for s, x in zip(every, shares) if s is not None and s.g is not None]
+            some = [
+                (s.g, x)
+                for s, x in zip(every, shares, strict=True)
+                if s is not None and s.g is not None
+            ]
             if some:
-                torch._foreach_mul_(*map(list, zip(*some)))
+                torch._foreach_mul_(*map(list, zip(*some, strict=True)))
+
+    def mix(
+        self,
+        layers: Iterable[Layer],
+        agreed: AgreedStep,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Take the plain and the crossed uses of each layer as one product.
+
+        The mixture is not linear: if each rank mixed by traces of its own, the factors would
+        depend on the number of ranks.
+        """
+        for same in by_place([layer for layer in layers if layer.name in agreed.crossed]):
+            for plain in [x for x in map(self.of_layer.get, same) if x is not None]:
+                if plain.g is not None:  # the shares below go by the size of the gradients
+                    plain.g, plain.unit = _without_unit(plain.g, plain.unit), None
+            uses = ("a", False), ("g", False), ("g", True), ("a", True)
+            terms = [self._scaled([(layer, *use) for use in uses], agreed) for layer in same]
+            traces = [
+                torch.stack(
+                    [_traces(x, layer, side) for x, (side, _) in zip(four, uses, strict=True)]
+                )
+                for layer, four in zip(same, terms, strict=True)
+            ]
+            totals = sum_over_ranks(torch.cat(traces, 1)).split([layer.blocks for layer in same], 1)
+            for layer, four, total in zip(same, terms, totals, strict=True):
+                for x, share in zip(four, _shares(total), strict=True):
+                    x.mul_(share.view(-1, *(1,) * (x.dim() - 1)))
+                if (sums := self.of_layer.get(layer)) is not None:
+                    a1, g1, a2, g2 = four
+                    sums.a, sums.g, sums.crossed = a1.add_(g2), g1.add_(a2), None
+                    sums.is_scaled = True
 
     def take(self, keys: Sequence[Key], agreed: AgreedStep) -> list[Tensor]:
         """Return this rank's shares of new factors, whose sums over the ranks are the factors.
 
         A share is the sum itself, scaled in place; the sum ends here.
         """
+        return self._scaled([(x, side, x.name in agreed.turned) for x, side in keys], agreed)
+
+    def _scaled(
+        self, chosen: Sequence[tuple[Layer, str, bool]], agreed: AgreedStep
+    ) -> list[Tensor]:
+        """Take out scaled sums of sides, of plain or crossed uses; zeros where there is none."""
         shares: list[Tensor] = []
         parts: list[Tensor] = []
         scales: list[float] = []
-        for layer, side in keys:
+        for layer, side, crossed in chosen:
             sums = self.of_layer.get(layer)
+            if sums is not None and crossed:
+                sums = sums.crossed
             total = None if sums is None else sums.a if side == "a" else sums.g
             if sums is None or total is None:
                 key = stack_key(layer, side)
@@ -218,68 +258,45 @@ class FactorSums:
                 total = total.expand(layer.blocks, *total.shape[1:]).clone()
             shares.append(total)
             parts += [total] if len(sums.count) == 1 else total.chunk(len(sums.count))
-            scales += self._scales(layer, side, sums, agreed)
+            scales += self._scales(layer, (side == "a") != crossed, sums, agreed)
         if parts:
             torch._foreach_mul_(parts, scales)
         return shares
 
-    def _scales(self, layer: Layer, side: str, sums: LayerSums, agreed: AgreedStep) -> list[float]:
+    def _scales(
+        self, layer: Layer, of_inputs: bool, sums: LayerSums, agreed: AgreedStep
+    ) -> list[float]:
         """Return the scale of each section of a sum, on the host."""
+        if sums.is_scaled:
+            return [1.0] * len(sums.count)
+        rows, givers = agreed.rows[layer.name], agreed.givers[layer.name]
+        if sums.is_crossed:
+            rows, givers = agreed.crossed.get(layer.name, (rows, givers))
         if self.kaisa_scaling:
             # Each rank's passes are averaged, then the ranks.
-            both = zip(sums.count, agreed.givers[layer.name], strict=True)
-            return [1 / (max(1, count) * max(1, givers)) for count, givers in both]
-        if side == "a":
-            return [1 / max(1, count) for count in agreed.rows[layer.name]]
+            both = zip(sums.count, givers, strict=True)
+            return [1 / (max(1, count) * max(1, ranks)) for count, ranks in both]
+        if of_inputs:
+            return [1 / max(1, count) for count in rows]
         # Drawn gradients belong to the sum of the terms, and not to their mean.
         own = 1.0 if agreed.drawn else agreed.own_terms**2
         return [own / agreed.terms if agreed.terms else 0.0] * len(sums.count)
 
 
-def _combine(sums: LayerSums, crossed: LayerSums, layer: Layer) -> None:
-    """Take A₁⊗G₁ + A₂⊗G₂ as one product of weighted sums; crossed uses have A₂ and G₂.
+def _shares(traces: Tensor) -> Tensor:
+    """Return the shares of A₁, G₁, A₂ and G₂ in one product, ``[4, blocks]``, from their traces.
 
-    The weights follow from the traces of A₁⊗G₁ and A₂⊗G₂, and the product has the trace of the sum.
-    Each block has weights of its own.
+    The layer's sides take a₁ A₁ + g₂ G₂ and g₁ G₁ + a₂ A₂. Their product has the trace of
+    A₁⊗G₁ + G₂⊗A₂. Its first factor has the trace of A₁, so that a scale of the loss is in the
+    second factor alone.
     """
-    a1, a2, g1, g2 = sums.a, crossed.a, sums.g, crossed.g
-    assert a1 is not None and a2 is not None and g1 is not None and g2 is not None
-    a1, a2 = (x / _each(n, x) for x, n in ((a1, sums.count), (a2, crossed.count)))
-    if 0 in sums.count:  # blocks with crossed uses alone take the A of these; their G₁ is zero
-        empty = torch.tensor([n == 0 for n in sums.count], device=a1.device)
-        a1 = torch.where(empty.view(-1, *(1,) * (a1.dim() - 1)), a2, a1)
-    sums.count = [own or theirs for own, theirs in zip(sums.count, crossed.count, strict=True)]
-    of_a1, of_a2, of_g1, of_g2 = (
-        _traces(x, layer, side) for x, side in ((a1, "a"), (a2, "a"), (g1, "g"), (g2, "g"))
-    )
-    first, second = of_a1 * of_g1, of_a2 * of_g2
-    roots = first.sqrt() + second.sqrt()
-    a_share, g_share = first.sqrt() / roots, (first + second) / of_a1 / roots
-    # The result is as large as the first A, which is a mean over rows.
-    a_shares = a_share, (1 - a_share) * of_a1 / of_a2
-    g_shares = g_share * first.sqrt() / of_g1, g_share * second.sqrt() / of_g2
-    # A product is zero if all gradients are zero. Sums that are not finite must stay so.
-    zero = first == 0, second == 0
-    sums.a = _mixed(a1, a2, a_shares, zero) * _each(sums.count, a1)
-    sums.g = _mixed(g1, g2, g_shares, zero)
-
-
-def _mixed(
-    one: Tensor, other: Tensor, shares: tuple[Tensor, Tensor], zero: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Return both moments' weighted sum; if one product is zero, the other product's moment."""
-    shape = -1, *(1,) * (one.dim() - 1)
-    both = one * shares[0].view(shape) + other * shares[1].view(shape)
-    rest = torch.where(zero[0].view(shape), other, both)
-    return torch.where(zero[1].view(shape), one, rest)
-
-
-def _each(counts: Sequence[float], like: Tensor) -> Tensor | float:
-    """Return the blocks' counts in a shape that scales their moments; one number if all agree."""
-    counts = [max(1, count) for count in counts]
-    if len(set(counts)) == 1:
-        return counts[0]
-    return like.new_tensor(counts).view(-1, *(1,) * (like.dim() - 1))
+    a1, g1, a2, g2 = (torch.where(x == 0, 1, x) for x in traces)  # divisors; NaN stays
+    first, second = traces[:2].sqrt().prod(0), traces[2:].sqrt().prod(0)
+    empty = first + second == 0
+    share = torch.where(empty, 1, first / (first + second))
+    mean = (first * share + second * (1 - share)) / a1
+    of_g1 = torch.where(empty, 1, mean * (first / g1))
+    return torch.stack([share, of_g1, mean * (second / a2), (1 - share) * (a1 / g2)])
 
 
 def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:

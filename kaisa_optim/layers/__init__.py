@@ -15,7 +15,7 @@ from .base import (
 from .embedding import EmbeddingLayer
 from .linear import LinearLayer
 from .parameters import NORMS, SCALES, Declared, MatrixLayer, declared
-from .watch import WatchMode
+from .watch import Scope, WatchMode
 
 __all__ = [
     "NORMS",
@@ -27,6 +27,7 @@ __all__ = [
     "MatrixLayer",
     "Moments",
     "PassSettings",
+    "Scope",
     "Shared",
     "WatchMode",
     "check_sizes",

@@ -109,6 +109,8 @@ class CoveredModule:
     watched_in: tuple[nn.Module, ...] = ()
     bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
+    tied = False  # the weight has uses in both directions, plain and crossed ones
+    turned = False  # the weight has crossed uses alone: G's side holds the inputs
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -418,6 +420,7 @@ class Layer(MomentsOfRows):
     def __repr__(self) -> str:
         a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
         g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
+        a, g = (g, a) if self.turned else (a, g)
         count = f", for each of {self.blocks} parts of its outputs" if self.blocks > 1 else ""
         each = zip(("weight", "bias"), self.trained, self.covers_now(), strict=True)
         frozen = [name for name, trained, moves in each if trained and not moves]

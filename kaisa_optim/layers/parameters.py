@@ -101,7 +101,7 @@ def declared(name: str, module: nn.Module) -> Declared:
             found.reasons[p] = f"{title}: {why}"
         elif any(p is other for other in inside):
             continue
-        elif p.dim() in (2, 3) and 1 not in p.shape and not isinstance(module, NORMS):
+        elif p.dim() in (2, 3) and 1 not in p.shape[-2:] and not isinstance(module, NORMS):
             found.layers.append(MatrixLayer(prefix + own_name, module, p))
         else:
             found.reasons[p] = SCALES

@@ -2,12 +2,13 @@
 
 A mode sees every torch function that runs under it. The mode knows some functions: products,
 tables, convolutions. If a parameter or a view of it is among the arguments, the mode taps the
-result for the parameter's layer.
+result for the parameter's layer. All modules that a thread runs share one mode, so that a call
+costs the same for many watched parameters as for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ _ALL = slice(None)
 class Found(NamedTuple):
     """A parameter of a layer among a call's arguments."""
 
+    scope: Scope  # the innermost one that knows the parameter
     layer: Layer
     whole: Tensor  # the parameter, or a tensor that stands in for it; ``view`` is a view of it
     view: Tensor
@@ -49,44 +51,64 @@ class Around(Protocol):
 
     sharded: frozenset[Layer]  # layers with parameters that are spread over ranks
 
-    def takes(self, mode: WatchMode, layer: Layer, value: Tensor) -> bool:
-        """Return whether a call with a layer's weight is left to this mode."""
+    def takes(self, layer: Layer) -> bool:
+        """Return whether a call with a layer's weight is left to the mode."""
 
     def gathered(self, layer: Layer) -> list[Tensor]:
         """Return the whole parameters that stand in the places of a layer's sharded ones now."""
 
 
-class WatchMode(TorchFunctionMode):
-    """Runs a module's forward, and taps the calls that use these layers' weights.
-
-    ``around`` tells whether a call is this mode's: modes nest, and each use counts once. Under a
-    selective checkpoint that begins within the forward, calls run as they are: such a checkpoint
-    counts operations, and would not find the tap's own operations when it recomputes.
-    """
+class Scope:
+    """The layers that are watched in one call of a module, and the tap for their uses."""
 
     def __init__(
         self,
-        layers: list[Layer],
+        layers: Iterable[Layer],
         tap: Tap,
-        around: Around,
         note: Callable[[Layer], None] = lambda layer: None,
     ) -> None:
-        super().__init__()
         self.layers = frozenset(layers)
-        self._tap, self._around, self._note = tap, around, note
-        self._dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
-        self._layer_of: dict[int, tuple[Tensor, Layer]] = {}
-        for layer in layers:
-            for p in (layer.weight, layer.bias):
-                if p is not None:
-                    self._layer_of[id(p)] = p, layer
+        self.tap, self.note = tap, note
+        self.dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
+        # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
+        self.known: dict[int, tuple[Tensor, Layer]] = {
+            id(p): (p, layer)
+            for layer in self.layers
+            for p in (layer.weight, layer.bias)
+            if p is not None
+        }
+
+
+class WatchMode(TorchFunctionMode):
+    """Runs the watched modules of a thread, and taps the calls that use their scopes' weights.
+
+    Scopes nest as modules do. Each use counts once, for the innermost scope that knows the weight.
+    Under a selective checkpoint that begins within a scope, calls run as they are: such a
+    checkpoint counts operations, and would not find the tap's own operations when it recomputes.
+    """
+
+    def __init__(self, around: Around) -> None:
+        super().__init__()
+        self._around = around
+        self.scopes: list[Scope] = []  # of the modules that run, the innermost last
+
+    def begin(self, scope: Scope) -> None:
+        """Watch one module's call more, until the exit that belongs to it."""
+        self.scopes.append(scope)
+        if len(self.scopes) == 1:
+            self.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.scopes.pop()
+        if not self.scopes:
+            super().__exit__(*error)
 
     @torch.compiler.disable  # a compiled model runs as it is
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         watch = WATCHED.get(func)
-        if watch is None or torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
+        if watch is None or torch._C._len_torch_dispatch_stack() > self.scopes[-1].dispatch_modes:
             return func(*args, **(kwargs or {}))
         return watch(self, func, args, kwargs or {})
 
@@ -94,44 +116,57 @@ class WatchMode(TorchFunctionMode):
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
-        known = self.known(value)
-        if known is None or not self._around.takes(self, known[1], value):
+        found = self.known(value)
+        if found is None or not self._around.takes(found.layer):
             return None
-        return Found(known[1], known[0], value)
+        within = torch._C._len_torch_dispatch_stack() <= found.scope.dispatch_modes
+        return found if within else None
 
-    def known(self, value: Tensor) -> tuple[Tensor, Layer] | None:
-        """Return the parameter, or its stand-in, that a tensor is or is a view of; its layer."""
-        known = self._layer_of.get(id(value))
-        if known is None and value._is_view() and _trains(value, value._base):
-            known = self._layer_of.get(id(value._base))
-        return known or self._gathered(value)
+    def known(self, value: Tensor) -> Found | None:
+        """Return the parameter, or its stand-in, that a tensor is or is a view of."""
+        base = value._base if value._is_view() else None
+        for scope in reversed(self.scopes):
+            known = scope.known.get(id(value))
+            if known is None and id(base) in scope.known and _trains(value, base):
+                known = scope.known[id(base)]
+            known = known or self._gathered(scope, value if base is None else base)
+            if known is not None:
+                return Found(scope, known[1], known[0], value)
+        return None
 
-    def tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
+    def tap(self, found: Found, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
         """Tap a call's output."""
-        self._note(layer.primary)
-        return self._tap(layer, output, x, blocks)
+        found.scope.note(found.layer)
+        return found.scope.tap(layer, output, x, blocks)
 
-    def _gathered(self, value: Tensor) -> tuple[Tensor, Layer] | None:
+    def _gathered(self, scope: Scope, base: Tensor) -> tuple[Tensor, Layer] | None:
         """Return a whole parameter that stands in a sharded one's place now, and its layer."""
-        base = value._base if value._is_view() else value
         if not self._around.sharded or not isinstance(base, nn.Parameter):
             return None
-        for layer in self._around.sharded & self.layers:
+        for layer in self._around.sharded & scope.layers:
             if any(base is whole for whole in self._around.gathered(layer)):
-                self._layer_of[id(base)] = base, layer
+                scope.known[id(base)] = base, layer
                 return base, layer
         return None
 
     def stands_in(self, value: Any, found: Found) -> None:
         """Note a tensor whose gradient is the parameter's."""
         if isinstance(value, Tensor) and value is not found.view and found.view is found.whole:
-            self._layer_of[id(value)] = value, found.layer
-            self._note(found.layer)
+            found.scope.known[id(value)] = value, found.layer
+            found.scope.note(found.layer)
 
     def is_data(self, x: Any) -> bool:
         """Return whether an operand can hold rows: a matrix that is a parameter holds none."""
+        return x.dim() > 2 or not self._is_parameter(x)
+
+    def is_batch(self, x: Any) -> bool:
+        """Return whether a term can hold rows of several examples."""
+        return x.dim() > 2 and not self._is_parameter(x)
+
+    def _is_parameter(self, x: Any) -> bool:
         base = x._base if x._is_view() else x
-        return x.dim() > 2 or not (isinstance(base, nn.Parameter) or id(base) in self._layer_of)
+        known = any(id(base) in scope.known for scope in self.scopes)
+        return isinstance(base, nn.Parameter) or known
 
     # ---- uses ----
 
@@ -154,9 +189,19 @@ class WatchMode(TorchFunctionMode):
         use.biased = biased
         if place.first is not None:
             use.first = place.first
-        return self.tap(use, out, x, place.blocks)
+        return self.tap(found, use, out, x, place.blocks)
 
     def rows(
+        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
+    ) -> Tensor:
+        """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
+        place = found.place()
+        matrix = place is not None and not place.transposed and found.view.dim() == 2
+        if place is None or not matrix or place.first is not None:
+            return out
+        return self.table(found, out, indices, padding)
+
+    def table(
         self,
         found: Found,
         out: Tensor,
@@ -164,14 +209,12 @@ class WatchMode(TorchFunctionMode):
         padding: int | None = None,
         sign: int = 1,
     ) -> Tensor:
-        """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        layer, place = found.layer, found.place()
-        own = layer.input_dim
-        whole = place is not None and not place.transposed and place.first is None
-        if not whole or own is None or layer.blocks > 1 or layer.covers[1]:
+        """Tap rows of the whole weight, which enter the output with a ``sign``."""
+        layer, own = found.layer, found.layer.input_dim
+        if own is None or layer.blocks > 1 or layer.covers[1]:
             return out
         use = uses.TableUse(layer, padding, sign, crossed=own == 1)
-        return self.tap(use, out, indices, _ALL)
+        return self.tap(found, use, out, indices, _ALL)
 
 
 def _trains(view: Tensor, base: Any) -> bool:
@@ -215,7 +258,7 @@ def _biased_product(
     own = found.view is found.whole and (not layer.covers[1] or biased)
     own = own and (added is None or added.view is added.whole)
     if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
-        return mode.tap(layer, out, x, _ALL)
+        return mode.tap(found, layer, out, x, _ALL)
     return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
 
 
@@ -225,7 +268,7 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return out
     left, right = args[0], args[1]
     found = mode.find(right)
-    if found is not None and right.dim() == 2:
+    if found is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
         return mode.product(found, out, left, uses.ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
         return mode.product(found, out, left, uses.StackedUse, 0)
@@ -308,19 +351,23 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         found = mode.find(table)
         if found is not None and found.whole is found.layer.bias:
             found.layer.bias_apart = True
-        # A sum with a tensor of the table's own shape makes another table, and no rows.
-        elif found is not None and isinstance(rows, Tensor) and rows.dim() > 2:
+        # A sum with a matrix or with another parameter makes another table, and no rows.
+        elif found is not None and isinstance(rows, Tensor) and mode.is_batch(rows):
             minus = table is args[1] and func in _DIFFERENCES
             out = _positions(mode, found, out, -1 if minus else 1)
     return out
 
 
 def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
-    """Tap a table of positions: a weight that is added to rows of as many positions."""
-    if found.view is not found.whole or out.shape[-2:] != found.whole.shape:
+    """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
+    size = found.view.shape[-2:]
+    if size != out.shape[-2:] or size.numel() != found.view.numel():
         return out
-    indices = torch.arange(out.shape[-2], device=out.device).expand(out.shape[:-1])
-    return mode.rows(found, out, indices, sign=sign)
+    place = place_of(found.view.detach().flatten(0, -2), found.whole)
+    if place is None or place.transposed:
+        return out
+    indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
+    return mode.table(found, out, indices.expand(out.shape[:-1]), sign=sign)
 
 
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -353,7 +400,8 @@ def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         for name, value in zip(names[:3], given[:3], strict=True)
     )
     x = _argument(args, kwargs, 0, "input")
-    return mode.tap(layer if as_built else uses.ConvUse(layer, *given[:3]), out, x, _ALL)
+    use = layer if as_built else uses.ConvUse(layer, *given[:3])
+    return mode.tap(found, use, out, x, _ALL)
 
 
 def _spread(value: Any, dims: int) -> Any:

@@ -6,6 +6,7 @@ checkpoints go from one to the other. Ranks that only receive a direction keep n
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..comm.sharding import parts_here
 from ..core import checkpoint
+from ..core.hyperparameters import rate_of
 from ..core.options import Group
 from ..curvature.lengths import (
     AdamLength,
@@ -80,7 +82,7 @@ class BaseStep:
     def _found(self, optimizer: KFACMixin) -> OfBase:
         rates: dict[Tensor, float | Tensor] = {}
         for group in optimizer.param_groups:
-            rate = group.get("lr", 1.0)
+            rate = rate_of(group)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         return OfBase(idle=self.idle, rates=rates)
@@ -414,30 +416,29 @@ class AnyStep(BaseStep):
         return found
 
     def _steps(self, optimizer: KFACMixin, ready: Collection[Tensor]) -> dict[Tensor, Tensor]:
-        """Return how far the base moves these parameters down, and leave them where they were."""
-        groups = optimizer.param_groups
+        """Let the base step all parameters, and put ``ready`` ones back where they were.
+
+        Return how far the base moved these down. It is called once a step, since some bases count
+        their steps in the group.
+        """
         stepped = [
-            p for group in groups for p in group["params"] if p in ready and p.grad is not None
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p in ready and p.grad is not None
         ]
-        before = {p: parts_here([p])[0].clone() for p in stepped}
-        decays = [group.get("weight_decay") for group in groups]
-        others = {p: None for group in groups for p in group["params"] if p not in before}
-        try:
-            for group in groups:
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
-            with gradients_of(others):
-                optimizer.base_step()
-        finally:
-            for group, decay in zip(groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
-        for p, former in before.items():
-            (here,) = parts_here([p.data])
-            step = former - here
-            here.copy_(former)
-            before[p] = step
-        return before
+        steps = {p: parts_here([p])[0].clone() for p in stepped}
+        with _without_decay_of(steps.keys(), optimizer.param_groups):
+            optimizer.base_step()
+        for p, former in steps.items():
+            (moved,) = parts_here([p.data])
+            step = former - moved
+            moved.copy_(former)
+            steps[p] = step
+        return steps
+
+    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
+        """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
     def _momenta(
         self, params: list[Tensor], entries: list[Entry], gradients: list[Tensor]
@@ -465,9 +466,38 @@ class AnyStep(BaseStep):
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         # The learning rate is in the lengths already; a decay goes by it.
         if group.get("weight_decay", 0.0) != 0:
-            rate = rate_for(group.get("lr", 1.0), params[0])
+            rate = rate_for(rate_of(group), params[0])
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(params, directions)
+
+
+@contextmanager
+def _without_decay_of(stepped: Collection[Tensor], groups: list[Group]) -> Iterator[None]:
+    """Let the base decay all parameters but ``stepped`` ones.
+
+    While the base steps, ``stepped`` parameters may stand in groups of their own at the end.
+    """
+    count, changed = len(groups), []
+    try:
+        for group in groups[:]:
+            params, decay = group["params"], group.get("weight_decay")
+            apart = [p for p in params if p in stepped]
+            if not (decay and apart):
+                continue
+            changed.append((group, params, decay))
+            decayed = [p for p in params if p not in stepped]
+            if any(p.grad is not None for p in decayed):
+                # Copy the values: a count may be a tensor, which both groups would move on.
+                values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+                groups.append({**values, "params": apart, "weight_decay": 0.0})
+                group["params"] = decayed
+            else:
+                group["weight_decay"] = 0.0
+        yield
+    finally:
+        del groups[count:]
+        for group, params, decay in changed:
+            group["params"], group["weight_decay"] = params, decay
 
 
 def _begin(entry: Entry, p: Tensor) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,24 +56,34 @@ class Load:
         ] + loaded["param_groups"][len(groups) :]
         return loaded
 
+    @property
+    def refrozen(self) -> list[Layer]:
+        """The layers whose saved factors are of other parameters than they train now."""
+        layers = map(self._kfac.registry.layers.__getitem__, self.anew)
+        return [x for x in layers if checkpoint.is_frozen_otherwise(x, self.entries)]
+
     def warn(self, optimizer: KFACMixin) -> None:
         """Warn of layers whose factors or momenta start anew."""
         missing, momenta_anew = self.anew, self._without_momenta(optimizer)
         if momenta_anew:
             names = ", ".join(map(repr, momenta_anew))
             warnings.warn(
-                f"this state lacks the momenta of {names}, or has those of another compute_method, "
-                "so these momenta start at zero; to continue a run, build the optimizer like the "
-                "saved one, and on several ranks call consolidate_state_dict() before a save",
+                f"this state lacks the momenta of {names}, or has those of another compute_method "
+                "or base, so these momenta start at zero; to continue a run, build the optimizer "
+                "like the saved one, and on several ranks call consolidate_state_dict() before a "
+                "save",
                 stacklevel=3,
             )
         if missing and not self._fresh:
             ranks, layers = self._kfac.ranks, self._kfac.registry.layers
-            share = f", which rank {ranks.rank} keeps" if ranks.world > 1 else ""
+            refrozen = {layer.name for layer in self.refrozen}.issuperset(missing)
+            share = f", which rank {ranks.rank} keeps" if ranks.world > 1 and not refrozen else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
             parameters = {p for name in missing for p in layers[name].parameters}
             new = "; where the base steps first, its moments begin anew"
             until = new if optimizer._stepped & parameters else ""
+            if refrozen:
+                until += "; other parts of these layers were frozen when they were saved"
             warnings.warn(
                 "the checkpoint has no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
@@ -125,13 +133,11 @@ def _saves_all_shares() -> bool:
 
     A full state is different: of plain tensors, torch takes rank 0's alone.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller, values = frame.f_globals.get("__name__"), frame.f_locals
-        if caller == "torch.distributed.checkpoint.state_dict" and "options" in values:
+    for caller in agreement.callers():
+        module, values = caller.f_globals.get("__name__"), caller.f_locals
+        if module == "torch.distributed.checkpoint.state_dict" and "options" in values:
             full = values["options"] is not None and values["options"].full_state_dict
-            return not (full and frame.f_code.co_name.startswith("get_"))
-        frame = frame.f_back
+            return not (full and caller.f_code.co_name.startswith("get_"))
     return False
 
 

@@ -17,6 +17,7 @@ from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
+from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
@@ -29,6 +30,7 @@ class KFACMixin(Optimizer):
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
+    _join_config: Any = None  # set by torch's Join
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class KFACMixin(Optimizer):
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
+        self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self.base_part = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -202,6 +205,13 @@ class KFACMixin(Optimizer):
         is_built = hasattr(self, "preconditioner")
         try:
             refuse_lost_damping(group)
+            polar = self._kfac_options.compute_method == "polar"
+            if polar and "lr" in group and group["lr"] is None and group.get("weight_decay"):
+                why = (
+                    f"None with weight_decay={group['weight_decay']!r}; covered weights decay by "
+                    "lr * weight_decay: give lr a number, or set weight_decay=0"
+                )
+                raise invalid_because("lr", why)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:
@@ -306,6 +316,7 @@ class KFACMixin(Optimizer):
         finally:
             handle.remove()
             del self._loaded
+        self._refrozen = load.refrozen
         load.warn(self)
 
     def _settle_load(self) -> None:
@@ -316,11 +327,18 @@ class KFACMixin(Optimizer):
             return {p for p in state if isinstance(state[p], dict) and key in state[p]}
 
         uneven = self.preconditioner.settle_load(self.param_groups, momenta)
+        if uneven is None:
+            return
+        if not self.base_part.second:  # other ranks may lack the state of a layer
+            ready, _ = self.preconditioner.gradients.stepped()
+            self._stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self._stepped.discard(p)
-        if uneven:
-            loading.warn_of_uneven(self.preconditioner, uneven)
+        # The load has named refrozen layers; their momenta are where shares keep them.
+        lost = [layer for layer in uneven if layer not in self._refrozen]
+        if lost:
+            loading.warn_of_uneven(self.preconditioner, lost)
 
     def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
         """Return the values that a group keeps in a load, whatever was saved."""
@@ -363,10 +381,13 @@ class KFACMixin(Optimizer):
         base = self.base_part
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
+        if not base.second:  # only gradient workers have these momenta
+            ready, _ = self.preconditioner.gradients.stepped()
+            self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
-        if not self.preconditioner.rule.makes_directions:  # the base is to begin these anew
-            foreign = checkpoint.foreign_moments(self.preconditioner, entries)
-            loaded.difference_update(p for layer in foreign for p in layer.parameters)
+        # The base begins these anew, by an entry that is absent.
+        foreign = checkpoint.foreign_moments(self.preconditioner, entries)
+        loaded.difference_update(p for layer in foreign for p in layer.parameters)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
         return restored
 
@@ -380,4 +401,4 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
     """Return the α of the KL clip: fixed at construction, so that a schedule of lr has effect."""
-    return float(group["lr"]) if kind == "initial" and "lr" in group else "current"
+    return float(group["lr"]) if kind == "initial" and group.get("lr") is not None else "current"

@@ -102,7 +102,10 @@ class Account:
         """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
         factors = itertools.chain(*(layer.factors for layer in self._chosen(names)))
         alone = self.grid.world == 1
-        return sum((f.elements if alone else f.size) * f.layer.itemsize for f in factors)
+        return sum(
+            (f.elements if alone else f.size) * f.layer.itemsize * (1 + f.layer.tied)
+            for f in factors
+        )
 
     # ---- communication ----
 
@@ -212,7 +215,9 @@ class Account:
     def _sums(self, average: list[LayerFacts]) -> list[int]:
         """Return the bytes of sums on their way to the factors' owners."""
         world = self.grid.world
-        got = [0] * world
+        tied = grouped([layer for layer in average if layer.tied], operator.attrgetter("place"))
+        traces = [4 * same[0].itemsize * sum(x.task.blocks for x in same) for same in tied.values()]
+        got = [sum(map(self._all_reduced, traces))] * world
         if self.sizes.units:
             for same in grouped(average, operator.attrgetter("place")).values():
                 _add(got, [self._all_reduced(_UNIT * len(same))] * world)

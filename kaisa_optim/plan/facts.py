@@ -44,6 +44,7 @@ class LayerFacts(NamedTuple):
     sections: int = 1  # counts of rows that ranks compare
     frozen: bool = False  # a frozen layer costs its numbers in the status exchange alone
     shards: tuple[tuple[Division, int], ...] = ()  # of its parameters, each with its itemsize
+    tied: bool = False  # uses in both directions have sums of their own
 
     @property
     def name(self) -> str:

@@ -66,23 +66,29 @@ class StepReport(NamedTuple):
     gradients: Sequence[bool] = ()  # whether each layer has a gradient
     stale: Sequence[float] = ()  # flags of the deferred layers' factors
     rows: Sequence[float] = ()  # number of rows of each section of each layer
+    crossed: Sequence[float] = ()  # likewise of crossed uses, whose inputs meet G's side
 
     @classmethod
     def blank(cls, layers: int, deferred: int, sections: int) -> StepReport:
         """Return a report of the right length, for counting its bytes."""
         factors = len(SIDES) * deferred
-        return cls(gradients=[False] * layers, stale=[0.0] * factors, rows=[0.0] * sections)
+        none = [0.0] * sections
+        return cls(gradients=[False] * layers, stale=[0.0] * factors, rows=none, crossed=none)
 
     def numbers(self) -> list[float]:
         """Return the report as numbers whose sums over the ranks tell all."""
-        *head, gradients, stale, rows = self
+        *head, gradients, stale, rows, crossed = self
         squared = self.checksum**2  # both sums together tell whether checksums are equal
-        return [*head, squared, *gradients, *stale, *rows, *[n > 0 for n in rows]]
+        counts = [*rows, *crossed]
+        return [*head, squared, *gradients, *stale, *counts, *[n > 0 for n in counts]]
 
 
 @dataclass(frozen=True)
 class AgreedStep:
-    """The ranks' reports together; only layers with rows are in ``rows`` and ``givers``."""
+    """The ranks' reports together; only layers with rows are in ``rows`` and ``givers``.
+
+    Both are those of crossed uses if a layer has no others: it is ``turned``.
+    """
 
     exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
     answered: tuple[str, ...] = ()  # the deferred layers that ``stale`` is about
@@ -101,6 +107,9 @@ class AgreedStep:
     stale: Sequence[float] = ()
     rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section
     givers: Mapping[str, list[float]] = field(default_factory=dict)  # ranks with rows of it
+    turned: frozenset[str] = frozenset()  # A's side has output gradients, and G's side inputs
+    # Rows and givers of the crossed uses of layers that have uses of both kinds.
+    crossed: Mapping[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -111,16 +120,21 @@ class AgreedStep:
         answered: tuple[str, ...],
     ) -> AgreedStep:
         """Read sums over the ranks of :meth:`StepReport.numbers`; ``sections`` are by layer."""
-        lengths = len(mine.gradients), len(mine.stale), len(mine.rows), len(mine.rows)
+        lengths = len(mine.gradients), len(mine.stale), *4 * [len(mine.rows)]
         starts = list(itertools.accumulate(lengths, initial=len(totals) - sum(lengths)))
-        head, flags, stale, counts, givers = [
-            totals[start:end] for start, end in itertools.pairwise([0, *starts])
+        head, flags, stale, rows, crossed, givers, crossed_givers = [
+            list(totals[start:end]) for start, end in itertools.pairwise([0, *starts])
         ]
         failed, captured, unread, has_gradients, drawn, trained, *others = head
         checksum, terms, lacks, elsewhere, squares = others
         ends = list(itertools.accumulate(sections.values()))
-        places = zip(sections, [0, *ends[:-1]], ends, strict=True)
-        seen = {name: slice(*place) for name, *place in places if any(counts[slice(*place)])}
+        places = dict(zip(sections, map(slice, [0, *ends[:-1]], ends), strict=True))
+        plain = {x: (rows[at], givers[at]) for x, at in places.items() if any(rows[at])}
+        across = {
+            x: (crossed[at], crossed_givers[at]) for x, at in places.items() if any(crossed[at])
+        }
+        known = across | plain
+        seen = {name: known[name] for name in places if name in known}
         return cls(
             exchanged=True,
             answered=answered,
@@ -137,9 +151,17 @@ class AgreedStep:
             elsewhere=elsewhere,
             gradients=dict(zip(sections, flags, strict=True)),
             stale=stale,
-            rows={name: list(counts[place]) for name, place in seen.items()},
-            givers={name: list(givers[place]) for name, place in seen.items()},
+            rows={name: counts for name, (counts, _) in seen.items()},
+            givers={name: ranks for name, (_, ranks) in seen.items()},
+            turned=frozenset(across.keys() - plain.keys()),
+            crossed={name: counts for name, counts in across.items() if name in plain},
         )
+
+    def has_rows(self, name: str) -> list[bool]:
+        """Return for each section of a layer whether some rank has rows of it."""
+        rows = self.rows[name]
+        crossed, _ = self.crossed.get(name, (rows, []))
+        return [max(counts) > 0 for counts in zip(rows, crossed, strict=True)]
 
 
 @dataclass

@@ -135,6 +135,38 @@ def test_layers_called_without_the_model_around_them(kind, train):
     assert_equal(flat(opt, "net."), factors(Net(), train))
 
 
+class Routed(nn.Module):
+    """Sends each row to one of two experts; the first expert may stay idle."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(3, 4).double() for _ in range(2)])
+        self.last = nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        goes = x[:, 0] > self.threshold
+        parts = [expert(x[goes == i]) for i, expert in enumerate(self.experts)]
+        return self.last(torch.cat(parts).tanh())
+
+
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+@pytest.mark.parametrize("threshold", [-100.0, 0.0], ids=["idle", "in part"])
+def test_k_is_the_inner_models_batch_though_its_first_layer_sees_less(threshold, method):
+    inner, plain = Routed(), Routed()
+    inner.threshold = plain.threshold = threshold
+    around = nn.ModuleDict({"net": inner})
+    opts = [KFACSGD(net, lr=0.1, compute_method=method) for net in (around, plain)]
+    for net, opt in zip((inner, plain), opts, strict=True):
+        loss_of(net(rows(8))).backward()
+        opt.step()
+    for name in ("experts.1", "last"):
+        found, expected = opts[0].preconditioner.factors(f"net.{name}"), opts[1].preconditioner
+        for side, wanted in zip(found, expected.factors(name), strict=True):
+            assert wanted.any()
+            torch.testing.assert_close(side, wanted, rtol=1e-12, atol=0)
+
+
 @dataclasses.dataclass
 class Batch:
     values: torch.Tensor

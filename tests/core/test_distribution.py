@@ -109,11 +109,11 @@ def spreads(draw, world: int) -> dict[str, Any]:
         chosen = {"assignment": "hybrid", "grad_worker_fraction": workers / world}
     elif kind == "own":
         chosen = {"assignment": Scattered(workers)}
-    elif kind == "layer-wise":
-        chosen, workers = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}, 1
+    elif kind == "opt":
+        chosen, workers = {"assignment": draw(st.sampled_from([kind, Opt()]))}, world
     else:
-        named = {"assignment": draw(st.sampled_from([kind, Opt()]))}
-        chosen, workers = named if kind == "opt" else {}, world
+        named = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}
+        chosen, workers = named if kind == "layer-wise" else {}, 1
     colocations = [None, True, False] if workers > 1 else [None, True]
     return {
         **chosen,
@@ -399,6 +399,38 @@ def test_ten_steps_with_half_precision_on_the_wire(optimizer, method, wire, worl
     options = {**CURVATURES[method], "damping": 1.0, **INTERVALS}
     rows = ROWS if method == "polar" else FEW
     check(Plan(even(world, rows), "images", optimizer, options=options, spread=spread), 0.02)
+
+
+# ---- ranks whose gradients have other magnitudes ----
+
+
+def factors_of_ranks_apart(power: int, apart: int, options: dict[str, Any]) -> dict[Any, Tensor]:
+    """Return this rank's factors; the losses of neighbouring ranks are 2^``apart`` apart."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    opt = KFACSGD(net, lr=0.1, **options)
+    torch.manual_seed(rank)
+    (net(torch.randn(8, 5)).square().mean() * 2.0 ** (power + rank * apart)).backward()
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    owned = opt.preconditioner.store.owned.by_key
+    return {factor.name: factor["average"] for factor in owned.values()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_ranks_whose_gradients_are_apart_by_any_factor(world, wire):
+    """The squares of the small ones are zero, or those of the large ones infinite, on the wire."""
+    options = {"assignment": "layer-wise", "comm_dtype": wire}
+    for apart, powers in ((10, (-100, 50)), (66 // (world - 1), (-100, -66, 40))):
+        plain = run(world, factors_of_ranks_apart, -30, apart, options)
+        for power in powers:
+            results = run(world, factors_of_ranks_apart, power, apart, options)
+            for ours, theirs in zip(results, plain, strict=True):
+                assert ours.keys() == theirs.keys()
+                assert all(torch.equal(ours[key], theirs[key]) for key in ours), power
 
 
 # ---- parts ----

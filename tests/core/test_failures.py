@@ -133,7 +133,7 @@ def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextM
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (3, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
-    "opt": (3, {}),
+    "opt": (3, {"assignment": "opt"}),
 }
 
 
@@ -308,8 +308,8 @@ PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (4, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
     "hybrid-parted": (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
-    "opt": (4, {"colocate_factors": True}),
-    "opt-parted": (4, {"colocate_factors": False}),
+    "opt": (4, {"assignment": "opt", "colocate_factors": True}),
+    "opt-parted": (4, {"assignment": "opt", "colocate_factors": False}),
 }
 every_placement = pytest.mark.parametrize(
     ("placement", "method"), list(itertools.product(PLACEMENTS, ["polar", "eigen", "inverse"]))

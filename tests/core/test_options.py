@@ -44,7 +44,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
     "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
     "colocate_factors": (["no", 1], "True or False, or None"),
-    "factor_dtype": ([torch.int32, "float32", torch.complex64], "a floating torch.dtype, or None"),
+    "factor_dtype": ([*HALVES, torch.int32, "float32"], "inv_dtype takes torch.bfloat16"),
     "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     "comm_dtype": ([torch.float32, "bfloat16"], "torch.bfloat16, torch.float16, or None"),
     "bucket_cap_mb": ([0, -1.0, NAN, INF, "25", None], "a number of MiB above 0"),

@@ -113,7 +113,7 @@ Situation = Callable[[dict[str, Any]], list[Tensor]]
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (2, {"assignment": "layer-wise"}),
     "hybrid": (4, {"grad_worker_fraction": 0.5}),
-    "opt": (2, {}),
+    "opt": (2, {"assignment": "opt"}),
 }
 
 
@@ -860,8 +860,6 @@ def in_float32(options: dict[str, Any]) -> list[Tensor]:
     [("polar", torch.bfloat16), ("eigen", torch.bfloat16), ("inverse", torch.float16)],
 )
 @every_strategy
-def test_factors_and_second_order_state_in_half(
-    strategy: str, method: str, dtype: torch.dtype
-) -> None:
-    options = {"factor_dtype": dtype, "inv_dtype": dtype, "compute_method": method}
+def test_second_order_state_in_half(strategy: str, method: str, dtype: torch.dtype) -> None:
+    options = {"inv_dtype": dtype, "compute_method": method}
     compare(in_float32, strategy, near=(5e-2, 5e-2), **options)

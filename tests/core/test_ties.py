@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,17 +69,18 @@ def test_a_tied_weight_adds_two_products_up_as_one():
     assert_close(step, solved(g, a[0].diag()[None], gradient[None])[0], 1e-8)
 
 
-def test_one_use_alone_of_a_tied_weight_is_exact():
-    """Frozen inputs: the table's own rows have no gradient, and the head is a linear layer."""
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_use_alone_of_a_tied_weight_is_exact(trained):
+    """The table's own rows have no gradient, or a zero, and the head is a linear layer."""
     net, plain = seeded(Tied), seeded(Tied)
     plain.head.weight = nn.Parameter(plain.words.weight.detach().clone())
     x = normal(6, 3)
     steps = []
     for one in (net, plain):
         opt = exact(one, max_factor_size=6)
-        with torch.no_grad():
+        with torch.set_grad_enabled(trained):
             hidden = one.words(torch.arange(6))
-        loss_of(one.head(hidden + x)).backward()
+        loss_of(one.head(0 * hidden + x)).backward()
         steps.append(taken(opt, one))
     assert_close(steps[0]["words.weight"], steps[1]["head.weight"], 1e-9)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
+from tests.support.close import assert_close
+from tests.support.cluster import average
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import EVERY_STEP, assert_near, assert_same
 
@@ -113,17 +115,22 @@ class Tied(nn.Module):
         return self.head(self.words(x).tanh())
 
 
-def tied(same: bool) -> list[Tensor]:
-    """Ranks see the same words, and so what one process sees, or words of their own."""
+def tied(same: bool, options: dict[str, Any], joined: int = 1) -> list[Tensor]:
+    """Ranks see the same words, and so what one process sees, or words of their own.
+
+    One process may see the words of ``joined`` ranks.
+    """
     torch.manual_seed(0)
     net = Tied().double()
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = DDP(net) if dist.is_initialized() and dist.get_world_size() > 1 else net
-    terms = 20.0 if same else "positions"
-    opt = optimizer(KFACSGD, model, compute_method="eigen", loss_terms=terms)
+    if options.get("compute_method") == "eigen":
+        options = {**options, "loss_terms": 20.0 if same else "positions"}
+    opt = optimizer(KFACSGD, model, **options)
     for i in range(STEPS):
-        generator = torch.Generator().manual_seed(i if same else 2 * i + rank)
-        x = torch.randint(0, 7, (4, 5), generator=generator)
+        seeds = [i] if same else [2 * i + rank + j for j in range(joined)]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        x = torch.cat([torch.randint(0, 7, (4, 5), generator=one) for one in generators])
         opt.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
         opt.step()
@@ -132,11 +139,64 @@ def tied(same: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_a_tied_weight_on_two_ranks(same):
-    results = run(2, tied, same)
+@pytest.mark.parametrize(
+    "options", [{"compute_method": "eigen"}, {"assignment": "opt", "colocate_factors": False}]
+)
+def test_a_tied_weight_on_two_ranks(same, options):
+    results = run(2, tied, same, options)
     assert_same(*results)
-    if same:
-        assert_near(results[0], tied(same), 1e-8, 1e-10)
+    alone = tied(same, options | {"staggered": 2}, joined=2)
+    assert_near(results[0], alone, 1e-9, 1e-11)
+
+
+class Stored(nn.Module):
+    """Places, a matrix and experts stored ``[inputs, outputs]``, and a decoder that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(3, 4))
+        self.matrix = nn.Parameter(torch.randn(4, 5) / 2)
+        self.experts = nn.Parameter(torch.randn(3, 5, 5) / 2)
+        self.coder = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = ((x + self.places) @ self.matrix).tanh().flatten(0, 1)
+        out = torch.zeros_like(hidden)
+        for expert in range(3):
+            (at,) = torch.where((hidden[:, 0] > 0) + 2 * (hidden[:, 1] > 1.5) == expert)
+            out = out.index_add(0, at, hidden[at] @ self.experts[expert])
+        return F.linear(self.coder(out).tanh(), self.coder.weight.T)
+
+
+def stored(sizes: list[int], options: dict[str, Any]) -> dict[tuple[str, int], Tensor]:
+    """Return this rank's factors after a step in which ranks have batches of these sizes."""
+    torch.manual_seed(0)
+    net, x = Stored().double(), torch.randn(12, 3, 4, dtype=torch.float64)
+    rank = dist.get_rank() if len(sizes) > 1 else 0
+    opt = optimizer(KFACSGD, net, **options)
+    net(x.split(sizes)[rank]).square().mean().backward()
+    if len(sizes) > 1:
+        average(net.parameters())
+    opt.step()
+    owned = opt.preconditioner.store.owned.by_key
+    return {(x.name, side): factor["average"].clone() for (x, side), factor in owned.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"assignment": "opt", "colocate_factors": False},
+        {"compute_method": "eigen", "max_factor_size": 4},
+    ],
+)
+def test_ranks_with_unequal_batches_have_the_factors_of_the_joined_batch(options):
+    alone, found = stored([12], options), {}
+    for part in run(2, stored, [9, 3], options):
+        found |= part
+    assert found.keys() == alone.keys() and len(found) == 8
+    for key, factor in alone.items():
+        assert_close(found[key], factor, 1e-9, str(key))
 
 
 def sharded_ties() -> dict[str, str]:

@@ -28,8 +28,6 @@ from tests.support.cluster import average as average_gradients
 from tests.support.cluster import network as network_of
 from tests.support.ranks import run
 from tests.support.training import (
-    Probe,
-    assert_near,
     assert_same,
     backward,
     batch,
@@ -46,7 +44,6 @@ from tests.support.watch import (
     factors_of,
     matrix_of,
     rows_of,
-    seeded,
     solved,
     taken,
 )

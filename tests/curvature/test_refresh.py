@@ -294,25 +294,8 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
     assert len(batches) > 2 and max(batches) < 5
 
 
-@pytest.mark.parametrize("widest", [3, 16384])
-@pytest.mark.parametrize("how", [{}, {"compute_method": "inverse"}])
-def test_an_average_that_overflows_stays_out_of_the_steps(how, widest):
-    """The state of before stays in use, as where a decomposition fails; of a diagonal, too."""
-    model = nn.Sequential(nn.Linear(4, 3))
-    options = {**EVERY_STEP, "damping": 0.01, "factor_dtype": torch.float16}
-    opt = KFACSGD(model, lr=0.1, max_factor_size=widest, **{**options, **how})
-    for scale in (1.0, 1.0, 1e4, 1.0):
-        opt.zero_grad()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            (model(torch.randn(8, 4) * scale).square().mean() / scale**2).backward()
-            opt.step()
-        assert all(p.isfinite().all() for p in model.parameters())
-    assert "the decomposition of layer '0' failed" in str(said[0].message)
-
-
 @pytest.mark.parametrize("method", ["eigen", "inverse", "polar"])
-@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_storage_of_factors(dtype, method, monkeypatch):
     seen = spy_on_decompositions(monkeypatch)
     opt, moved = one_step(method, factor_dtype=dtype)
@@ -351,19 +334,6 @@ def test_arithmetic_is_float32_or_the_parameters_float64(dtype, monkeypatch):
     assert set(seen) == {wide}
     assert {f.dtype for pair in factors(opt).values() for f in pair} == {wide}
     assert all(p.isfinite().all() and p.dtype == dtype for p in model.parameters())
-
-
-def test_half_precision_averages_over_many_steps():
-    """Each update is computed in float32 and rounded once."""
-    results = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = network(dtype=torch.float32)
-        opt = KFACSGD(model, lr=1e-6, factor_dtype=dtype, **EVERY_STEP)
-        train(model, opt, range(20))
-        results[dtype] = factors(opt)
-    for name, pair in results[torch.float32].items():
-        for exact, rounded in zip(pair, results[torch.bfloat16][name], strict=True):
-            assert (rounded.float() - exact).norm() < 0.02 * exact.norm()
 
 
 def test_a_wide_side_is_a_vector():

@@ -171,9 +171,7 @@ CASES: dict[str, Make] = {
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **{**SELDOM, **EIGEN}),
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **EIGEN),
     "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
-    "halves": lambda m: KFACSGD(
-        m, lr=0.05, factor_dtype=torch.bfloat16, inv_dtype=torch.bfloat16, **SELDOM
-    ),
+    "halves": lambda m: KFACSGD(m, lr=0.05, inv_dtype=torch.bfloat16, **SELDOM),
     "scaled": lambda m: KFACSGD(
         m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **EIGEN
     ),

@@ -305,3 +305,16 @@ def test_a_batch_that_is_not_first_gives_the_same_encoder(sharing):
     if sharing == "expand":
         for key, step in found[0][2].items():
             ref.assert_close(step, found[1][2][key], what=key)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_while_layers_gather_takes_torchs_own_attention():
+    net = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
+    opt, x = KFACSGD(net, lr=0.1, factor_update_steps=1), normal(3, 5, 4)
+    for _ in range(2):
+        traced = torch.jit.trace(net, x)  # torch traces twice, and compares
+        torch.testing.assert_close(traced(x), net(x))
+        opt.zero_grad()
+        net(x).square().mean().backward()
+        opt.step()
+    assert opt.preconditioner.coverage().elsewhere == {}

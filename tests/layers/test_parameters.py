@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kaisa_optim import KFACSGD
 from kaisa_optim.layers import SCALES
 from tests.layers.test_uses import Body, Scaled, headed, loss_of
 from tests.support.watch import assert_close, exact, normal, seeded, solved, taken
@@ -68,6 +69,66 @@ def test_an_expert_without_rows_keeps_its_averages_and_begins_with_those_of_the_
         assert_close(third[0], second[0])
         for before, after, expert in ((first, second, 2), (second, third, 1)):
             assert not torch.allclose(before[expert], after[expert])
+
+
+def in_turn(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([x[:2] @ m.w[0], x[2:] @ m.w[1]])
+
+
+# Weights whose stored rows are inputs: a forward, the weight, an input, and its rows by block.
+STORED = {
+    "a matrix": (lambda m, x: x @ m.w, (4, 3), (6, 4), lambda x: [x]),
+    "experts": (in_turn, (2, 4, 3), (6, 4), lambda x: [x[:2], x[2:]]),
+    "places": (
+        lambda m, x: x + m.w,
+        (4, 3),
+        (6, 4, 3),
+        lambda x: [torch.eye(4, dtype=x.dtype).repeat(6, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_is_of_inputs_and_g_of_output_gradients_however_the_weight_is_stored(name):
+    forward, shape, of_input, rows_of = STORED[name]
+    net, x = headed(Body(forward, w=normal(*shape, seed=5))), normal(*of_input)
+    opt, outputs = exact(net), []
+    net[0].register_forward_hook(lambda module, args, out: outputs.append(out))
+    prediction = net(x)
+    outputs[0].retain_grad()
+    loss_of(prediction).backward()
+    opt.step()
+    a, g = opt.preconditioner.factors("0.w")
+    rows = rows_of(x)
+    parts = outputs[0].grad.flatten(0, -2).split([len(x) for x in rows])
+    for block, (inputs, gradients) in enumerate(zip(rows, parts, strict=True)):
+        assert_close(a[block], inputs.T @ inputs / len(inputs))
+        assert_close(g[block], 6 * gradients.T @ gradients)
+
+
+@pytest.mark.parametrize("name", [*STORED, "a table that is tied"])
+def test_a_scale_of_the_loss_that_changes_leaves_the_averages(name):
+    averages = []
+    for base in (1.0, 10.0):
+        if name in STORED:
+            forward, shape, of_input, _ = STORED[name]
+            net = headed(Body(forward, w=normal(*shape, seed=5)))
+            inputs = [normal(*of_input, seed=i) for i in range(3)]
+        else:
+            net = seeded(lambda: nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 7)))
+            net[2].weight = net[0].weight
+            inputs = [torch.arange(7).roll(i)[: 4 + i] for i in range(3)]
+        opt = KFACSGD(net, lr=1e-3, factor_update_steps=1, inv_update_steps=1, factor_decay=0.5)
+        before = [p.detach().clone() for p in net.parameters()]
+        for i, x in enumerate(inputs):
+            opt.zero_grad()
+            (base**i * loss_of(net(x))).backward()
+            opt.step()
+            for p, value in zip(net.parameters(), before, strict=True):
+                p.data.copy_(value)
+        averages.append(opt.preconditioner.factors("0.w" if name in STORED else "0"))
+    for found, wanted in zip(*averages, strict=True):
+        assert_close(found, wanted, 1e-9)
 
 
 def test_groups_of_rows_are_those_of_the_experts():

@@ -226,14 +226,52 @@ def test_negative_indices_pick_rows_of_a_matrix_that_multiplies_too():
     assert_close(*steps, 1e-12)
 
 
-def test_positions_that_are_added_are_rows_of_a_table():
-    x, weight = normal(5, 2, 3), normal(2, 3, seed=4)
-    expected = stepped(
-        headed(Body(lambda m, x: x + m.w[torch.arange(2).expand(5, 2)], w=weight.clone())), x
-    )
-    assert_close(
-        stepped(headed(Body(lambda m, x: x + m.w, w=weight.clone())), x)["0.w"], expected["0.w"]
-    )
+# The shape of a table, its first row in use, and the sum with rows at two positions.
+TABLES: dict[str, tuple[tuple[int, ...], int, Forward]] = {
+    "whole": ((2, 3), 0, lambda m, x: x + m.w),
+    "first rows": ((4, 3), 0, lambda m, x: x + m.w[:2]),
+    "later rows": ((4, 3), 1, lambda m, x: m.w[1:3] + x),
+    "in place": ((4, 3), 0, lambda m, x: x.clone().add_(m.w[:2])),
+    "rows with a batch of one": ((4, 3), 1, lambda m, x: x + m.w[None, 1:3]),
+    "a stack of one": ((1, 2, 3), 0, lambda m, x: x + m.w),
+    "rows of a stack of one": ((1, 4, 3), 2, lambda m, x: x + m.w[:, 2:]),
+    "rows of the only matrix of a stack": ((1, 4, 3), 1, lambda m, x: x + m.w[0, 1:3]),
+    "a stack of one, with heads": ((1, 2, 3), 0, lambda m, x: (x[:, None] + m.w)[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_positions_that_are_added_are_rows_of_a_table(name):
+    shape, first, add = TABLES[name]
+    x, weight = normal(5, 2, 3), normal(*shape, seed=4)
+    indices = torch.arange(first, first + 2).expand(5, 2)
+    picked = Body(lambda m, x: x + m.w[indices], w=weight.view(-1, 3).clone())
+    expected = stepped(headed(picked), x)["0.w"]
+    found = stepped(headed(Body(add, w=weight.clone())), x)["0.w"]
+    assert_close(found.view_as(expected), expected, 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_stack_of_one_multiplies_as_its_matrix(batch):
+    x, weight = normal(batch, 2, 3), normal(3, 3, seed=4)
+    multiply = {(3, 3): lambda m, x: x @ m.w, (1, 3, 3): lambda m, x: x @ m.w}
+    multiply[2, 3, 3] = lambda m, x: x @ m.w[1:]
+    steps = []
+    for shape, forward in multiply.items():
+        net = headed(Body(forward, w=weight.expand(shape).clone()))
+        steps.append(stepped(net, x)["0.w"].view(-1, 3, 3)[-1])
+    for step in steps[1:]:
+        assert_close(step, steps[0], 1e-12)
+
+
+def test_a_stack_of_one_that_scales_entries_takes_the_bases_step():
+    net = headed(Body(lambda m, x: x * m.w, w=normal(1, 2, 3, seed=4)))
+    opt = exact(net)
+    with pytest.warns(UserWarning, match="0.w: 6, Body uses it in a way"):
+        for _ in range(5):
+            opt.zero_grad()
+            loss_of(net(normal(5, 2, 3))).backward()
+            assert_close(taken(opt, net)["0.w"], net[0].w.grad, 1e-12)
 
 
 # ---------------------------------------------------------------- what stays raw
@@ -277,7 +315,7 @@ class Scaled(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4))
         self.sides, self.root = nn.LayerNorm((4, 2)), nn.RMSNorm((4, 2))
         self.rectify, self.plain = nn.PReLU(), nn.LayerNorm(8, elementwise_affine=False)
-        self.by_hand, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(1, 3, 8))
+        self.by_hand, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(1, 1, 8))
         self.number = nn.Parameter(torch.tensor(1.0))
         self.head = nn.Linear(8, 2)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
+from types import FrameType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kaisa_optim import KFACSGD
+from kaisa_optim.layers import watch
 from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.watch import assert_close, exact, normal, seeded, taken
 
@@ -131,5 +135,38 @@ def test_passes_that_do_not_gather_run_without_a_mode():
         opt.zero_grad()
         loss_of(net(normal(6, 3))).backward()
         opt.step()
-    # All uses are looked for in the first pass. The head gathers in the second step.
-    assert seen == [2, 1, 0, 1]
+    # All uses are looked for in the first pass. The head gathers in the third pass.
+    assert seen == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("depth", [0, 6])
+def test_many_parameters_of_unknown_use_cost_calls_in_proportion(depth):
+    """In a pass of the search, two modules more take as many calls more, whatever their number."""
+
+    def cost(count: int) -> tuple[int, int]:
+        modes, calls = [], 0
+
+        def use(m: nn.Module, x: Tensor) -> Tensor:
+            modes.append(torch._C._len_torch_function_stack())
+            return x @ m.w.exp()
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call" and frame.f_globals.get("__name__") == watch.__name__
+
+        net = headed(nn.Sequential(*[Body(use, w=normal(3, 3) / 9) for _ in range(count)]))
+        for _ in range(depth):
+            net = nn.Sequential(net)
+        opt = KFACSGD(net, lr=0.01, factor_update_steps=1)
+        for step in range(3):
+            opt.zero_grad()
+            sys.setprofile(profile if step == 2 else None)
+            loss = loss_of(net(normal(6, 3)))
+            sys.setprofile(None)
+            loss.backward()
+            opt.step()
+        assert len(opt.preconditioner.capture.missing) == count
+        return calls, max(modes)
+
+    (two, _), (four, _), (six, modes) = map(cost, (2, 4, 6))
+    assert 0 < six - four <= four - two and modes == 1

@@ -291,6 +291,132 @@ def test_another_bases_state_is_that_of_its_raw_steps(case):
             assert_near(matrix(moved, layer), direction + decay, 1e-9, 1e-12)
 
 
+class GroupCounts(optim.Optimizer):
+    """Adam as timm and pytorch_optimizer write it: the group counts, and one norm clips all."""
+
+    def __init__(self, params, lr=0.01, weight_decay=0.1, tensor=False):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "tensor": tensor})
+        self.calls, self.norms = 0, []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        self.norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = torch.tensor(0.0) if group["tensor"] else 0
+            group["step"] += 1  # in place, if it is a tensor
+            rest1, rest2 = (1 - beta ** int(group["step"]) for beta in (0.9, 0.999))
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                entry = self.state[p]
+                if not entry:
+                    entry["exp_avg"], entry["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                entry["exp_avg"].lerp_(p.grad, 0.1)
+                entry["exp_avg_sq"].lerp_(p.grad.square(), 0.001)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                deviation = (entry["exp_avg_sq"] / rest2).sqrt_().add_(1e-8)
+                p.addcdiv_(entry["exp_avg"], deviation, value=-group["lr"] / rest1)
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_base_is_called_once_a_step(decay, tensor):
+    """Its count in the group, its state and the parameters that it steps are as without K-FAC."""
+
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+        return model.double()
+
+    model, params = normed(), [nn.Parameter(p.detach().clone()) for p in normed().parameters()]
+    opt = with_kfac(GroupCounts)(model, weight_decay=decay, tensor=tensor, **ANEW)
+    plain = GroupCounts(params, weight_decay=0.0, tensor=tensor)
+    norm = [p for name, p in zip(model.state_dict(), params, strict=True) if name.startswith("1.")]
+    plain.param_groups[0]["params"] = [p for p in params if all(p is not x for x in norm)]
+    plain.add_param_group({"params": norm, "weight_decay": decay})
+    hooks = []
+    opt.register_step_post_hook(lambda *_: hooks.append(1))
+    for i in range(4):
+        torch.manual_seed(i)
+        opt.zero_grad()
+        model(torch.randn(5, 4).double()).square().mean().backward()
+        for p, own in zip(params, model.parameters(), strict=True):
+            p.grad = own.grad.clone()
+        opt.step()
+        plain.step()
+        (group,) = opt.param_groups
+        assert opt.calls == group["step"] == plain.param_groups[0]["step"] == len(hooks) == i + 1
+        assert group["weight_decay"] == decay and len(group["params"]) == len(params)
+        for p, own in zip(params, model.parameters(), strict=True):
+            entry = {k: v for k, v in opt.state[own].items() if not k.startswith("kfac")}
+            assert_near(entry, plain.state[p], 1e-12, 1e-14)
+        assert_near(list(model[1].parameters()), norm, 1e-12, 1e-14)
+    assert opt.norms == pytest.approx(plain.norms)
+
+
+def test_hooks_fire_as_often_as_without_kfac():
+    """A base that calls its parent's step has the hooks of that step, too."""
+
+    class Child(optim.RAdam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    optim.RAdam(network().parameters())  # which wraps its step for hooks
+    fired = []
+    for cls in (Child, with_kfac(Child)):
+        model, hooks = network(), []
+        opt = cls(model.parameters() if cls is Child else model, lr=SMALL)
+        opt.register_step_post_hook(lambda *_, hooks=hooks: hooks.append(1))
+        train(model, opt, range(3))
+        fired.append(len(hooks))
+    assert fired[0] == fired[1]
+
+
+class FindsItsRate(optim.Optimizer):
+    """A rate of its own in each step, as transformers' Adafactor has at its defaults."""
+
+    def __init__(self, params, lr=None, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    size = p.square().mean().sqrt().clamp(min=1e-3)
+                    p.sub_(p.grad / p.grad.square().mean().sqrt() * size * 0.01)
+
+
+def adafactor() -> type[optim.Optimizer]:
+    transformers: Any = pytest.importorskip("transformers")
+    return transformers.Adafactor
+
+
+@pytest.mark.parametrize("make", [lambda: FindsItsRate, adafactor], ids=["a user's", "Adafactor"])
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_a_base_without_a_rate_trains(make, method):
+    """By the fall of the step that is taken back."""
+    model = network()
+    opt = with_kfac(make())(model, compute_method=method)
+    before = backward(model, 0)
+    train(model, opt, [0] * 50)
+    assert backward(model, 0) < 0.8 * before
+    assert opt.param_groups[0]["lr"] is None
+
+
+def test_the_decay_of_a_base_without_a_rate_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid lr: None with weight_decay=0.1; .*give lr"):
+        with_kfac(FindsItsRate)(network(), weight_decay=0.1)
+    model = network()
+    opt = with_kfac(FindsItsRate)([model[0].weight], model=model)
+    with pytest.raises(ValueError, match="Invalid lr: None with weight_decay"):
+        opt.add_param_group({"params": [model[2].weight], "weight_decay": 0.1})
+    assert len(opt.param_groups) == 1
+
+
 # ---- parameters that come and go ----
 
 

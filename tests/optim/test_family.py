@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import inspect
 import pickle
@@ -97,6 +98,39 @@ def test_base_arguments_by_position():
     assert group["weight_decay"] == 1e-4
     with pytest.raises(TypeError):
         KFACSGD(network(), 0.5, 0.9, 0.1, 1e-4, True, network())
+
+
+class AbstractFirst(abc.ABC, Optimizer):
+    """A base as those of pytorch_optimizer: plain gradient descent."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class AbstractLast(torch.optim.SGD, abc.ABC):
+    """A subclass of torch's SGD."""
+
+
+@pytest.mark.parametrize("base", [AbstractFirst, AbstractLast])
+def test_a_base_may_derive_from_abc(base):
+    model = network()
+    opt = with_kfac(base)(model, lr=0.05)
+    before = values(model)
+    train(model, opt, range(3))
+    assert isinstance(opt, base)
+    assert all(moved.abs().max() > 0 for moved in difference(before, model).values())
+    for duplicate in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        other, copied = duplicate((model, opt))
+        train(other, copied, [3])
+        again, original = copy.deepcopy((model, opt))
+        train(again, original, [3])
+        assert_same(other, again)
 
 
 def test_classes_that_can_not_take_kfac_are_refused():

@@ -206,3 +206,78 @@ def test_a_base_may_keep_values_beside_entries():
     train(model, opt, range(2))
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert opt.state["calls"] == 0 and opt.preconditioner.steps == 2
+
+
+RAdam = with_kfac(torch.optim.RAdam)
+WITHOUT_SECOND = {
+    "RAdam": (KFACAdam, {}, RAdam, {}),
+    "amsgrad": (KFACAdam, {}, KFACAdam, {"amsgrad": True}),
+    "RAdam, of another method": (RAdam, METHODS["eigen"], RAdam, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
+@pytest.mark.parametrize("case", WITHOUT_SECOND)
+def test_moments_that_the_base_can_not_read_begin_anew(case):
+    """K-FAC keeps one number a block in the place of Adam's second moments."""
+    cls, settings, target, changed = WITHOUT_SECOND[case]
+    model, opt = pair(cls, lr=0.01, **settings)
+    train(model, opt, range(3))
+    other = target(model, lr=0.01, **changed)
+    with pytest.warns(UserWarning, match="momenta of '0', '2', or has those of another"):
+        other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    twin = copy.deepcopy(model)
+    fresh = torch.optim.RAdam(twin.parameters(), lr=0.01)
+    train(model, other, [3])
+    train(twin, fresh, [3])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_same(other.state[p]["exp_avg_sq"], fresh.state[q]["exp_avg_sq"])
+        assert other.state[p]["step"] == 1
+    train(model, other, range(4, 20))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def frozen_since(name: str, again: bool) -> tuple[list[float], list[str]]:
+    """Load this rank's share and freeze both weights; or freeze a bias and load ``again``."""
+    cls, settings = BASES[name]
+    settings = {**settings, "assignment": "layer-wise"}
+    model = network()
+    opt = cls(model, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a share
+        train(model, opt, range(3))
+        saved = copy.deepcopy(opt.state_dict())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        opt = cls(model, **settings)
+        opt.load_state_dict(copy.deepcopy(saved))
+        if again:
+            model[2].bias.requires_grad_(False)
+            train(model, opt, [3])
+            opt.load_state_dict(copy.deepcopy(saved))
+            train(model, opt, range(4, 6))
+        else:
+            model[0].weight.requires_grad_(False)
+            model[2].weight.requires_grad_(False)
+            with opt.preconditioner.paused():
+                train(model, opt, range(3, 6))
+    return [x for p in model.parameters() for x in p.flatten().tolist()], [
+        str(one.message) for one in said
+    ]
+
+
+@pytest.mark.parametrize("name", ["momentum", "Adam"])
+def test_a_load_does_not_blame_a_save_for_a_frozen_bias(name):
+    """All ranks load the same save; what has no factors was frozen since."""
+    for texts in [texts for _, texts in run(2, frozen_since, name, True)]:
+        (text,) = texts
+        assert "no K-FAC factors of this kind for '2'; K-FAC estimates them again" in text
+        assert "other parts of these layers were frozen when they were saved" in text
+        assert "consolidate_state_dict" not in text
+
+
+@pytest.mark.parametrize("name", ["momentum", "Adam"])
+def test_ranks_stay_alike_if_layers_are_frozen_after_a_load(name):
+    """Only one rank has a loaded momentum: the base begins anew where it steps the bias next."""
+    (one, _), (other, _) = run(2, frozen_since, name, False)
+    assert one == other

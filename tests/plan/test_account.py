@@ -40,6 +40,26 @@ class Mixed(nn.Module):
         return self.head(self.third(x.float()).double())
 
 
+class Tied(nn.Module):
+    """A table that is the head's weight, and a matrix that two layers use in one direction.
+
+    By code, the table has no head, and the account learns of its use in the first step.
+    """
+
+    def __init__(self, *, by_code: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.first, self.again = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.again.weight = self.first.weight
+        self.head = None if by_code else nn.Linear(4, 9)
+        if self.head is not None:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.first(self.words(x)).tanh()).mean(1)
+        return F.linear(x, self.words.weight) if self.head is None else self.head(x)
+
+
 class Case(NamedTuple):
     network: str = "images"
     options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes into it)
@@ -68,7 +88,8 @@ class Measured(NamedTuple):
 
 def build(case: Case) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = Mixed() if case.network == "mixed" else network(case.network, dtype=case.dtype)
+    apart = {"mixed": Mixed, "tied": Tied, "coded": functools.partial(Tied, by_code=True)}
+    model = apart.get(case.network, lambda: network(case.network, dtype=case.dtype))()
     if case.frozen:
         model.get_submodule(case.frozen).requires_grad_(False)
     if case.sharded:
@@ -128,7 +149,8 @@ def train(
     before, spied = Counter(kfac.ranks.received), Counter[str]()
     for step in steps:
         assert kfac.steps == step
-        inputs = "chain" if case.network == "mixed" else case.network
+        of = {"mixed": "chain", "tied": "tokens", "coded": "tokens"}
+        inputs = of.get(case.network, case.network)
         x, y = batch(inputs, step, 4, torch.float64 if case.network == "mixed" else case.dtype)
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -254,7 +276,7 @@ CASES = {
     "Adam, layer-wise": Case(options={"assignment": "layer-wise"}, optimizer=KFACAdam),
     "LAMB": Case(options={"bucket_cap_mb": 1e-3}, optimizer=KFACLAMB),
     "double": Case(dtype=torch.float64),
-    "layer-wise": Case(options={"assignment": "layer-wise"}, intervals=(2, 3)),
+    "opt": Case(options={"assignment": "opt"}, intervals=(2, 3)),
     "layer-wise tokens": Case("tokens", {"assignment": "layer-wise", "bucket_cap_mb": 2e-4}),
     "layer-wise in parts": Case("chain", {"assignment": "layer-wise", "bucket_cap_mb": 1e-3}),
     "layer-wise tokens in parts": Case(
@@ -278,15 +300,25 @@ CASES = {
     "products": Case(
         options=eigen | {"compute_eigenvalue_outer_product": True, "inv_dtype": brain}
     ),
-    "stored": Case("tokens", {"factor_dtype": brain, "inv_dtype": half}),
+    "stored": Case("tokens", {"factor_dtype": torch.float64, "inv_dtype": half}),
     "stored inverses": Case(options=inverse | {"factor_dtype": torch.float64, "inv_dtype": half}),
     "diagonal": Case(options={"max_factor_size": 6}),
     "diagonal inverses": Case(options=inverse | {"max_factor_size": 6, "comm_dtype": brain}),
     "papers": Case(options=eigen | {"normalization": "kaisa"}, dtype=torch.float64),
     "mixed": Case("mixed", {"bucket_cap_mb": 2e-4}),
     "mixed inverses": Case("mixed", inverse),
+    "tied": Case("tied"),
+    "tied by code": Case("coded"),
+    "tied inverses": Case("tied", inverse | {"max_factor_size": 3}),
     "frozen": Case(frozen="again"),
     "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
+}
+# Opt sends roots to all ranks, and may part A from G.
+CASES = {
+    name: case._replace(options={"assignment": "opt", **case.options})
+    if name != "defaults"
+    else case
+    for name, case in CASES.items()
 }
 # What these send on three ranks, others of the cases send too.
 OF_ONE_PROCESS = {"double", "tokens", "inverse", "inverse, full split", "stored"}
@@ -299,6 +331,7 @@ AT_FOUR = {
         options=inverse | {"grad_worker_fraction": 0.5, "colocate_factors": False}
     ),
     "a user's": Case("chain", {"assignment": Scattered(2), "colocate_factors": False}),
+    "half tied": Case("tied", {"grad_worker_fraction": 0.5, "colocate_factors": False}),
     "half mixed": Case("mixed", {"grad_worker_fraction": 0.5, "bucket_cap_mb": 2e-4}),
 }
 SHARDED = {

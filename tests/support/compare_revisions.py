@@ -160,7 +160,9 @@ CASES: dict[str, Case] = {
     "double": Case(dtype=torch.float64, worlds=FEW),
     "inverse pi": Case(options=inverse),
     "inverse full": Case("tokens", options={**inverse, "damping_split": "full"}),
-    "inverse split owners": Case("chain", options={**inverse, "colocate_factors": False}),
+    "inverse split owners": Case(
+        "chain", options={**inverse, "assignment": "opt", "colocate_factors": False}
+    ),
     "stored products": Case(options={"compute_eigenvalue_outer_product": True}),
     "sgd": Case("tokens", options={"compute_method": "polar"}),
     "sgd images": Case(options={"compute_method": "polar"}),
@@ -189,7 +191,7 @@ CASES: dict[str, Case] = {
     "positions": Case("tokens", options={"loss_terms": "positions", "kl_clip": None}, worlds=FEW),
     "kaisa": Case(options={"normalization": "kaisa", "damping": 0.01}),
     "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
-    "halves": Case(options={"factor_dtype": brain, "inv_dtype": brain, "comm_dtype": brain}),
+    "halves": Case(options={"inv_dtype": brain, "comm_dtype": brain}),
     "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
     "all at once": Case("chain", options={"staggered": False}),
     "two at once": Case("chain", options={"staggered": 2, "inv_update_steps": 3}),
@@ -217,7 +219,10 @@ def build(case: Case, model: nn.Module) -> Any:
     name = case.optimizer
     base = {"momentum": 0.9, "weight_decay": 0.01} if name == "KFACSGD" else {}
     intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
-    options = {"lr": RATES[name], **base, **intervals, **case.options}
+    # The default assignment may differ between revisions.
+    named = case.sharded or "grad_worker_fraction" in case.options
+    spread = {} if named else {"assignment": "opt"}
+    options = {"lr": RATES[name], **base, **intervals, **spread, **case.options}
     if name == "KFACSGD":
         options.setdefault("compute_method", "eigen")
         if options["compute_method"] != "polar":

@@ -1,0 +1,345 @@
+"""Planted faults: wrong behaviours, each with the tests that are to catch it.
+
+``python -m tests.faults [--only TEXT] [--out FILE]`` plants one fault after the other in a copy of
+the tracked files, and runs its tests there. A fault is caught if one of them fails, or hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, NoReturn
+
+import pytest
+import torch.distributed.fsdp  # noqa: F401 (once, and not for each fault)
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 300.0  # seconds for the tests of one fault; ranks that wait for each other take no longer
+HANG, MISSED = "time limit", "missed"
+SAID = "pytest.txt"  # in the copy
+
+
+class Fault(NamedTuple):
+    """A wrong behaviour, and the edit that brings it about."""
+
+    behaviour: str
+    file: str  # in the package
+    old: str  # occurs once in the file
+    new: str
+    tests: str  # pytest's arguments; files are in tests/
+
+
+# fmt: off
+FAULTS = (
+    # ---- linalg ----
+    Fault("the damping of a root is no share of the mean eigenvalue", "linalg/roots.py",
+          "damped = exact / (scale[:, None] if diagonal else scale[:, None, None])",
+          "damped = exact.clone()", "linalg/test_roots.py"),
+    Fault("the root of an indefinite factor counts as good", "linalg/roots.py",
+          "good = values[:, 0] >", "good = values[:, -1] >", "linalg/test_roots.py"),
+    Fault("a damped inverse leaves the damping out", "linalg/kronecker.py",
+          "add_(damping[:, None])", "add_(0 * damping[:, None])",
+          "curvature/test_exactness.py -k dense_system"),
+    Fault("a block's direction depends on the other blocks' size", "linalg/orthogonal.py",
+          "vector_norm(wide, dim=(1, 2), keepdim=True)",
+          "vector_norm(wide, dim=(0, 1, 2), keepdim=True)",
+          "linalg/test_orthogonal.py curvature/rules/test_polar.py"),
+    # ---- layers ----
+    Fault("reduce adds inputs up over positions", "layers/base.py", "a = a.mean(2, dtype=dtype)",
+          "a = a.sum(2, dtype=dtype)", "curvature/test_exactness.py -k reduce_is_exact"),
+    Fault("A of a layer with a frozen weight counts no rows", "layers/base.py",
+          "moment_a = moment_g.new_full(shape, rows)", "moment_a = moment_g.new_full(shape, 1)",
+          "capture/test_capture.py -k frozen_from_the_start"),
+    Fault("a module whose class overrides forward is covered as its parent", "layers/base.py",
+          "return kind if _runs_as(module, cls) else None", "return kind",
+          "capture/test_forward_pass.py -k runs_otherwise"),
+    Fault("a side of just the largest width is diagonal", "layers/base.py",
+          "return self.g_dim_of(covers) > self.wide", "return self.g_dim_of(covers) >= self.wide",
+          "layers/test_base.py core/test_coverage.py -k max_factor_size"),
+    Fault("an input that was written into shares the former input's moment", "layers/base.py",
+          "known = self._said == (said, x._version, self._moment._version)",
+          "known = self._said[0] == said", "layers/test_shared_inputs.py -k written_into"),
+    Fault("channels of a grouped convolution go to the groups in turn", "layers/conv.py",
+          "grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)",
+          "grad.unflatten(1, (self.outputs, self.blocks)).permute(2, 1, 0, 3)",
+          "layers/test_conv.py"),
+    Fault('padding "same" puts the odd zero first', "layers/conv.py",
+          "pairs.append((total // 2, total - total // 2))",
+          "pairs.append((total - total // 2, total // 2))", "layers/test_conv.py"),
+    Fault("the padding of a table counts as a token", "layers/embedding.py",
+          "value = value * (tokens != padding)", "pass", "layers/test_embedding.py"),
+    Fault("rows of key and value go to the blocks of query and key", "layers/attention.py",
+          "start = first // layer.outputs", "start = 0", "layers/test_attention.py"),
+    Fault("projections that share a bias all read the query's part", "layers/attention.py",
+          "tensor[self.at : self.at + self.bias_rows]", "tensor[: self.bias_rows]",
+          "layers/test_attention.py"),
+    Fault("a product with some rows of a weight counts for its first rows", "layers/uses.py",
+          "pad(rows, (self.first, behind))", "pad(rows, (0, self.first + behind))",
+          "layers/test_uses.py"),
+    Fault("statistics of a part of the examples do not stand for all", "layers/sampling.py",
+          "total.mul_(self.whole / self.taken)", "total",
+          "layers/test_sampling.py"),
+    # ---- capture ----
+    Fault("a derivative beside training counts", "capture/hooks.py",
+          "if drawing is None and not accumulates_into(passage.anchor):", "if False:",
+          "capture/test_capture.py -k autograd_grad"),
+    Fault("a backward that starts without a gradient keeps the former sums", "capture/hooks.py",
+          "if not self._has_gradient(*gradient) and self._begun.get(layer) != task:", "if False:",
+          "capture/test_capture.py -k backward_that_starts"),
+    Fault("a paused pass gathers", "capture/hooks.py",
+          "paused=bool(self._passes.paused if again is None else again.paused)", "paused=False",
+          "capture/test_capture.py -k paused_leaves"),
+    Fault("a checkpoint recomputes with other taps than its forward had", "capture/hooks.py",
+          "    if facts.checkpointed:\n", "    if facts.checkpointed and facts.gathers:\n",
+          "capture/test_capture.py -k what_is_due"),
+    Fault("drawn gradients count in each pass through their graph", "capture/tap.py",
+          "moments, self.moments = self.moments, None", "moments = self.moments",
+          "capture/test_fisher.py -k second_training_pass"),
+    Fault("targets of a squared error are drawn too narrowly", "capture/fisher.py",
+          "normal_(0, math.sqrt(2)", "normal_(0, 1", "capture/test_fisher.py -k exact_form"),
+    Fault("K of a batch is one", "capture/forward_pass.py",
+          "self.examples = tensor.shape[0] if tensor.dim() else 1", "self.examples = 1",
+          "capture/test_capture.py -k by_positions"),
+    Fault("a gradient from other sources than rows is not told", "capture/witness.py",
+          "in self._shares.items() if share > OTHER}", "in self._shares.items() if share > 1}",
+          "capture/test_witness.py -k penalty"),
+    Fault("a table that a matrix is tied to has a whole factor of its rows", "core/ties.py",
+          "next((layer for layer, _ in users if layer.diagonal_input), users[0][0])",
+          "users[-1][0]", "core/test_ties.py"),
+    # ---- curvature ----
+    Fault("G is not divided by its rows", "curvature/sums.py",
+          "[own / agreed.terms if agreed.terms else 0.0]", "[own]",
+          "curvature/test_exactness.py -k deep_linear"),
+    Fault("A is divided by the rows of one rank", "curvature/sums.py",
+          "1 / max(1, count) for count in", "1 / max(1, count) for count in sums.count or",
+          "core/test_distribution.py -k ragged"),
+    Fault("ranks' gradients are weighed by K and not by its square", "curvature/sums.py",
+          "agreed.own_terms**2", "agreed.own_terms", "core/test_distribution.py -k ragged"),
+    Fault("only the rows of the last micro-batch are counted", "curvature/sums.py",
+          "self.count[section] += more", "self.count[section] = more",
+          "curvature/test_exactness.py -k micro_batches"),
+    Fault("G is divided by the loss scale and not by its square", "curvature/sums.py",
+          "moments.g.div_(scale).div_(scale)", "moments.g.div_(scale)",
+          "capture/test_capture.py -k grad_scaler_option"),
+    Fault("the papers' convolutions are divided by the positions once", "curvature/sums.py",
+          "moments.positions**2 if layer", "moments.positions if layer",
+          "curvature/test_kaisa_equations.py -k six_steps"),
+    Fault("a running average has no bias correction", "curvature/averages.py",
+          "step = rest / grown", "step = rest / torch.ones_like(grown)",
+          "curvature/test_exactness.py -k first_value"),
+    Fault("the loss scale stays in the average of G", "curvature/averages.py",
+          "if self.scale_free:", "if False:", "curvature/test_averages.py"),
+    Fault("the average of an expert without rows fades", "curvature/averages.py",
+          "taken = finite if rows is None else finite & rows", "taken = finite",
+          "layers/test_parameters.py"),
+    Fault("second moments fade in steps without a gradient", "curvature/lengths.py",
+          "moved = torch.where(one.present, moved, older)", "pass",
+          "curvature/test_lengths.py core/test_distribution.py -k 'without_a_gradient or branch'"),
+    Fault("a direction across the momentum is as long as it likes", "curvature/lengths.py",
+          "(norms * _LEAST_COSINE)", "(norms * 0)", "curvature/test_lengths.py"),
+    Fault("an idle block takes whole steps under SGD", "curvature/lengths.py",
+          "(own * _MOST_OF_OWN)", "(own * math.inf)", "curvature/test_lengths.py"),
+    Fault("the inner roots are left out of a direction", "curvature/rules/polar.py",
+          "white = kronecker.apply_inverse(gradient, g, a)", "white = gradient.clone()",
+          "curvature/rules/test_polar.py -k dense_factors"),
+    Fault("a failed decomposition overwrites the older state", "curvature/refresh.py",
+          "new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[there])", "pass",
+          "curvature/rules/test_conformance.py -k older"),
+    # ---- comm ----
+    Fault("of an odd number of ranks one is not added", "comm/ranks.py",
+          "rows[:half] += rows[count - half : count]", "rows[:half] += rows[half : 2 * half]",
+          "core/test_distribution.py -k order_of_the_ranks"),
+    Fault("bytes that a rank keeps count as received", "comm/ranks.py",
+          "(sum(sizes_in) - sizes_in[self.rank]) * item", "sum(sizes_in) * item",
+          "plan/test_account.py -k test_ranks"),
+    Fault("tensors of several ranks change places when they are collected", "comm/ranks.py",
+          "came = sorted(chunk, key=lambda x: x.source)", "came = chunk",
+          "core/test_rank_checkpoints.py -k from_four_ranks"),
+    Fault("ranks that differ are not told so", "comm/agreement.py",
+          "return world * int(squares) == int(total) ** 2", "return True",
+          "comm/test_agreement.py"),
+    Fault("two copies of a shard are both sent", "comm/sharding.py",
+          "self.replicas[source] == self.replicas[to] and bool", "bool",
+          "comm/test_sharding.py -k four_ranks"),
+    # ---- plan ----
+    Fault("layers are balanced in the model's order", "plan/assignment.py",
+          "for i in sorted(range(len(costs)), key=lambda i: -costs[i]):",
+          "for i in range(len(costs)):", "plan/test_assignment.py"),
+    Fault("a fraction of the ranks is rounded down", "plan/assignment.py",
+          "max(1, round(fraction * world))", "max(1, int(fraction * world))",
+          "plan/test_assignment.py"),
+    Fault("a factor that failed is not decomposed again", "plan/step_plan.py",
+          "if waits or side in state.stale:", "if waits:", "plan/test_step_plan.py"),
+    Fault("a decomposition costs as much as its factor has numbers", "plan/facts.py",
+          "return self.elements * (1 if self.diagonal else self.n)", "return self.elements",
+          "plan/test_facts.py plan/test_schedule.py"),
+    Fault("the wide side of an adapter has a whole factor", "plan/facts.py",
+          "return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))", "return WIDEST",
+          "core/test_coverage.py -k adapter"),
+    # ---- core ----
+    Fault("a rank that lacks a gradient is not named", "core/status.py",
+          "if 0 < n < self._ranks.world]", "if 0 < n < 0]",
+          "core/test_failures.py -k without_a_gradient_on"),
+    Fault("ranks that begin with other weights go on", "core/status.py", "if not self.proven:",
+          "if False:", "core/test_failures.py -k in_the_first_step"),
+    Fault("a skipped module's children are covered", "core/coverage.py",
+          "skipped.update((child, pattern) for child in module.modules())",
+          "skipped[module] = pattern", "core/test_coverage.py -k skip_layers"),
+    Fault("the clip lengthens short steps", "core/gradients.py", ".sqrt_().clamp_(max=1)",
+          ".sqrt_()", "optim/test_mixin.py -k small_steps"),
+    Fault("a parameter without a gradient is stepped", "core/gradients.py",
+          "    for p in set(absent):\n        del new[p]\n", "",
+          "core/test_gradients.py core/test_preconditioner.py -k 'none or unused_in_this_batch'"),
+    Fault("a schedule of a group stays at its first value", "core/hyperparameters.py",
+          "if schedule is None else schedule(step))", "if schedule is None else schedule(0))",
+          "core/test_hyperparameters.py -k callable_in_a_group"),
+    Fault("a load begins to count steps anew", "core/checkpoint.py",
+          "kfac.resume(max(steps, default=0))", "kfac.resume(0)",
+          "core/test_checkpoint.py -k every_point"),
+    Fault("factors of another convention are taken over", "core/checkpoint.py",
+          "same = int(status[5]) == _convention(kfac)", "same = True",
+          "capture/test_forward_pass.py -k another_convention"),
+    Fault("consolidation leaves out other ranks' momenta", "core/checkpoint.py",
+          "if sources[p] != to:", "if False:", "core/test_rank_checkpoints.py -k momenta_load"),
+    Fault("a load on one rank alone goes on", "core/preconditioner.py",
+          "self.status.exchange(self.capture, report, self.steps, loads=True)", "pass",
+          "core/test_status.py -k load_on_one_rank"),
+    # ---- optim ----
+    Fault("a scaler calls the step with scaled gradients", "optim/mixin.py",
+          "self._step_supports_amp_scaling = False", "self._step_supports_amp_scaling = True",
+          "optim/test_mixin.py -k skipped_step"),
+    Fault("hooks fire twice once a plain base was built", "optim/mixin.py",
+          'if getattr(step, "hooked", False):', "if False:", "optim/test_mixin.py -k step_hooks"),
+    Fault("zero_grad keeps what has gathered", "optim/mixin.py", "self.preconditioner.discard()",
+          "pass", "optim/test_mixin.py -k zero_grad_drops"),
+    Fault("a step leaves other gradients behind", "optim/bases.py",
+          "        for p, own in old:\n            p.grad = own\n", "        pass\n",
+          "optim/test_mixin.py -k grad_is_left"),
+    Fault("directions follow Adam's momentum without its look ahead", "optim/bases.py",
+          "return torch._foreach_lerp(gradients, moments, beta)", "return moments",
+          "curvature/rules/test_polar.py -k bases_own"),
+    Fault("maximize descends", "optim/bases.py", 'if group.get("maximize") else gradients',
+          "if False else gradients", "optim/test_conformance.py -k maximizing"),
+    Fault("second moments of a plain checkpoint are lost", "optim/bases.py",
+          "(found.former[p],) = parts_here([former[0]])", "pass",
+          "optim/test_bases.py -k plain_checkpoint"),
+    Fault("the trust ratio of a weight of zero is zero", "optim/lamb.py",
+          "torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)", "p_norm / u_norm",
+          "optim/test_lamb.py"),
+    Fault("a milestone acts an epoch late", "optim/scheduler.py", "if milestone <= epoch]",
+          "if milestone < epoch]", "optim/test_scheduler.py"),
+    # ---- tools ----
+    Fault("the command line exits with 0 where nothing fits", "tools/app.py",
+          "if found.best is None:", "if False:", "tools/test_app.py"),
+    Fault("a backward pass costs as much as a forward pass", "tools/passes.py", "_BACKWARD = 2 ",
+          "_BACKWARD = 1 ", "tools/test_passes.py"),
+)
+# fmt: on
+
+
+class WithoutShrinking:
+    """Lets hypothesis show the first case that fails: to look for the smallest takes minutes."""
+
+    def pytest_sessionstart(self) -> None:
+        from hypothesis import Phase, settings  # pytest warns of plugins that came before it
+
+        settings.register_profile("faults", phases=[Phase.explicit, Phase.generate])
+        settings.load_profile("faults")
+
+
+def become_pytest(tree: Path, arguments: list[str]) -> NoReturn:
+    """Run pytest in this process, a fork, which need not import torch again."""
+    os.setsid()  # a session of its own: ranks that tests have started end with it
+    os.chdir(tree)
+    for stream in (1, 2):
+        os.dup2(os.open(SAID, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *[x for x in sys.path if Path(x).resolve() != ROOT]]
+    del sys.modules["tests"]  # of the tree that is not to be tested
+    sys.modules["__main__"] = ModuleType("__main__")  # ranks would import this file, too
+    options = ["-q", "-p", "no:cacheprovider", "-rfE"]
+    sys.exit(pytest.main([*options, *arguments], [WithoutShrinking()]))
+
+
+def run_tests(tree: Path, arguments: list[str]) -> tuple[int | None, list[str]]:
+    """Run pytest in a tree; return its exit status, and the ids of the tests that failed."""
+    (tree / SAID).unlink(missing_ok=True)
+    child = get_context("fork").Process(target=become_pytest, args=(tree, arguments))
+    child.start()
+    try:
+        child.join(LIMIT)
+    finally:
+        hangs = child.is_alive()
+        if hangs and child.pid is not None:
+            os.killpg(child.pid, signal.SIGKILL)
+    if hangs:
+        return 1, [HANG]
+    said = (tree / SAID).read_text()
+    return child.exitcode, re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", said, re.M)
+
+
+def outcome(tree: Path, fault: Fault) -> str:
+    """Plant one fault; return the test that caught it, or why there is none."""
+    path = tree / "kaisa_optim" / fault.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(fault.old) != 1:
+        return f"ERROR: {fault.file} has {fault.old!r} {text.count(fault.old)} times, not once"
+    tests = [f"tests/{x}" if x.endswith(".py") else x for x in shlex.split(fault.tests)]
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        status, failed = run_tests(tree, ["-x", *tests])
+    finally:
+        path.write_text(text)
+    if status == 0:
+        return MISSED
+    return failed[0] if status == 1 and failed else f"ERROR: pytest ended with {status}"
+
+
+def main() -> int:
+    """Plant the faults, print a table, keep the results; return 1 unless all are caught."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="text in the file's name or in the behaviour")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "faults.json")
+    asked = parser.parse_args()
+    chosen = [x for x in FAULTS if asked.only in f"{x.file}: {x.behaviour}"]
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+        for fault in chosen:
+            begun = time.monotonic()
+            found[fault.behaviour] = outcome(tree, fault)
+            seconds = f"{time.monotonic() - begun:5.0f} s"
+            print(seconds, f"{fault.file}: {fault.behaviour}", found[fault.behaviour], sep="  ")
+        # A test that fails without a fault catches nothing.
+        caught = sorted({x for x in found.values() if x.startswith("tests/")})
+        _, broken = run_tests(tree, caught) if caught else (0, [])
+    for behaviour, test in found.items():
+        if test in broken:
+            found[behaviour] = f"ERROR: {test} fails without the fault"
+            print(f"{behaviour}: {found[behaviour]}")
+    kept = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    results = {x.behaviour: (kept | found).get(x.behaviour, "not run") for x in FAULTS}
+    asked.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    wrong = [x for x in found.values() if x == MISSED or x.startswith("ERROR")]
+    print(f"{len(found) - len(wrong)} of {len(found)} faults are caught")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
