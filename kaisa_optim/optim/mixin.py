@@ -30,7 +30,6 @@ class KFACMixin(Optimizer):
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
-    _join_config: Any = None  # set by torch's Join
 
     def __init__(
         self,
