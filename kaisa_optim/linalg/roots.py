@@ -34,9 +34,9 @@ def inverse_root(
     """Return S = F̂^-½ and a flag of success for each factor.
 
     F̂ = F / f̄ + λI for factors F ``[k, n, n]`` (``diagonal``: ``[k, n]``), f̄ the mean eigenvalue,
-    λ ``[k]``. A factor that is zero to its dtype counts as the identity, as its root does. Roots are exactly
-    symmetric. A flag, ``[k]`` on the device, is False where a root is not finite or S F̂ S - I is
-    large.
+    λ ``[k]``. A factor that is zero to its dtype counts as the identity, as its root does. Roots
+    are exactly symmetric. A flag, ``[k]`` on the device, is False where a root is not finite or
+    S F̂ S - I is large.
 
     By default, CPUs find roots by eigenvectors, and other devices by products alone
     (``by_products``), so that the host does not wait. In float32, the spectral norm of S F̂ S - I is
