@@ -107,7 +107,7 @@ SECTIONS = {
         "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
-    "Ranks": ("comm", "optim/join"),
+    "Ranks": ("comm",),
     "Assignment": ("plan/assignment",),
     "Plans": (
         "optim/automatic", "optim/survey", "plan/budget", "plan/choice", "plan/hardware", "tools",

@@ -197,14 +197,12 @@ class GradientExchange:
         *,
         sizes: Sizes,
         comm_dtype: torch.dtype | None,
-        grafting: bool,
     ) -> None:
         self._ranks = ranks
         self._registry, self._placements = registry, registry.placements
         self._rule = rule
         self._sizes = sizes
         self._comm_dtype = comm_dtype
-        self._grafting = grafting
         self.last = Last()
         self.allocate(AppliedFactors())
 
@@ -324,8 +322,6 @@ class GradientExchange:
         group = self._applied.group_of[stack.layers[0]]
         raw = stack.collect(own_gradient if gathered is None else gathered.whole.get)
         new = self._rule.apply(group, raw, stack.layers, values)
-        if self._grafting:
-            gradients.graft(stack, raw, new)
         terms = gradients.products(raw, new) if self._sizes.terms else raw.new_empty(len(raw), 0)
         return NewGradients(stack, new, terms)
 

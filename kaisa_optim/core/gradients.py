@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.sharding import local, parts_here
+from ..comm.sharding import local
 from ..curvature.stacks import stack_key
 from ..layers import Layer
 
@@ -237,23 +237,6 @@ class GradientStack:
             result[i::kinds] = [x.of(piece) for x, piece in zip(layouts, pieces, strict=True)]
         return result
 
-    def of_layers(self, values: Tensor) -> Tensor:
-        """Return sums over the blocks of each layer, ``[blocks, n]`` to ``[layers, n]``."""
-        sizes = self.blocks
-        if sum(sizes) == len(sizes):
-            return values
-        if len(set(sizes)) == 1:
-            return values.unflatten(0, (len(sizes), -1)).sum(1)
-        return torch.stack([part.sum(0) for part in values.split(sizes)])
-
-    def of_blocks(self, values: Tensor) -> Tensor:
-        """Return a number of each layer for each of its blocks, ``[layers]`` to ``[blocks]``."""
-        sizes = self.blocks
-        if len(set(sizes)) == 1:
-            return values.repeat_interleave(sizes[0])
-        pairs = zip(values.unbind(), sizes, strict=True)
-        return torch.cat([value.expand(size) for value, size in pairs])
-
 
 class NewGradients(NamedTuple):
     """New gradients of the layers of a stack."""
@@ -322,14 +305,6 @@ def _square_sums(tensors: list[Tensor | None], counts: list[int], like: Tensor) 
         own = iter(each)
         each = [next(own) if i < count else zero for count in counts for i in range(most)]
     return torch.stack(each).square_().view(len(counts), most).sum(1)
-
-
-def graft(stack: GradientStack, raw: Tensor, new: Tensor) -> None:
-    """Give each layer's new gradient the length of its raw one; a zero gradient stays zero."""
-    squares = torch.stack([x.square().sum((1, 2)) for x in (raw, new)], 1)
-    wanted, own = stack.of_layers(squares).sqrt_().unbind(1)
-    scale = torch.where(own == 0, 0, wanted / own)
-    new.mul_(stack.of_blocks(scale)[:, None, None])
 
 
 # ---- new gradients on the wire ----
@@ -482,15 +457,6 @@ def unstack(
     for p in set(absent):
         del new[p]
     return new
-
-
-def blend(new: dict[Tensor, Tensor], share: float) -> None:
-    """Mix raw gradients into new ones in place: ``share`` of the new ones stays."""
-    raw = {p: p.grad for p in new if p.grad is not None}
-    if raw:
-        sides = list(raw.values()), [new[p] for p in raw]
-        theirs, mine = map(parts_here, sides)
-        torch._foreach_lerp_(mine, theirs, 1 - share)
 
 
 # ---- the clip ----

@@ -240,7 +240,6 @@ def _split(options: Options) -> str | None:
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 # Pages of docs/guides, with the heading's anchor.
-_FIRST_STEPS = "tuning.md#the-first-steps"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
 
@@ -337,21 +336,12 @@ _REFRESHES = (
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
            "κ of the KL clip, which limits the length of a step. None: no limit.",
-           "optimizer", schedulable=True, off=None, of_papers=True,
-           conflicts=(Conflict("grafting", (True,), "grafting sets the length that the clip "
-                               "would change", "pass kl_clip=None, or leave out grafting"),)),
+           "optimizer", schedulable=True, off=None, of_papers=True),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
            'None: "initial", or "current" if normalization is "kaisa".',
            follows=lambda options: "current" if options.kaisa_scaling else "initial",
            of_papers=True),
-    Option("grafting", False, "bool", check_flag,
-           "Give each preconditioned gradient its raw gradient's length: start from the base's "
-           "lr, with kl_clip=None.",
-           of_papers=True, guide=_FIRST_STEPS),
-    Option("warmup_steps", 0, "int", _whole(0, "a whole number of steps, 0 for none"),
-           "Steps in which raw gradients give way to preconditioned ones.",
-           of_papers=True, guide=_FIRST_STEPS),
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | str | None", _fraction,
@@ -534,9 +524,8 @@ class Options:
 
 # ---- names that do not exist ----
 
-_MOMENTS_NOW = 'the directions of compute_method="polar" take the place of moments in an eigenbasis'
-# Arguments of kfac-pytorch, and of earlier revisions, that this package does not have, or has under
-# another name.
+# Arguments of kfac-pytorch that this package does not have, or has under another name, and names
+# that went before the first release.
 _FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
@@ -545,18 +534,8 @@ _FORMER = {
     "update_factors_in_hook": "leave it out: sums are taken in the backward pass, averages in "
     "step()",
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
-    "refresh_lag": "leave it out: decompositions are in use at once",
-    "moments": f"leave it out: {_MOMENTS_NOW}",
-    "nesterov": f"leave it out: {_MOMENTS_NOW}",
-    "orthogonal": f"leave it out: {_MOMENTS_NOW}",
-    "early_refreshes": "leave it out: steps 5, 10, 25 and 50 refresh everything, if "
-    "inv_update_steps is 50 or more",
-    "eigenvalue_correction": "leave it out: eigenvalues are the factors' own; directions of "
-    'compute_method="polar" have lengths by second moments',
-    "truncation": "leave it out: gradients are multiplied by all eigenvectors; to multiply less, "
-    'take compute_method="inverse"',
-    "basis_tolerance": "leave it out: refreshes find eigenvectors anew; to refresh in less time, "
-    'take compute_method="inverse"',
+    "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
+    "warmup_steps": "leave it out: a scheduler of lr warms up",
 }
 
 

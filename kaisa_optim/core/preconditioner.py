@@ -143,7 +143,6 @@ class Preconditioner:
             rule,
             sizes=sizes,
             comm_dtype=options.comm_dtype,
-            grafting=options.grafting,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,8 +197,6 @@ class Preconditioner:
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.gradients.directions(base, values)
-        if self.steps < self.options.warmup_steps:
-            gradients.blend(new, self.steps / self.options.warmup_steps)
         self._advance()
         return new
 

@@ -39,7 +39,11 @@ class LayerSums:
         if self.g is None or (self.unit is None and moments.unit is None):
             self.unit = moments.unit
         else:
-            self.unit = _leveled([self.g, moments.g], [self.unit, moments.unit])
+            own, new = self.own_unit(), moments.unit
+            new = _unit(1, own.device) if new is None else new
+            self.unit = torch.maximum(own, new)
+            self.g.mul_((own / self.unit).square_())
+            moments.g.mul_((new / self.unit).square_())
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
         sections = range(len(self.count))[moments.blocks]
@@ -47,23 +51,17 @@ class LayerSums:
         for section, more in zip(sections, counts, strict=True):
             self.count[section] += more
 
+    def own_unit(self) -> Tensor:
+        assert self.g is not None
+        return _unit(1, self.g.device) if self.unit is None else self.unit
+
     def bytes(self) -> int:
         own = sum(t.nbytes for t in (self.a, self.g) if t is not None)
         return own if self.crossed is None else own + self.crossed.bytes()
 
 
-def _leveled(sums: list[Tensor], units: list[Tensor | None]) -> Tensor:
-    """Scale sums of G, in place, to the largest of their units; return this unit."""
-    own = torch.stack(
-        [_number(1, g) if unit is None else unit for g, unit in zip(sums, units, strict=True)]
-    )
-    largest = own.amax()
-    torch._foreach_mul_(sums, [*(own / largest).square_()])
-    return largest
-
-
-def _number(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+def _unit(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool) -> Tensor:
@@ -179,23 +177,14 @@ class FactorSums:
         ``largest`` returns the largest numbers over the ranks, on their device.
         """
         for same in by_place(layers):
-            every = [self.of_layer.get(layer) for layer in same]
-            like = torch.empty(0, device=device_of(same[0]))
-            units = [
-                _number(sums is not None and sums.g is not None, like)
-                if sums is None or sums.unit is None
-                else sums.unit
-                for sums in every
-            ]
-            own = torch.stack(units)
+            every, device = [self.of_layer.get(layer) for layer in same], device_of(same[0])
+            own = torch.stack(
+                [_unit(0, device) if x is None or x.g is None else x.own_unit() for x in every]
+            )
             shares = (own / largest(own.clone())).square_()
-            some = [
-                (s.g, x)
-                for s, x in zip(every, shares, strict=True)
-                if s is not None and s.g is not None
-            ]
-            if some:
-                torch._foreach_mul_(*map(list, zip(*some, strict=True)))
+            for sums, share in zip(every, shares, strict=True):
+                if sums is not None and sums.g is not None:
+                    sums.g.mul_(share)
 
     def mix(
         self,

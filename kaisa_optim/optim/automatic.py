@@ -56,7 +56,7 @@ def settled(optimizer: KFACMixin) -> Options:
 
 
 def _choice(optimizer: KFACMixin, options: Options, world: int, budget: int) -> Choice:
-    device = optimizer.join_device
+    device = optimizer.device
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     base, groups = optimizer._base, optimizer.param_groups
     model, group = optimizer._kfac_model, optimizer._kfac_process_group
@@ -67,7 +67,7 @@ def _choice(optimizer: KFACMixin, options: Options, world: int, budget: int) -> 
 
 def _budget(optimizer: KFACMixin, options: Options) -> int:
     """Return the bytes that weights, gradients and all states may take on this rank."""
-    budget, device = options.memory_budget, optimizer.join_device
+    budget, device = options.memory_budget, optimizer.device
     if isinstance(budget, int):
         return budget
     if device.type != "cuda":

@@ -22,20 +22,14 @@ from ..linalg import precision
 from ..stages import stage
 from . import arguments, automatic, bases, loading, notices
 from .bases import gradients_of
-from .join import StepsOn, joined_gradients, refuse_join_of_the_model_alone
 
 
 class KFACMixin(Optimizer):
-    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it.
-
-    It has Joinable's methods, but not that base: Joinable derives from ABC, and Python finds no
-    order of bases for ``with_kfac`` of a class that derives from (ABC, Optimizer).
-    """
+    """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
 
     _base: type[Optimizer]
     _step_supports_amp_scaling: bool
     _group_schedules: list[dict[str, Callable[[int], Any]]]
-    _join_config: Any = None  # set by torch's Join
 
     def __init__(
         self,
@@ -65,13 +59,11 @@ class KFACMixin(Optimizer):
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         self._notices = notices.Notices()
-        self._has_joined = False
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self.base_part = bases.step_of(self._base, self.defaults)
-        self._former_join = getattr(self._kfac_model, "_join_config", None)
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise invalid_because(
@@ -111,12 +103,8 @@ class KFACMixin(Optimizer):
                 loss = closure()
         notices.refuse_late_process_group(self.preconditioner)
         notices.refuse_graph_capture()
-        refuse_join_of_the_model_alone(self)
         # Some users call step() under autocast, which is for the model's passes.
-        with (
-            precision.without_autocast(self.join_device.type),
-            gradients_of(joined_gradients(self)),
-        ):
+        with precision.without_autocast(self.device.type):
             self._settle_load()
             if self.preconditioner.rule.makes_directions:
                 self._step_along()
@@ -161,27 +149,20 @@ class KFACMixin(Optimizer):
         super().zero_grad(set_to_none)
         self.preconditioner.discard()
 
-    # ---- ranks that run out of data ----
-
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return the hook of a rank that has joined: for ``Join([model, optimizer])``.
-
-        ``Join`` is torch.distributed.algorithms.Join; the wrapped model comes first. In every step,
-        the joined rank takes gradients, lr and K-FAC's settings from a rank that has data; its own
-        schedulers stay where they were.
-        """
-        return StepsOn(self)
+        """Refuse ``torch.distributed.algorithms.Join``, which asks its members for a hook."""
+        raise RuntimeError(
+            f"{type(self).__name__} does not work in Join: a rank without data would leave the "
+            "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
+            "drop_last=True"
+        )
 
     @property
-    def join_device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the first parameter; a first group may be empty."""
         parameters = (p for group in self.param_groups for p in group["params"])
         device: torch.device = next(parameters).device
         return device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.preconditioner.ranks.group
 
     # ---- parameter groups ----
 

@@ -286,12 +286,6 @@ def test_a_sharded_weight_of_several_blocks(mesh, optimizer):
     assert error(ranks[0][0], alone) < 1e-8
 
 
-@pytest.mark.parametrize("parts", [each, some])
-def test_grafting_and_warm_up(parts):
-    helped = {**EIGEN, "grafting": True, "kl_clip": None, "warmup_steps": 3}
-    check(Plan((2,), parts, options=helped))
-
-
 def norms_in_half() -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(n, 8, generator=generator).bfloat16() for n in (50, 7, 1)]

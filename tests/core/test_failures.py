@@ -482,7 +482,7 @@ GONE: dict[str, tuple[dict[str, Any], str]] = {
     "sums": (SMALL_BUCKETS, "ing factors"),
     "passing on": (SMALL_BUCKETS, "ing factors"),
     "decomposition": (LAYER_WISE, "decomposing factors in step 1"),
-    "state": ({}, "ing second_order"),
+    "state": ({"assignment": "opt"}, "ing second_order"),
     "gradients": (LAYER_WISE, "ing gradients"),
 }
 

@@ -41,11 +41,9 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
     "max_factor_size": ([0, NAN, "16"], "1 or more"),
     "max_failures": ([-1, 0.5, NAN, INF, "3"], "a count, 0 or more, or None"),
-    "grafting": (["yes", None, 2], "True or False$"),
     "compute_eigenvalue_outer_product": (["no", None, 0], "True or False$"),
     "staggered": (["no", 0, -1, 1.5, torch.tensor(True)], "1 or more, True for as many as there"),
     "colocate_factors": (["no", 1], "True or False, or None"),
-    "warmup_steps": ([-1, 0.5, NAN, "3", None, True], f"{COUNT}, 0 for none"),
     "factor_dtype": ([*HALVES, torch.int32, "float32"], "inv_dtype takes torch.bfloat16"),
     "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     "comm_dtype": ([torch.float32, "bfloat16"], "torch.bfloat16, torch.float16, or None"),
@@ -95,8 +93,6 @@ USED: dict[str, Any] = {
     "damping_split": "pi",
     "compute_eigenvalue_outer_product": True,
     "kl_clip": 0.01,
-    "grafting": True,
-    "warmup_steps": 5,
     "assignment": "opt",
 }
 CONFLICTS = [
@@ -129,9 +125,6 @@ def test_a_conflict_may_also_come_by_a_setting():
     kfac = KFACSGD(network(), lr=0.1, normalization="kaisa", **eigen).preconditioner
     with pytest.raises(ValueError, match=r"Invalid loss_terms: 4.0 with normalization='kaisa'"):
         kfac.loss_terms = 4
-    grafted = KFACSGD(network(), lr=0.1, grafting=True, kl_clip=None, **eigen).preconditioner
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0.1 with grafting=True.*kl_clip=None"):
-        grafted.kl_clip = 0.1
 
 
 @pytest.mark.parametrize(
@@ -186,8 +179,6 @@ def test_no_option_of_the_papers_is_forgotten():
         "loss_reduction",
         "grad_scaler",
         "normalization",
-        "grafting",
-        "warmup_steps",
     }
 
 

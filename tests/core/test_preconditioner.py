@@ -257,12 +257,12 @@ def test_steps_whose_statistics_are_paused(strategy: str) -> None:
 def test_a_step_before_any_gradient_is_not_counted():
     """Its count had no entry in the state, so that a resumed run had another schedule."""
     model = training.network()
-    opt = KFACSGD(model, lr=0.1, compute_method="eigen", warmup_steps=4)
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen")
     opt.step()
     assert opt.preconditioner.steps == 0
     training.train(model, opt, range(3))
     other = training.network()
-    resumed = KFACSGD(other, lr=0.1, compute_method="eigen", warmup_steps=4)
+    resumed = KFACSGD(other, lr=0.1, compute_method="eigen")
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert resumed.preconditioner.steps == opt.preconditioner.steps == 3

@@ -1,4 +1,4 @@
-"""Grafting and warm-up of the papers' gradients; early refreshes: all for the first steps."""
+"""Early refreshes: all for the first steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from tests.support.cluster import average as average_gradients
 from tests.support.cluster import network as network_of
 from tests.support.ranks import run
 from tests.support.training import (
-    Probe,
-    assert_near,
     assert_same,
     backward,
     batch,
@@ -46,7 +44,6 @@ from tests.support.watch import (
     factors_of,
     matrix_of,
     rows_of,
-    seeded,
     solved,
     taken,
 )
@@ -55,196 +52,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these
 
 EIGEN: dict[str, Any] = {"compute_method": "eigen"}
 FREE = {**EIGEN, "kl_clip": None}
-GRAFTED = {**FREE, "grafting": True}
-ALL = {**GRAFTED, "warmup_steps": 4}
 EARLY = (2, 5)
 INTERVALS = {"factor_update_steps": 3, "inv_update_steps": 4}
-
-
-# ---- grafting ----
-
-
-class Mixed(nn.Module):
-    """Blocks of one shape in layers of one, two and three blocks; a parameter without a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = nn.Conv2d(2, 3, 2)
-        self.three = nn.Conv2d(6, 9, 2, groups=3)
-        self.two = nn.Conv2d(4, 6, 2, groups=2)
-        self.act = nn.PReLU()
-        self.inner = nn.Linear(7, 5, bias=False)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.plain(x[:, :2]), self.three(x), self.two(x[:, 2:])
-        x = torch.cat([part.tanh().mean((2, 3)) for part in parts], 1)
-        return self.head(self.act(self.inner(x[:, ::3][:, :7].repeat(1, 2)[:, :7])))
-
-
-LAYERS = ["plain", "three", "two", "inner", "head"]
-
-
-def of_images(model: nn.Module) -> None:
-    x = torch.randn(4, 6, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model(x).square().mean().backward()
-
-
-def test_grafted_steps_are_the_dense_solution_as_long_as_the_gradient():
-    model = seeded(Mixed)
-    twin = copy.deepcopy(model)
-    watch = Watch(twin, *LAYERS)
-    of_images(twin)
-    opt = exact(model, grafting=True)
-    assert (
-        len(
-            {
-                opt.preconditioner.store.applied.group_of[x]
-                for x in opt.preconditioner.registry.active[:3]
-            }
-        )
-        == 1
-    )
-    of_images(model)
-    steps = taken(opt, model)
-    for name in LAYERS:
-        module = twin.get_submodule(name)
-        gradient = matrix_of(module, module.weight.grad, getattr(module.bias, "grad", None))
-        v = solved(*factors_of(*rows_of(module, watch.trained(name)), 4), gradient)
-        step = matrix_of(module, steps[f"{name}.weight"], steps.get(f"{name}.bias"))
-        assert_close(step, v * gradient.norm() / v.norm(), 1e-8, name)
-        assert v.norm() > 1.1 * gradient.norm(), name
-    assert_close(steps["act.weight"], twin.act.weight.grad)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compute_method": "inverse"},
-        {"compute_method": "inverse", "damping_split": "full"},
-        {"compute_eigenvalue_outer_product": True},
-        {"max_factor_size": 5},
-        {"normalization": "kaisa"},
-    ],
-)
-def test_grafting_changes_lengths_alone(options):
-    models = [seeded(Mixed) for _ in range(2)]
-    opts = [exact(model, grafting=i == 1, **options) for i, model in enumerate(models)]
-    for model in models:
-        of_images(model)
-    free, grafted = (taken(opt, model) for opt, model in zip(opts, models, strict=True))
-    for layer in opts[1].preconditioner.registry.active:
-        names = [f"{layer.name}.{key}" for key, _ in layer.module.named_parameters()]
-        old, new = (torch.cat([s[n].flatten() for n in names]) for s in (free, grafted))
-        raw = torch.cat([models[1].get_parameter(n).grad.flatten() for n in names])
-        assert_close(new, old * raw.norm() / old.norm(), 1e-9, layer.name)
-
-
-def test_the_projections_into_an_attention_keep_one_length():
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(4, 2, batch_first=True).double()
-    opt = exact(model, grafting=True)
-    x = torch.randn(3, 5, 4, dtype=torch.float64)
-    model(x, x.flip(1), x.square(), need_weights=False)[0].square().mean().backward()
-    steps = taken(opt, model)
-    for part in ("in_proj_", "out_proj."):
-        names = [f"{part}weight", f"{part}bias"]
-        step = torch.cat([steps[name].flatten() for name in names])
-        gradient = torch.cat([model.get_parameter(name).grad.flatten() for name in names])
-        assert_close(step.norm(), gradient.norm(), 1e-9)
-        assert F.cosine_similarity(step, gradient, 0) < 0.999
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gradient_of_zero_leads_to_no_step(dtype):
-    model = network(dtype=dtype)
-    nn.init.zeros_(model[2].weight)  # so that nothing reaches the first layer
-    opt = KFACSGD(model, lr=1.0, **GRAFTED)
-    backward(model, 0)
-    steps = taken(opt, model)
-    assert not steps["0.weight"].any() and not steps["0.bias"].any()
-    assert steps["2.weight"].isfinite().all() and steps["2.weight"].any()
-    opt.zero_grad()
-    backward(model, 1, scale=lambda loss: loss * 0)
-    before = values(model)
-    opt.step()
-    assert_same(values(model), before)
-
-
-def test_the_base_sees_grafted_gradients():
-    """A multiple of the loss has other factors; beside no damping, v alone would shrink with it."""
-    model, scaled = network(), network()
-    opts = [
-        KFACSGD(m, lr=0.1, momentum=0.9, damping=damping, **GRAFTED)
-        for m, damping in ((model, 0.1), (scaled, 10.0))
-    ]
-    for i in range(4):
-        for m, opt, factor in zip((model, scaled), opts, (1, 10), strict=True):
-            opt.param_groups[0]["lr"] = 0.1 / factor
-            opt.zero_grad()
-            backward(m, i, scale=lambda loss, factor=factor: loss * factor)
-            opt.step()
-    assert_near(model, scaled)
-
-
-def test_grafting_and_the_clip_exclude_each_other():
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.00015 with grafting.*kl_clip=None"):
-        KFACSGD(network(), lr=0.1, grafting=True, **EIGEN)
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: <function.*with grafting"):
-        KFACSGD(network(), lr=0.1, grafting=True, kl_clip=lambda step: None, **EIGEN)
-    kfac = KFACSGD(network(), lr=0.1, **GRAFTED).preconditioner
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.1 with grafting"):
-        kfac.kl_clip = 0.1
-    assert kfac.kl_clip is None
-
-
-# ---- warm-up ----
-
-
-@pytest.mark.parametrize("kl_clip", [None, 1e-4])
-def test_the_base_sees_more_and_more_of_the_preconditioned_gradient(kl_clip):
-    """Shares 0, 1/3, 2/3, 1, 1: the clip, whose α is lr, holds for the preconditioned part."""
-    lr, steps = 0.1, 3
-    model = network()
-    by_hand = copy.deepcopy(model)
-    base = {"lr": lr, "momentum": 0.9, "weight_decay": 0.01}
-    every = {"factor_update_steps": 1, "inv_update_steps": 2, "damping": 0.03}
-    opt = KFACSGD(model, **EIGEN, **base, **every, kl_clip=kl_clip, warmup_steps=steps)
-    sgd = torch.optim.SGD(by_hand.parameters(), **base)
-    probe = Probe(model, **every, kl_clip=kl_clip and kl_clip / lr**2)
-    for i in range(5):
-        sgd.zero_grad()
-        backward(by_hand, i)
-        v = probe.step(by_hand, i)
-        for name, p in by_hand.named_parameters():
-            share = min(1, i / steps)
-            p.grad = (1 - share) * p.grad + share * v[name]
-        sgd.step()
-        opt.zero_grad()
-        backward(model, i)
-        raw = [p.grad.clone() for p in model.parameters()]
-        opt.step()
-        assert_same([p.grad for p in model.parameters()], raw)
-        assert_near(model, by_hand)
-
-
-def test_the_first_step_is_the_bases():
-    model, plain = network(), network()
-    train_plainly(model, KFACSGD(model, lr=0.1, warmup_steps=1, **EIGEN), [0])
-    train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0])
-    assert_same(model, plain)
-
-
-def test_statistics_do_not_wait_for_the_warm_up():
-    model, warmed = network(), network()
-    opts = [
-        KFACSGD(m, lr=0.0, factor_update_steps=1, warmup_steps=n, **FREE)
-        for m, n in ((model, 0), (warmed, 9))
-    ]
-    for m, opt in zip((model, warmed), opts, strict=True):
-        train_plainly(m, opt, range(3))
-    for name in ("0", "2"):
-        assert_same(*(opt.preconditioner.factors(name) for opt in opts))
 
 
 # ---- early refreshes ----
@@ -364,7 +173,7 @@ def test_turns_stay_as_they_are():
 @pytest.mark.parametrize("name", ["images", "tokens"])
 def test_ranks_take_the_steps_of_one_process(name, assignment):
     plan = Plan(
-        even(2, 2), name, options={**ALL, **INTERVALS}, spread={"assignment": assignment}, steps=8
+        even(2, 2), name, options={**FREE, **INTERVALS}, spread={"assignment": assignment}, steps=8
     )
     ranks = run(2, train_with_early_steps, plan)
     assert_alike([rank.parameters for rank in ranks])
@@ -399,12 +208,11 @@ def received(
 
 
 def test_what_travels():
-    """An early refresh brings what a step of all brings; grafting and warm-up bring nothing."""
+    """An early refresh brings what a step of all brings, and other steps bring what they did."""
     plan = Plan(
         even(2, 2), "images", options={**FREE, **INTERVALS}, spread={"assignment": "layer-wise"}
     )
-    helped = Plan(plan.sizes, plan.network, options={**INTERVALS, **ALL}, spread=plan.spread)
-    pairs = zip(run(2, received, plan, ()), run(2, received, helped, EARLY), strict=True)
+    pairs = zip(run(2, received, plan, ()), run(2, received, plan, EARLY), strict=True)
     for (plain, both, volume), (other, same, again) in pairs:
         assert volume == again and both == same
         for i, (without, found) in enumerate(zip(plain, other, strict=True)):
@@ -422,7 +230,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(saved, tmp_path):
     def make() -> tuple[nn.Module, Any]:
         model = network()
         with refreshing_early(*EARLY):
-            return model, KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS, **ALL)
+            return model, KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS, **FREE)
 
     model, opt = make()
     train_plainly(model, opt, range(saved))

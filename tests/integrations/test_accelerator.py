@@ -170,7 +170,6 @@ CASES: dict[str, Make] = {
     "half of the rows": lambda m: KFACSGD(m, lr=0.05, statistics_fraction=0.5, **SELDOM),
     "reduced": lambda m: KFACSGD(m, lr=0.05, weight_sharing="reduce", **{**SELDOM, **EIGEN}),
     "positions": lambda m: KFACSGD(m, lr=0.05, loss_terms="positions", **EIGEN),
-    "grafted": lambda m: KFACSGD(m, lr=0.05, kl_clip=None, grafting=True, warmup_steps=3, **EIGEN),
     "diagonal": lambda m: KFACSGD(m, lr=0.05, max_factor_size=5, **SELDOM),
     "halves": lambda m: KFACSGD(m, lr=0.05, inv_dtype=torch.bfloat16, **SELDOM),
     "scaled": lambda m: KFACSGD(

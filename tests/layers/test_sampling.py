@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
@@ -393,24 +391,6 @@ def _set_on_one_rank() -> None:
 def test_ranks_with_different_fractions_are_named():
     with pytest.raises(RankError, match="statistics_fraction"):
         run(2, _set_on_one_rank)
-
-
-def _joined() -> float:
-    rank = torch.distributed.get_rank()
-    model = DistributedDataParallel(network("chain"))
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, statistics_fraction=0.25)
-    with Join([model, opt]):
-        for i in range(2 - rank):
-            opt.zero_grad()
-            model(normal(4, 7, seed=i)).square().mean().backward()
-            opt.step()
-            if rank == 0:  # the other one has no more data then
-                opt.preconditioner.statistics_fraction = 0.5
-    return opt.preconditioner.statistics_fraction
-
-
-def test_ranks_without_data_follow_the_fraction_of_those_that_go_on():
-    assert run(2, _joined) == [0.5, 0.5]
 
 
 # ---- state ----

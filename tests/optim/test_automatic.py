@@ -122,7 +122,7 @@ def test_the_rest_of_the_memory_counts_beside_the_weights(monkeypatch):
     net = network("chain", dtype=torch.float32)
     optimizer = KFACAdam(net)
     device = torch.device("cuda:0")
-    monkeypatch.setattr(type(optimizer), "join_device", device)
+    monkeypatch.setattr(type(optimizer), "device", device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (10_000, 99_999))
     options = optimizer.preconditioner.options
     for budget, share in ((None, 5_000), (0.25, 2_500)):

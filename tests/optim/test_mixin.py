@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -111,7 +112,7 @@ def test_a_first_group_may_be_empty(cls, method):
     opt = cls([{"params": []}, {"params": model.parameters()}], model=model, **options)
     train(model, opt, range(4))
     assert_same(model, plain)
-    assert opt.join_device == torch.device("cpu")
+    assert opt.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("name", "value"), [("damping", -1.0), ("factor_decay", -0.5)])
@@ -932,3 +933,9 @@ def test_unscaled_and_clipped_gradients(method):
 
 
 # ---- dampings that change ----
+
+
+def test_join_is_refused_with_the_remedy():
+    opt = KFACSGD(nn.Linear(2, 2), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"KFACSGD does not work in Join.*drop_last=True"):
+        Join([opt])

@@ -193,7 +193,6 @@ CASES: dict[str, Case] = {
     "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
     "halves": Case(options={"inv_dtype": brain, "comm_dtype": brain}),
     "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
-    "grafting": Case(options={"grafting": True, "kl_clip": None, "warmup_steps": 6}),
     "all at once": Case("chain", options={"staggered": False}),
     "two at once": Case("chain", options={"staggered": 2, "inv_update_steps": 3}),
     "skipped": Case(options={"skip_layers": ["head"], "max_factor_size": 20}),
