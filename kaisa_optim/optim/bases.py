@@ -255,13 +255,14 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
 
 def _counted(entries: list[Entry]) -> list[int]:
     """Count a step in Adam's format; return each entry's count."""
-    counts = [int(entry.get("step", 0)) + 1 for entry in entries]
-    # Each entry has an element of its own: a tensor in common would also count for parameters
-    # that rest, and a checkpoint that is read in place would give all the last one's count.
-    steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
-    for entry, step in zip(entries, steps, strict=True):
-        entry["step"] = step
-    return counts
+    # Each entry has a tensor of its own: a tensor in common would also count for parameters that
+    # rest.
+    for entry in entries:
+        if entry.setdefault("step", _zero_count()).device.type != "cpu":
+            entry["step"] = entry["step"].to("cpu", torch.float32)
+    steps = [entry["step"] for entry in entries]
+    torch._foreach_add_(steps, 1)
+    return list(map(int, steps))
 
 
 def _zero_count() -> Tensor:

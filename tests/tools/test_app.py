@@ -136,7 +136,7 @@ def test_printing_does_not_break_json():
 def test_dtypes_are_options():
     sizes = []
     for name in ("float32", "bfloat16"):
-        option = "--option", f"factor_dtype=torch.{name}"
+        option = "--option", f"inv_dtype=torch.{name}"
         told = kaisa("plan", NET, "--ranks", 2, "--json", "--optimizer", "KFACSGD", *option)
         assert told.exit_code == 0, told.output
         sizes.append(json.loads(told.stdout)["strategies"][0]["kfac"]["mean"])
