@@ -29,10 +29,6 @@ REMEDIES = {
         "See whether the loss is finite, and raise damping. Training goes on, unless max_failures "
         "limits the failures in a row."
     ),
-    "the checkpoint has use_muon": (
-        "The group keeps what it was built with. Build the optimizer with the groups of the run "
-        "that was saved, if that is not meant."
-    ),
     "has no K-FAC factors": (
         "The file is of a plain optimizer, of other options, or of one rank's share. K-FAC "
         "estimates the factors again, so nothing has to be done. To continue bit for bit, call "

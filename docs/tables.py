@@ -75,7 +75,6 @@ RATES = {  # of each picture, what its panels show: base, ours and task
 }
 CONTESTANTS = {
     "KFACAdam": "KFACAdam, defaults",
-    "KFACMuon": "KFACMuon, defaults",
     "KFACSGD": "KFACSGD, defaults",
     "SOAP": "SOAP",
     "Muon": "Muon",
@@ -98,7 +97,7 @@ STEPS = {
 SECTIONS = {
     "Building an optimizer": (
         "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "optim/muon", "core/coverage", "core/muon_groups", "core/placements",
+        "core/coverage", "core/placements",
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
@@ -227,10 +226,6 @@ def rates_of_sgd() -> str:
     return rates_of("KFACSGD", "SGD", BY_SGD)
 
 
-def rates_of_muon() -> str:
-    return rates_of("KFACMuon", "Muon", ("digits-256",))
-
-
 def rates_of(kfac: str, base_name: str, tasks: Sequence[str]) -> str:
     """Return the last losses of both at each rate; bold is what the base does not reach."""
     rows = []
@@ -273,7 +268,8 @@ def memory_limit() -> str:
     rows = []
     for row in found["final"]:
         name = row["optimizer"]
-        if name != "SGD":  # at momentum 0.99: its momentum has to be searched anew
+        # SGD's momentum, 0.99, has to be searched anew, and KFACMuon went.
+        if name not in ("SGD", "KFACMuon"):
             rows.append([name, batches[name], f"{row['loss']:.3f}", seconds.get(name, "")])
     return traffic.table(["optimizer", "batch", "last loss", "seconds to AdamW's loss"], rows)
 
@@ -383,7 +379,6 @@ TABLES = {
         "losses": losses,
         "rates": rates,
         "rates of SGD": rates_of_sgd,
-        "rates of Muon": rates_of_muon,
         "masked": masked,
         "memory": memory_limit,
         "findings": findings,

@@ -467,7 +467,7 @@ class GradientExchange:
             kinds = (
                 (base.measured.get(p), length.measures == "squares"),
                 (base.former.get(p), False),
-                (sharding.local(p) if length.limits else None, True),
+                (sharding.local(p), True),
             )
             for row, (here, squared) in zip(sums, kinds, strict=True):
                 if here is None or not here.numel():
@@ -556,15 +556,14 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
 def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> BlockSums:
     """Return the sums over each block that the length needs."""
     parameters = [*itertools.chain.from_iterable([stack.parameters for stack in stacks])]
-    measured = former = weights = None
+    measured = former = None
     if length.measures:
         squares = length.measures == "squares"
         measured = gradients.block_sums(stacks, base.measured.get, squares=squares)
     if not base.former.keys().isdisjoint(parameters):
         former = gradients.block_sums(stacks, base.former.get, squares=False)
-    if length.limits:
-        own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
-        weights = gradients.block_sums(stacks, own.get, squares=True)
+    own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
+    weights = gradients.block_sums(stacks, own.get, squares=True)
     return BlockSums(measured, former, weights)
 
 

@@ -526,7 +526,7 @@ class Options:
 
 # Arguments of kfac-pytorch that this package does not have, or has under another name, and names
 # that went before the first release.
-_FORMER = {
+FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
     "symmetry_aware": "leave it out: factors always travel as triangles",
@@ -536,6 +536,7 @@ _FORMER = {
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
     "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
     "warmup_steps": "leave it out: a scheduler of lr warms up",
+    "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have an own lr",
 }
 
 
@@ -552,7 +553,7 @@ def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str]
     """Return the error for an argument that neither ``owner``'s options nor its base have."""
     near = meant(name, ours, theirs)
     remedy = f"did you mean {near}?" if near else f"help({owner}) lists what there is"
-    remedy = _FORMER.get(name, remedy)
+    remedy = FORMER.get(name, remedy)
     if name == "momentum" and "betas" in theirs:
         remedy = "here it is the first of betas"
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

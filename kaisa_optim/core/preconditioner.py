@@ -178,7 +178,6 @@ class Preconditioner:
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step(base)
-        registry.refuse_other_choices(groups)
         values = step_values(registry, groups)
         states, late = registry.states, self.store.answer_late(registry.layers)
         self.plan = plan = plan_step(self.steps, agreed, states, slot=self._slot(), defers=late)

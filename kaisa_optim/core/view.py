@@ -151,9 +151,9 @@ class View:
         a momentum, "length" and "cosine", each with "_mean", "_min" and "_max". Under fully_shard
         a layer's owner preconditions it. A length is the root mean square of a step's entries for
         each unit of the learning rate, without weight decay and before LAMB's trust ratio. Of bases
-        other than Adam, AdamW, SGD, LAMB and Muon, of subclasses, and of Adam with amsgrad or with
+        other than Adam, AdamW, SGD and LAMB, of subclasses, and of Adam with amsgrad or with
         betas on a device, it is that of the step itself. A cosine is between the step and the
-        momentum that the base would step along. KFACMuon tells no cosine, and "eigen" and "inverse"
+        momentum that the base would step along. "eigen" and "inverse"
         tell neither: this would take further operations in each step.
         """
         return metrics.measured(self._kfac, wait=wait)

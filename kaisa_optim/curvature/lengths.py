@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import orthogonal
 from ..plan.moves import TensorSpec
 from .stacks import per_block, sent, stack_key
 
@@ -74,7 +73,6 @@ class Blocks:
         self.weights: list[Tensor] = [layer.parameters[0] for layer in layers]
         self.biases: list[Tensor] = [layer.parameters[-1] for layer in layers]
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in layers}
-        self.sides = list(sides.values())
         self.roots = per_block(layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
         self.free = per_block(layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
@@ -121,7 +119,7 @@ class BlockSums(NamedTuple):
 
     measured: Tensor | None
     former: Tensor | None
-    weights: Tensor | None  # squares of the weights
+    weights: Tensor  # squares of the weights
 
 
 class Stepped(NamedTuple):
@@ -149,7 +147,7 @@ class Given(NamedTuple):
     terms: Tensor  # [blocks, terms]
     # Root mean squares of steps, for each unit of the learning rate, before ``finish``.
     lengths: Number
-    norms: Tensor  # of momenta over their peaks; under Muon, of directions
+    norms: Tensor  # of momenta over their peaks
     dots: Tensor | None = None  # ⟨D, M⟩ over M's peaks, of directions of root mean square 1
 
 
@@ -157,8 +155,6 @@ class Length(ABC):
     """One way to give directions a length."""
 
     measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
-    limits = True  # steps are limited by the weights' size
-    matrices_only = False  # the base steps the other parameters by another way
     terms = 0  # numbers of each block that travel with its direction
     kept: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
@@ -231,22 +227,6 @@ class FallLength(Length):
         lengths = _within(scale, _limit(one, base, taken=True))
         _scale(one, lengths * units)
         return Given(_no_terms(one), lengths, norms, dots)
-
-
-class MuonLength(Length):
-    """Muon's own length: that of a matrix with equal singular values."""
-
-    matrices_only = True
-    limits = False
-
-    def give(self, one: Stepped, base: OfBase) -> Given:
-        settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
-        both = zip(one.blocks.sides, settings, strict=True)
-        each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
-        lengths = one.blocks.each("length", each)
-        norms = _norms(one.directions, 2)
-        _scale(one, one.blocks.roots / norms.clamp(min=_TINY) * lengths)
-        return Given(_no_terms(one), lengths, norms)
 
 
 class SGDLength(Length):
@@ -422,7 +402,6 @@ def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool
     """
     blocks = one.blocks
     rate = blocks.each("rate", _rates(blocks, base)[0])
-    assert one.sums.weights is not None
     size = one.sums.weights.sqrt().div_(blocks.roots)
     if of_momentum:
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)

@@ -672,7 +672,7 @@ def branched(
 
 def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
     options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": 1e-3, **options}
-    options = taken_by(KFACSGD, options)
+    options = taken_by(options)
     tolerance = 1e-9 if "kl_clip" in options else 1e-8
     ranks = run(3, branched, USES[uses], options, *args)
     assert_alike([parameters for parameters, _ in ranks])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
+from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.training import backward, network, train
 
 
@@ -90,7 +90,7 @@ def test_lr_0_at_construction_leaves_the_clip_off():
 # ---- options without use ----
 
 
-@pytest.mark.parametrize("cls", [KFACSGD, KFACMuon])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_a_clip_that_is_set_is_refused(cls):
     opt = cls(network(), lr=0.1)
     with pytest.raises(ValueError, match=r"Invalid kl_clip: 0\.5 with compute_method='polar', whi"):
@@ -102,9 +102,9 @@ def test_a_notice_comes_also_in_code_without_a_name():
     """As some embedded interpreters run it."""
     code = """
 import torch
-from kaisa_optim import KFACMuon
+from kaisa_optim import KFACAdam
 model = torch.nn.Linear(4, 3)
-opt = KFACMuon(model, lr=0.1)
+opt = KFACAdam(model, lr=0.1)
 model(torch.ones(2, 4)).square().sum().backward()
 opt.param_groups[0]["staggered"] = True
 opt.step()
@@ -178,7 +178,6 @@ def scaled_training(model: nn.Module, opt: Any, scaler: Any, steps: Any) -> None
         (KFACSGD, "eigen", True, True, False),
         (KFACSGD, "eigen", False, False, False),
         (KFACSGD, "polar", False, True, False),  # directions do not depend on the scale of G
-        (KFACMuon, "polar", False, True, False),
     ],
 )
 def test_a_scaler_that_was_not_given_is_named(cls, method, told, enabled, says):
@@ -260,7 +259,6 @@ def test_a_sequence_that_comes_first_is_noticed_once():
         (Attending(), {"loss_reduction": "sum"}),
         (Attending(), {"normalization": "kaisa"}),
         (Attending(), {"compute_method": "polar"}),  # G's scale has no part in it
-        (Attending(), {"compute_method": "polar", "cls": KFACMuon}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")

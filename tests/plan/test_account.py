@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.comm.sharding import parts_here
 from kaisa_optim.plan.account import KEPT, MOVED, Account
 from kaisa_optim.plan.schedule import Schedule
@@ -356,7 +356,6 @@ POLAR = {
     "SGD with momentum": Case("tokens", optimizer=HeavySGD),
     "Adam": Case(intervals=(2, 3), optimizer=KFACAdam),
     "LAMB": Case("mixed", optimizer=KFACLAMB),
-    "Muon": Case("tokens", optimizer=KFACMuon),
     "RMSprop": Case(optimizer=over_rmsprop),
     "default intervals": Case("chain", intervals=(10, 20), optimizer=KFACAdam),
     "float16": Case(

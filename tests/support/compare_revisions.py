@@ -172,8 +172,6 @@ CASES: dict[str, Case] = {
     "adamw": Case("tokens", "AdamW"),
     "lamb": Case("tokens", "KFACLAMB"),
     "lamb images": Case(optimizer="KFACLAMB", worlds=FEW),
-    "muon": Case("tokens", "KFACMuon"),
-    "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}, worlds=FEW),
     "wide": Case("wide"),
     "wide inverse": Case("wide", options=inverse, worlds=FEW),
     "wide adam": Case("wide", "KFACAdam"),
@@ -207,7 +205,7 @@ CASES: dict[str, Case] = {
     "resumed adam": Case("chain", "KFACAdam", resumes=True),
     "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}, worlds=FEW),
 }
-RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "KFACMuon": 0.02, "AdamW": 0.005}
+RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "AdamW": 0.005}
 
 
 # ---- training, with the package that PYTHONPATH finds ----
