@@ -489,8 +489,7 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
     terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
-    scaled = options.comm_dtype == torch.float16
-    return rule.sizes._replace(average=average, wire=wire, terms=terms, scaled=scaled)
+    return rule.sizes._replace(average=average, wire=wire, terms=terms)
 
 
 def make_capture(

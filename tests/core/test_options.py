@@ -46,7 +46,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "colocate_factors": (["no", 1], "True or False, or None"),
     "factor_dtype": ([*HALVES, torch.int32, "float32"], "inv_dtype takes torch.bfloat16"),
     "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
-    "comm_dtype": ([torch.float32, "bfloat16"], "torch.bfloat16, torch.float16, or None"),
+    "comm_dtype": ([torch.float16, "bfloat16"], "torch.bfloat16, or None"),
     "bucket_cap_mb": ([0, -1.0, NAN, INF, "25", None], "a number of MiB above 0"),
     "memory_budget": ([0, -1, NAN, "4 apples", True], 'a text such as "80GB" or "4GiB"'),
     "grad_worker_fraction": ([-0.1, 1.5, "half", True], "between 0 and 1"),

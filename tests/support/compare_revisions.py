@@ -152,7 +152,7 @@ class Case:
     resumes: bool = False  # from its saved state before step 11
 
 
-half, brain = torch.float16, torch.bfloat16
+brain = torch.bfloat16
 inverse = {"compute_method": "inverse"}
 CASES: dict[str, Case] = {
     "eigen": Case(),
@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "kaisa": Case(options={"normalization": "kaisa", "damping": 0.01}),
     "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
     "halves": Case(options={"inv_dtype": brain, "comm_dtype": brain}),
-    "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
+    "bfloat16 wire": Case("tokens", options={"comm_dtype": brain, "assignment": "layer-wise"}),
     "all at once": Case("chain", options={"staggered": False}),
     "two at once": Case("chain", options={"staggered": 2, "inv_update_steps": 3}),
     "skipped": Case(options={"skip_layers": ["head"], "max_factor_size": 20}),
