@@ -534,6 +534,8 @@ FORMER = {
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
     "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
     "warmup_steps": "leave it out: a scheduler of lr warms up",
+    "compound": "leave it out: factors multiply the first value, so let a callable return the "
+    "product of its factors",
     "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have an own lr",
 }
 
