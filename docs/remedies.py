@@ -38,7 +38,6 @@ REMEDIES = {
         "Call consolidate_state_dict(to=rank) on all ranks before state_dict(), or save with "
         "torch.distributed.checkpoint."
     ),
-    "an unknown key, which": "Correct the key's name as the message says, or remove the key.",
     # errors
     "on ranks … differs from rank 0's": (
         "The ranks have other weights or gradients. Do what the message ends with."

@@ -540,12 +540,12 @@ FORMER = {
 }
 
 
-def meant(name: str, ours: Iterable[str], theirs: Iterable[str], alike: float = 0.6) -> str | None:
+def meant(name: str, ours: Iterable[str], theirs: Iterable[str]) -> str | None:
     """Return the name in ``ours`` or in ``theirs`` that is nearest to a misspelt one, if any."""
     ours = list(ours)
     # SGD's dampening is as near to some spellings as damping is.
     near = difflib.get_close_matches(name, ours, 1, 0.9)
-    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1, alike)
+    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
     return near[0] if near else None
 
 

@@ -67,11 +67,6 @@ class Registry:
         return self._group_of[parameter]
 
     @property
-    def covered_groups(self) -> set[int]:
-        """Numbers of the parameter groups that have covered parameters."""
-        return {self._group_of[p] for layer in self.active for p in layer.parameters}
-
-    @property
     def unseen(self) -> dict[str, str]:
         """Parameters of layers that had a gradient, but no call that K-FAC can read; and why."""
         layers = [x for x in self.active if self.states[x.name].unseen]

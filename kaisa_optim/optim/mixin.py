@@ -54,7 +54,6 @@ class KFACMixin(Optimizer):
         given: Any = params
         super().__init__(given, *args, **theirs)
         self._start()
-        notices.misspelt_keys(self, self.param_groups)
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         self._notices = notices.Notices()
@@ -112,7 +111,7 @@ class KFACMixin(Optimizer):
                     self.base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
-        self._notices.look(self)
+        self._notices.look(self.preconditioner)
         return loss
 
     def _step_along(self) -> None:
@@ -221,8 +220,6 @@ class KFACMixin(Optimizer):
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
             raise
-        if is_built:
-            notices.misspelt_keys(self, [group])
 
     def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
         """Return a schedule's value, from a group that follows the schedule already, if any."""

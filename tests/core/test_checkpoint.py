@@ -135,7 +135,6 @@ def schedules(opt: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore:lr .* is above kl_clip_lr")
 @pytest.mark.parametrize("taken", range(8))
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_continuation_with_schedulers(method, taken, tmp_path):

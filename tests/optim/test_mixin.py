@@ -902,7 +902,6 @@ def test_directions_do_not_depend_on_the_loss_scale():
     assert_same(results[2], results[0])
 
 
-@pytest.mark.filterwarnings("ignore:step.. was called by a GradScaler")
 def test_without_the_option_the_scale_is_in_the_factors():
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
