@@ -268,8 +268,7 @@ def memory_limit() -> str:
     rows = []
     for row in found["final"]:
         name = row["optimizer"]
-        # SGD's momentum, 0.99, has to be searched anew, and KFACMuon went.
-        if name not in ("SGD", "KFACMuon"):
+        if name != "SGD":  # at momentum 0.99: its momentum has to be searched anew
             rows.append([name, batches[name], f"{row['loss']:.3f}", seconds.get(name, "")])
     return traffic.table(["optimizer", "batch", "last loss", "seconds to AdamW's loss"], rows)
 

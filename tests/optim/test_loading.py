@@ -129,10 +129,23 @@ def test_a_users_hook_may_make_a_state_of_what_is_none():
     assert_same(opt.state_dict(), whole["optimizer"])
 
 
+class Plain(torch.optim.Optimizer):
+    """Gradient descent without an argument of the name ``differentiable``."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 def test_its_own_state_loads_after_that_of_another_class():
     """Torch leaves "differentiable" in the defaults, and the other's groups bring it along."""
     model = network()
-    opt = KFACSGD(model, lr=0.02, momentum=0.9)
+    opt = with_kfac(Plain)(model, lr=0.02)
     train(model, opt, range(2))
     own, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
     train(model, opt, [2])
