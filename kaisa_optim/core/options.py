@@ -536,7 +536,7 @@ FORMER = {
     "warmup_steps": "leave it out: a scheduler of lr warms up",
     "compound": "leave it out: factors multiply the first value, so let a callable return the "
     "product of its factors",
-    "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have an own lr",
+    "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have its own lr",
 }
 
 
