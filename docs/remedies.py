@@ -39,6 +39,7 @@ REMEDIES = {
         "torch.distributed.checkpoint."
     ),
     # errors
+    "has no attribute": "Take a name of the API.",
     "on ranks … differs from rank 0's": (
         "The ranks have other weights or gradients. Do what the message ends with."
     ),

@@ -96,7 +96,7 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
+        "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
         "core/coverage", "core/placements",
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
