@@ -29,10 +29,6 @@ REMEDIES = {
         "See whether the loss is finite, and raise damping. Training goes on, unless max_failures "
         "limits the failures in a row."
     ),
-    "the checkpoint has use_muon": (
-        "The group keeps what it was built with. Build the optimizer with the groups of the run "
-        "that was saved, if that is not meant."
-    ),
     "has no K-FAC factors": (
         "The file is of a plain optimizer, of other options, or of one rank's share. K-FAC "
         "estimates the factors again, so nothing has to be done. To continue bit for bit, call "
@@ -42,8 +38,8 @@ REMEDIES = {
         "Call consolidate_state_dict(to=rank) on all ranks before state_dict(), or save with "
         "torch.distributed.checkpoint."
     ),
-    "an unknown key, which": "Correct the key's name as the message says, or remove the key.",
     # errors
+    "has no attribute": "Take a name of the API.",
     "on ranks … differs from rank 0's": (
         "The ranks have other weights or gradients. Do what the message ends with."
     ),

@@ -75,7 +75,6 @@ RATES = {  # of each picture, what its panels show: base, ours and task
 }
 CONTESTANTS = {
     "KFACAdam": "KFACAdam, defaults",
-    "KFACMuon": "KFACMuon, defaults",
     "KFACSGD": "KFACSGD, defaults",
     "SOAP": "SOAP",
     "Muon": "Muon",
@@ -97,8 +96,8 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "optim/muon", "core/coverage", "core/muon_groups", "core/placements",
+        "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
+        "core/coverage", "core/placements",
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
@@ -225,10 +224,6 @@ def rates() -> str:
 
 def rates_of_sgd() -> str:
     return rates_of("KFACSGD", "SGD", BY_SGD)
-
-
-def rates_of_muon() -> str:
-    return rates_of("KFACMuon", "Muon", ("digits-256",))
 
 
 def rates_of(kfac: str, base_name: str, tasks: Sequence[str]) -> str:
@@ -383,7 +378,6 @@ TABLES = {
         "losses": losses,
         "rates": rates,
         "rates of SGD": rates_of_sgd,
-        "rates of Muon": rates_of_muon,
         "masked": masked,
         "memory": memory_limit,
         "findings": findings,

@@ -1,11 +1,19 @@
 """Second-order optimizers: K-FAC inside real torch.optim classes."""
 
+from typing import NoReturn
+
 from .layers import Layer, Moments, register_layer
-from .optim.family import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from .optim.family import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from .optim.lamb import LAMB
-from .optim.muon import Muon
 from .optim.scheduler import KFACParamScheduler, decay_at
 from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("KFACMuon", "Muon"):
+        raise ImportError(f"kaisa_optim has no {name}; use KFACAdam, which needs no groups")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -16,12 +24,10 @@ __all__ = [
     "Grid",
     "Hybrid",
     "KFACAdam",
-    "KFACMuon",
     "KFACParamScheduler",
     "Layer",
     "LayerWise",
     "Moments",
-    "Muon",
     "Opt",
     "Placement",
     "Task",

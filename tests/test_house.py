@@ -19,7 +19,7 @@ MOST_LINES_OF_A_FUNCTION = 80
 MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 
 # Constructors of public optimizers, and a functional form.
-LONG = {"LAMB.__init__", "Muon.__init__", "lamb"}
+LONG = {"LAMB.__init__", "lamb"}
 # Words that show that a docstring does not begin with a verb.
 NO_VERBS = {
     *("A", "All", "An", "Any", "As", "At", "By", "Each", "Every", "For", "From", "How", "In", "It"),
@@ -213,7 +213,7 @@ def rules_and_lengths() -> set[str]:
 def test_rules_answer_for_themselves():
     """Nobody asks which class a rule or a length is of: a new one would be forgotten there."""
     names = rules_and_lengths()
-    assert {"CholeskyRule", "StoredProductRule", "MuonLength"} <= names
+    assert {"CholeskyRule", "StoredProductRule", "SGDLength"} <= names
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
+from benchmarks.muon import Muon
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, with_kfac
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.optim.mixin import KFACMixin
 
@@ -29,12 +30,11 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "KFACAdam": KFACAdam,
     "KFACAdamW": with_kfac(torch.optim.AdamW),
     "KFACLAMB": KFACLAMB,
-    "KFACMuon": KFACMuon,
 }
 BASE = {
     "lr": "the peak learning rate",
     "momentum": "of SGD and Muon",
-    "nesterov": "of SGD and Muon",
+    "nesterov": "of SGD",
     "betas": "of Adam and LAMB, such as '(0.9, 0.999)'",
     "eps": "of Adam and LAMB",
     "weight_decay": "as the optimizer's own argument",
@@ -151,7 +151,7 @@ def with_ends(model: nn.Module, blocks: nn.Module, options: argparse.Namespace) 
     """Return two groups: the matrices of ``blocks``, and the rest with a rate of its own.
 
     Embeddings, the last layer, norms and biases want another rate than the matrices between them.
-    Muon's classes step this rest as AdamW does.
+    Muon steps this rest as AdamW does.
     """
     if options.ends_lr is None:
         return None
@@ -159,7 +159,7 @@ def with_ends(model: nn.Module, blocks: nn.Module, options: argparse.Namespace) 
     taken = set(map(id, inner))
     ends: dict[str, Any] = {"params": [p for p in model.parameters() if id(p) not in taken]}
     ends["lr"] = options.ends_lr
-    if "Muon" in options.optimizer:
+    if options.optimizer == "Muon":
         ends["use_muon"] = False
     return [{"params": inner}, ends]
 

@@ -1,12 +1,12 @@
 """A GPT on the characters of a text, with the loss on its last tenth.
 
-    python -m benchmarks.applications.gpt --data FOLDER [--optimizer KFACMuon]
+    python -m benchmarks.applications.gpt --data FOLDER [--optimizer KFACAdam]
     torchrun --standalone --nproc-per-node 4 -m benchmarks.applications.gpt --data FOLDER ...
 
 FOLDER has ``shakespeare.txt``, or ``--text`` names another file in it. Embeddings, norms and biases
-have a rate of their own, ``--ends-lr``; Muon and KFACMuon step them as AdamW does. The rates are
-those that the convergence benchmark found best for 300 steps of this network. No paper of K-FAC
-trained a GPT, so that there is no preset.
+have a rate of their own, ``--ends-lr``; Muon steps them as AdamW does. The rates are those that the
+convergence benchmark found best for 300 steps of this network. No paper of K-FAC trained a GPT, so
+that there is no preset.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ DEFAULTS: Defaults = {
     "KFACAdam": {"lr": 0.023, "ends_lr": 0.027},
     "KFACAdamW": {"lr": 0.023, "ends_lr": 0.027, "weight_decay": 0.0},
     "Muon": {"lr": 0.028, "ends_lr": 0.041, "momentum": 0.9, "weight_decay": 0.0},
-    "KFACMuon": {"lr": 0.023, "ends_lr": 0.027, "weight_decay": 0.0},
 }
 SMOKE: Defaults = {
     "all": {"batch": 4, "length": 16, "width": 16, "layers": 1, "steps": 4, "every": 2},

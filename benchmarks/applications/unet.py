@@ -35,7 +35,6 @@ DEFAULTS: Defaults = {
     "AdamW": {"lr": 0.029},
     "KFACAdam": {"lr": 0.03},
     "KFACAdamW": {"lr": 0.03, "weight_decay": 0.003},
-    "KFACMuon": {"lr": 0.35, "weight_decay": 0.0},
 }
 PRESETS: dict[str, Defaults] = {
     "paper": {

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
+from benchmarks.muon import Muon
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
 FEW = 1 << 18  # numbers of all matrices, up to which ours is the faster Muon on CPUs
@@ -123,8 +124,11 @@ def _betas(config: Config) -> tuple[float, float]:
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     """For matrices and kernels inside of the network; AdamW for the rest, as its users do."""
     hidden, rest = _hidden(model)
-    muon = _as_matrices(_fastest_muon(hidden), hidden, **_muons(config))
-    return [muon, *_companion(rest, config)]
+    settings = {"lr": config["lr"], "momentum": config["momentum"], "weight_decay": 0.0}
+    optimizers = [_as_matrices(_fastest_muon(hidden), hidden, **settings)]
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0))
+    return optimizers
 
 
 def _fastest_muon(matrices: list[Tensor]) -> type[Optimizer]:
@@ -153,15 +157,6 @@ def _as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -
     return optimizer
 
 
-def _kfac_muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
-    """With the same companion."""
-    options = dict(config)
-    hidden, rest = _hidden(model)
-    apart = {"params": rest, "use_muon": False, "lr": options.pop("lr_rest")}
-    groups = [{"params": hidden}, *([apart] if rest else [])]
-    return [KFACMuon(groups, model=model, weight_decay=0.0, **options)]
-
-
 def _hidden(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Matrices and kernels inside of the network, and the rest."""
     hidden: list[Tensor] = []
@@ -170,14 +165,6 @@ def _hidden(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         outer = name.startswith(("words", "places", "head")) or p.dim() < 2
         (rest if outer else hidden).append(p)
     return hidden, rest
-
-
-def _muons(config: Config) -> Config:
-    return {"lr": config["lr"], "momentum": config["momentum"], "weight_decay": 0.0}
-
-
-def _companion(rest: list[Tensor], config: Config) -> list[Optimizer]:
-    return [torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0)] if rest else []
 
 
 def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
@@ -238,8 +225,7 @@ _ADAM = {
 _DECAYED = {"lr": between(1e-3, 1), "momentum": one_of(0.9), "weight_decay": one_of(5e-4)}
 _FAR = {"lr": between(1e-3, 1e-1)}  # for those whose best rates are above Adam's
 _ENDS = {"lr_rest": between(3e-3, 5e-2)}
-_TWO_RATES = {**_FAR, "lr_rest": between(3e-4, 3e-2)}
-_MUON = {**_TWO_RATES, "momentum": one_of(0.9, 0.95)}
+_MUON = {**_FAR, "lr_rest": between(3e-4, 3e-2), "momentum": one_of(0.9, 0.95)}
 _STATISTICS = {"often": one_of(5, 10), "statistics_fraction": one_of(0.25, 1.0)}
 _DIRECTIONS = {**_ADAM, **_FAR, **_STATISTICS}
 _OFTEN = {"frequency": one_of(5, 10, 20)}  # steps between bases or roots
@@ -268,8 +254,6 @@ CONTESTANTS = {
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, {**_ADAM, **_FAR}),
         Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),
-        Contestant("KFACMuon", _kfac_muon, {**_MUON, "damping": one_of(0.003, 0.01, 0.03)}),
-        Contestant("KFACMuon, defaults", _kfac_muon, _TWO_RATES, tuned="KFACMuon"),
         Contestant("SOAP", _soap, {**_ADAM, **_FAR, **_OFTEN}, "pytorch_optimizer"),
         Contestant("Shampoo", _shampoo, {**_ADAM, **_OFTEN}, "pytorch_optimizer"),
         Contestant(

@@ -64,7 +64,7 @@ PAIRS = {
     "LAMB": Pair("LAMB", "KFACLAMB", _BETAS, _BETAS),
     "SGD": Pair("SGD", "KFACSGD", {"momentum": 0.9}, {"momentum": 0.9}, FASTER),
     "SGD, decay": Pair("SGD, decay", "KFACSGD, decay", _DECAYED, _TENTH, (0.1, 0.03)),
-    "Muon": Pair("Muon", "KFACMuon", _MUONS, _MUONS, FASTER),
+    "Muon": Pair("Muon", "KFACAdam", _MUONS, _BETAS, FASTER),
     "SOAP": Pair("SOAP", "KFACAdam", _SOAPS, _BETAS),
 }
 

@@ -29,7 +29,6 @@ RATES: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.046, "momentum": 0.9, "lr_rest": 0.021},
     "KFACSGD, defaults": {"lr": 0.1},
     "KFACAdam, defaults": {"lr": 0.03},
-    "KFACMuon, defaults": {"lr": 0.046, "lr_rest": 0.021},
     "KFACAdam, defaults, bfloat16": {"lr": 0.03, "inv_dtype": torch.bfloat16},
     "SOAP": {"lr": 0.0094, "beta1": 0.9, "beta2": 0.999, "frequency": 5},
     "KFACSGD, eigen, defaults": {"lr": 0.021},

@@ -98,9 +98,7 @@ def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
         "AdamW": BASES["AdamW"],
         "Muon": BASES["Muon"],
         "KFACAdam": ours("AdamW"),
-        "KFACMuon": ours("Muon"),
         "KFACAdam, bfloat16": ours("AdamW", **HALF),
-        "KFACMuon, bfloat16": ours("Muon", **HALF),
         "KFACAdam, inverse, bfloat16": ours("AdamW", **INVERSE, **HALF),
     }
     everyone = some | peers(TORCH_MUON, "SOAP")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.muon import Muon
 from benchmarks.networks import CifarResNet, Transformer
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 
 from .settings import Settings
 
@@ -31,7 +32,6 @@ RULES: dict[str, Build] = {
     "KFACSGD": lambda m, o: KFACSGD(m, lr=0.01, momentum=0.9, **o),
     "KFACAdam": lambda m, o: KFACAdam(m, lr=1e-3, **o),
     "KFACLAMB": lambda m, o: KFACLAMB(m, lr=1e-3, **o),
-    "KFACMuon": lambda m, o: KFACMuon(m, lr=0.01, **o),
     "KFACSGD, bfloat16": lambda m, o: KFACSGD(m, lr=0.01, inv_dtype=torch.bfloat16, **o),
     "KFACSGD, a quarter": lambda m, o: KFACSGD(m, lr=0.01, statistics_fraction=0.25, **o),
     "KFACSGD, inverse": lambda m, o: KFACSGD(m, lr=0.01, compute_method="inverse", **o),

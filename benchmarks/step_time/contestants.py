@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
+from benchmarks.muon import Muon
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
 from .tasks import DEFAULT, LONG, OFTEN, Task
@@ -152,21 +153,20 @@ PAIRS = {
     "SGD": Pair(torch.optim.SGD, KFACSGD, {"lr": 0.01, "momentum": 0.9}),
     "AdamW": Pair(torch.optim.AdamW, KFACAdam, {"lr": 1e-3}),
     "LAMB": Pair(LAMB, KFACLAMB, {"lr": 1e-3}),
-    "Muon": Pair(Muon, KFACMuon, {"lr": 0.02}),
 }
 CLASSES = {pair.ours.__name__: base for base, pair in PAIRS.items()}  # ours, by name: the base
 
 
 def base_of(name: str) -> str:
     """Return the base optimizer beside which a contestant is timed."""
-    return CLASSES.get(name.split(",")[0], name if name in PAIRS else "SGD")
+    return CLASSES.get(name.split(",")[0], name if name in BASES else "SGD")
 
 
 def base(name: str) -> Maker:
     kind, _, settings = PAIRS[name]
 
     def make(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
-        return [kind(_groups(name, model), **settings)]
+        return [kind(model.parameters(), **settings)]
 
     return make
 
@@ -179,7 +179,7 @@ def ours(of: str = "SGD", **options: Any) -> Maker:
         told = task.options if "compute_method" in options else {}
         intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
         given = {**settings, **intervals, **told, **options}
-        optimizer = kind(_groups(of, model), model=model, **given)
+        optimizer = kind(model, **given)
 
         def age(*_: Any) -> None:
             """Time further steps as if training had begun long ago, without early refreshes."""
@@ -192,11 +192,10 @@ def ours(of: str = "SGD", **options: Any) -> Maker:
     return make
 
 
-def _groups(of: str, model: nn.Module) -> list[dict[str, Any]]:
-    if of != "Muon":
-        return [{"params": list(model.parameters())}]
+def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
+    """Take the matrices and kernels inside of the network; AdamW takes the rest."""
     hidden, rest = hidden_and_rest(model)
-    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-3}]
+    return [Muon([{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-3}], lr=0.02)]
 
 
 def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -252,7 +251,7 @@ def torch_muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequ
     return [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
 
 
-BASES = {name: base(name) for name in PAIRS}
+BASES = {**{name: base(name) for name in PAIRS}, "Muon": muon}
 OURS = {name: ours(of) for name, of in CLASSES.items()}
 HALVES = {"KFACSGD" + BRAIN: ours(inv_dtype=torch.bfloat16)}
 OF_PAPERS = {

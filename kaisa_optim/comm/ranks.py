@@ -90,14 +90,12 @@ class _Flight(NamedTuple):
     bucket: Bucket[ReduceItem]
     sent: Tensor  # kept alive until the exchange ends
     received: Tensor
-    scales: Tensor | None
     work: Any
 
 
 class _Added(NamedTuple):
     bucket: Bucket[ReduceItem]
     part: Tensor  # the sum of this rank's share of the bucket
-    scales: Tensor | None
 
 
 class _Move(NamedTuple):
@@ -301,10 +299,6 @@ class Ranks:
     def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
         place = bucket.items[0]
         wire = self.comm_dtype or place.dtype
-        scales = None
-        if wire == torch.float16:
-            scales = self._common_scales(terms, kind)
-            terms = list(torch._foreach_div(terms, list(scales.unbind())))
         flat = torch.zeros(bucket.size, dtype=wire, device=place.device)
         targets = [flat[bucket.start[i] :][: x.size] for i, x in enumerate(bucket.items)]
         torch._foreach_copy_(targets, terms)
@@ -315,13 +309,7 @@ class Ranks:
         mine = sizes[self.rank]
         received = torch.empty(self.world * mine, dtype=wire, device=place.device)
         work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
-        return _Flight(bucket, flat, received, scales, work)
-
-    def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
-        """Return the largest magnitude of each item on any rank: float16 has few exponents."""
-        peaks = torch.stack(torch._foreach_norm(terms, math.inf))
-        peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
-        return self.largest(peaks, kind)
+        return _Flight(bucket, flat, received, work)
 
     def _add_up(self, flight: _Flight, kind: str) -> _Added:
         bucket, dtype = flight.bucket, flight.bucket.items[0].dtype
@@ -330,7 +318,7 @@ class Ranks:
         part = _added_up(flight.received.view(self.world, -1).to(dtype))
         if bucket.passed_on:  # the sum may wait: do not keep the whole receive buffer with it
             part = part.clone()
-        return _Added(bucket, part, flight.scales)
+        return _Added(bucket, part)
 
     def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
         """Send other owners their sums, and return this rank's, of several buckets at once.
@@ -342,8 +330,7 @@ class Ranks:
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
         kept: list[tuple[Tensor, Tensor]] = []
         mine: dict[Any, Tensor] = {}
-        scales: list[tuple[Tensor, Tensor]] = []
-        for bucket, part, factors in added:
+        for bucket, part in added:
             coming = bool(bucket.passed_on)
             start, stop = bucket.owned[self.rank]
             own = part.new_empty(stop - start) if coming else part  # all that this rank owns
@@ -359,17 +346,12 @@ class Ranks:
             for i, item in [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]:
                 at = bucket.start[i] - start
                 mine[item.key] = own[at : at + item.size]
-                if factors is not None:
-                    scales.append((mine[item.key], factors[i]))
         if kept:
             targets, sources = zip(*kept, strict=True)
             torch._foreach_copy_(targets, sources)
         if any(one.bucket.passed_on for one in added):
             self.all_to_all(outgoing, incoming, added[0].part.device, kind)
         added.clear()
-        if scales:
-            scaled, by = zip(*scales, strict=True)
-            torch._foreach_mul_(scaled, by)
         return mine
 
     def _move(self, flat: Tensor, moves: Moves, kind: str) -> _Move:

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
-from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
 from ..plan.facts import widest
 from .ties import Candidates, tie
 
@@ -26,7 +26,6 @@ class Coverage:
     layers: dict[str, Layer] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)  # parameter: reason
     skipped: dict[str, str] = field(default_factory=dict)  # parameter: the pattern that skips it
-    excluded: dict[Tensor, str] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)  # patterns that match no module
 
 
@@ -206,13 +205,6 @@ def _train(
         layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
         layer.cover(layer.covers_now())
         found.layers[layer.name] = layer
-
-
-def beside_matrices(model: nn.Module) -> set[Tensor]:
-    """Return parameters that multiply no input as a matrix: of embeddings and norms."""
-    beside = nn.Embedding, nn.EmbeddingBag, *NORMS
-    modules = (m for m in unwrapped(model).modules() if isinstance(m, beside))
-    return {p for module in modules for p in module._parameters.values() if p is not None}
 
 
 def refuse_flattened(model: nn.Module) -> None:

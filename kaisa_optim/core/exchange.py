@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import sharding
 from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
-from ..curvature.lengths import Blocks, BlockSums, Given, Kept, Length, OfBase, Stepped, peaks_of
+from ..curvature.lengths import Blocks, BlockSums, Kept, Length, OfBase, Stepped, peaks_of
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
     AppliedFactors,
@@ -182,8 +182,6 @@ class Last:
 
     clip: Tensor | None = None  # ν
     damping_of: Callable[[Layer], float] | None = None
-    given: list[tuple[Blocks, Given]] = field(default_factory=list)  # blocks stepped on this rank
-    finished: tuple[Blocks, Tensor] | None = None  # scales that go by all ranks' blocks
 
 
 class GradientExchange:
@@ -255,7 +253,6 @@ class GradientExchange:
                 scales = length.finish(terms, self._blocks[key], of_base)
                 assert scales is not None
                 updates.scale(scales, self.shards_of)
-            self.last.finished = self._blocks[key], scales
         new = updates.by_parameter(self._registry.in_parts)
         return {p: direction for p, direction in new.items() if p in ready}
 
@@ -353,9 +350,8 @@ class GradientExchange:
                 sums = BlockSums(*torch.cat([gathered.sums[x] for x in blocks.layers]).unbind(1))
             kept, present = _kept(groups, slots, sizes), _present(blocks, base)
             one = Stepped(blocks, directions, momenta, peaks, sums, kept, present)
-            given = length.give(one, base)
-        self.last.given.append((blocks, given))
-        return list(map(NewGradients, stacks, directions, given.terms.split(sizes)))
+            terms = length.give(one, base)
+        return list(map(NewGradients, stacks, directions, terms.split(sizes)))
 
     def _broadcast(self, layers: list[Layer], updates: Updates, precondition: Precondition) -> None:
         """Send new gradients along each row of ranks, from the gradient workers in the row.
@@ -467,7 +463,7 @@ class GradientExchange:
             kinds = (
                 (base.measured.get(p), length.measures == "squares"),
                 (base.former.get(p), False),
-                (sharding.local(p) if length.limits else None, True),
+                (sharding.local(p), True),
             )
             for row, (here, squared) in zip(sums, kinds, strict=True):
                 if here is None or not here.numel():
@@ -556,15 +552,14 @@ def _part_here(p: Tensor, base: OfBase | None) -> Tensor:
 def _sums(stacks: list[GradientStack], base: OfBase, length: Length) -> BlockSums:
     """Return the sums over each block that the length needs."""
     parameters = [*itertools.chain.from_iterable([stack.parameters for stack in stacks])]
-    measured = former = weights = None
+    measured = former = None
     if length.measures:
         squares = length.measures == "squares"
         measured = gradients.block_sums(stacks, base.measured.get, squares=squares)
     if not base.former.keys().isdisjoint(parameters):
         former = gradients.block_sums(stacks, base.former.get, squares=False)
-    if length.limits:
-        own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
-        weights = gradients.block_sums(stacks, own.get, squares=True)
+    own: dict[Tensor, Tensor] = dict(zip(parameters, parameters, strict=True))
+    weights = gradients.block_sums(stacks, own.get, squares=True)
     return BlockSums(measured, former, weights)
 
 

@@ -311,30 +311,19 @@ def _square_sums(tensors: list[Tensor | None], counts: list[int], like: Tensor) 
 
 
 class Wire:
-    """New gradients as they travel: in ``comm_dtype``, scaled if that has few exponents."""
+    """New gradients as they travel, in ``comm_dtype``."""
 
     def __init__(self, one: NewGradients, comm_dtype: torch.dtype | None) -> None:
         self.one = one
-        self.scales: Tensor | None = None
-        self.new = one.new
-        if comm_dtype == torch.float16:
-            peaks = one.new.flatten(1).abs().amax(1)
-            self.scales = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
-            self.new = one.new / self.scales[:, None, None]
-        self.new = self.new.to(comm_dtype or one.new.dtype)
+        self.new = one.new.to(comm_dtype or one.new.dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
-        scales = [] if self.scales is None else [self.scales]
-        terms = [self.one.terms] if self.one.terms.numel() else []
-        return [self.new, *terms, *scales]
+        return [self.new, self.one.terms] if self.one.terms.numel() else [self.new]
 
     def unpack(self) -> NewGradients:
         """Return the received gradients; the sender uses the rounded ones, too: all ranks agree."""
-        new = self.new.to(self.one.new.dtype)
-        if self.scales is not None:
-            new = new * self.scales[:, None, None]
-        return self.one._replace(new=new)
+        return self.one._replace(new=self.new.to(self.one.new.dtype))
 
 
 # ---- all new gradients of a step ----

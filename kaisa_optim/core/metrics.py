@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ..layers import Layer
 from . import reports
-from .exchange import Last
 
 if TYPE_CHECKING:
     from .preconditioner import Preconditioner
@@ -39,9 +36,8 @@ def measured(kfac: Preconditioner, *, wait: bool) -> dict[str, float]:
 
 def _on_device(kfac: Preconditioner) -> dict[str, float]:
     """Return the last step's numbers, and the quality of the state of this rank's factors."""
-    rule, last, found = kfac.rule, kfac.gradients.last, _last_step(kfac.gradients.last)
-    if last.clip is not None:
-        found["clip"] = last.clip.item()
+    rule, last = kfac.rule, kfac.gradients.last
+    found = {} if last.clip is None else {"clip": last.clip.item()}
     if not rule.quality or last.damping_of is None:
         return found
     store, states = kfac.store, kfac.registry.states
@@ -53,29 +49,6 @@ def _on_device(kfac: Preconditioner) -> dict[str, float]:
         if states[key[0].name].has_state
     ]
     return found | _extremes(rule.quality, [x for value in values for x in value.tolist()])
-
-
-def _last_step(last: Last) -> dict[str, float]:
-    """Return lengths and cosines of the blocks that this rank stepped, but those at rest."""
-    scales: dict[Layer, Tensor] = {}
-    if last.finished is not None:
-        blocks, of_blocks = last.finished
-        scales = dict(zip(blocks.layers, of_blocks.split(blocks.counts), strict=True))
-    lengths: list[float] = []
-    cosines: list[float] = []
-    for blocks, given in last.given:
-        moved = given.norms > 0
-        if given.dots is not None:
-            cosines += (given.dots / given.norms / blocks.roots)[moved].tolist()
-        length = torch.ones_like(given.norms) * given.lengths
-        if scales:
-            length *= torch.cat([scales[x] for x in blocks.layers])
-        lengths += length[moved].tolist()
-    return _range("length", lengths) | _range("cosine", cosines)
-
-
-def _range(name: str, values: Sequence[float]) -> dict[str, float]:
-    return _extremes(name, values) | ({f"{name}_min": min(values)} if values else {})
 
 
 def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -24,8 +24,6 @@ Group = dict[str, Any]  # one of the optimizer's param_groups
 DEFAULT = object()  # stands for an option's own default
 AUTO = "auto"  # the fraction is chosen by a plan
 
-_HALVES = (torch.bfloat16, torch.float16)
-
 # The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
 # its tuned self on Fashion-MNIST. With these values it ended lower on all five tasks tried.
 DAMPING, KL_CLIP = 5e-3, 1.5e-4
@@ -163,9 +161,9 @@ def _factor_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
-    if value not in (None, *_HALVES):
-        must = "torch.bfloat16, torch.float16, or None for the data's own dtype"
-        raise invalid(name, value, f"it must be {must}")
+    if value not in (None, torch.bfloat16):
+        must = "it must be torch.bfloat16, or None for the data's own dtype"
+        raise invalid(name, value, must)
     return value
 
 
@@ -365,9 +363,9 @@ _RANKS = (
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
     Option("comm_dtype", None, "torch.dtype | None", _comm_dtype,
-           "The dtype in which statistics and directions (or gradients) travel, torch.bfloat16 or "
-           'torch.float16: it rounds the directions of all ranks, but not with "opt", where none '
-           "travel. None: as they are."),
+           "The dtype in which statistics and directions (or gradients) travel. torch.bfloat16 "
+           'rounds the directions of all ranks, but not with "opt", where none travel. None: as '
+           "they are."),
     Option("process_group", None, "Any", _unchecked,
            "The ranks that train this model. None: the default group."),
     Option("verify_every", None, "int | None", _every,
@@ -526,7 +524,7 @@ class Options:
 
 # Arguments of kfac-pytorch that this package does not have, or has under another name, and names
 # that went before the first release.
-_FORMER = {
+FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
     "symmetry_aware": "leave it out: factors always travel as triangles",
@@ -536,15 +534,18 @@ _FORMER = {
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
     "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
     "warmup_steps": "leave it out: a scheduler of lr warms up",
+    "compound": "leave it out: factors multiply the first value, so let a callable return the "
+    "product of its factors",
+    "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have its own lr",
 }
 
 
-def meant(name: str, ours: Iterable[str], theirs: Iterable[str], alike: float = 0.6) -> str | None:
+def meant(name: str, ours: Iterable[str], theirs: Iterable[str]) -> str | None:
     """Return the name in ``ours`` or in ``theirs`` that is nearest to a misspelt one, if any."""
     ours = list(ours)
     # SGD's dampening is as near to some spellings as damping is.
     near = difflib.get_close_matches(name, ours, 1, 0.9)
-    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1, alike)
+    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
     return near[0] if near else None
 
 
@@ -552,7 +553,7 @@ def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str]
     """Return the error for an argument that neither ``owner``'s options nor its base have."""
     near = meant(name, ours, theirs)
     remedy = f"did you mean {near}?" if near else f"help({owner}) lists what there is"
-    remedy = _FORMER.get(name, remedy)
+    remedy = FORMER.get(name, remedy)
     if name == "momentum" and "betas" in theirs:
         remedy = "here it is the first of betas"
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

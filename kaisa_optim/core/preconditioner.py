@@ -178,7 +178,6 @@ class Preconditioner:
         agreed = self._agree(groups)
         if agreed is None:
             return self._no_step(base)
-        registry.refuse_other_choices(groups)
         values = step_values(registry, groups)
         states, late = registry.states, self.store.answer_late(registry.layers)
         self.plan = plan = plan_step(self.steps, agreed, states, slot=self._slot(), defers=late)
@@ -490,8 +489,7 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
     terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
-    scaled = options.comm_dtype == torch.float16
-    return rule.sizes._replace(average=average, wire=wire, terms=terms, scaled=scaled)
+    return rule.sizes._replace(average=average, wire=wire, terms=terms)
 
 
 def make_capture(

@@ -16,7 +16,7 @@ from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.step_plan import AgreedStep, LayerState, StepPlan
-from . import coverage, muon_groups
+from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
 from .placements import Placements
@@ -37,9 +37,6 @@ class Registry:
         known: Iterable[Tensor],
     ) -> None:
         self.model = model
-        # Muon takes matrices and kernels alone; AdamW takes the other parameters.
-        self._is_muon = rule.length is not None and rule.length.matrices_only
-        self._choices: list[bool | None] = []  # groups' use_muon, for Muon
         self._options = options
         self._ranks = ranks
         sharded = any(sharding.is_sharded(p) for p in model.parameters())
@@ -47,7 +44,6 @@ class Registry:
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
-        self.excluded: dict[Tensor, str] = {}  # parameters that K-FAC was told to leave, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
@@ -69,11 +65,6 @@ class Registry:
     def group_of(self, parameter: Tensor) -> int:
         """Return the number of a parameter's group."""
         return self._group_of[parameter]
-
-    @property
-    def covered_groups(self) -> set[int]:
-        """Numbers of the parameter groups that have covered parameters."""
-        return {self._group_of[p] for layer in self.active for p in layer.parameters}
 
     @property
     def unseen(self) -> dict[str, str]:
@@ -125,8 +116,6 @@ class Registry:
 
     def match_groups(self, groups: list[Group]) -> None:
         """Note the parameters of the groups that are the model's."""
-        if self._is_muon:
-            self._choices = muon_groups.choices(groups)
         group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
@@ -141,23 +130,14 @@ class Registry:
         coverage.refuse_meta(self.on_meta)
         self._homes.check(groups)
 
-    def refuse_other_choices(self, groups: list[Group]) -> None:
-        """Refuse a changed ``use_muon``; ranks that differ in it have been told so before."""
-        if self._is_muon:
-            muon_groups.refuse_changes(groups, self._choices)
-
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
         options, model = self._options, coverage.unwrapped(self.model)
         coverage.refuse_flattened(self.model)
         coverage.check_trained(model, self.parameters)
-        excluded: dict[Tensor, str] = {}
-        if self._is_muon:
-            group_of = {p: groups[self.group_of(p)] for p in self.parameters}
-            excluded = muon_groups.excluded(group_of, self.model)
         found = coverage.cover(
             model,
-            dict.fromkeys(p for p in self.parameters if p not in excluded),
+            dict.fromkeys(self.parameters),
             skip_layers=tuple(options.skip_layers),
             max_factor_size=options.max_factor_size,
             papers_only=options.kaisa_scaling,
@@ -168,7 +148,6 @@ class Registry:
                 "names (as in model.named_modules()) and class names"
             )
             agreement.warn(self._ranks, text)
-        found.excluded = excluded
         for layer in found.layers.values():
             for name in PER_GROUP if layer.parameters else ():
                 self._shared(layer, groups, name)
@@ -191,7 +170,6 @@ class Registry:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
-        self.excluded = found.excluded
         uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
         self.in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         self.placements.place(self.layers)

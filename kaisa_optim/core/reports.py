@@ -128,12 +128,9 @@ def describe(kfac: Preconditioner) -> str:
     lines = [head, f"  {intervals}", f"  {coverage(registry).amount}"]
     if options.chosen:
         lines.append(f"  {options.chosen}")
-    named = unwrapped(kfac.model).named_parameters()
-    excluded = registry.excluded
     for title, entries in (
         ("covered", [repr(layer) for layer in registry.layers.values()]),
         ("raw gradients", [f"{name}: {why}" for name, why in kfac.uncovered.items()]),
-        ("AdamW", [f"{name}: {excluded[p]}" for name, p in named if p in excluded]),
         ("skipped", [f"{name}: matches {why!r}" for name, why in registry.skipped.items()]),
     ):
         if entries:
@@ -186,7 +183,6 @@ def coverage(registry: Registry) -> CoverageReport:
     largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
     left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
     asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
-    asked |= {names[p]: why for p, why in registry.excluded.items() if p in names}
     asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
     covered, total = covered_numbers(registry)
     elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}

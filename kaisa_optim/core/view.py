@@ -145,16 +145,9 @@ class View:
         received in a step, and the age of layers' state in steps. The host does not wait, unless
         ``wait`` asks for the device's numbers, too.
 
-        These are the last step's "clip"; of the factors that this rank owns "residual" (of roots S,
-        ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the damping,
-        under "eigen"); and under "polar", of the blocks that this rank preconditioned and that have
-        a momentum, "length" and "cosine", each with "_mean", "_min" and "_max". Under fully_shard
-        a layer's owner preconditions it. A length is the root mean square of a step's entries for
-        each unit of the learning rate, without weight decay and before LAMB's trust ratio. Of bases
-        other than Adam, AdamW, SGD, LAMB and Muon, of subclasses, and of Adam with amsgrad or with
-        betas on a device, it is that of the step itself. A cosine is between the step and the
-        momentum that the base would step along. KFACMuon tells no cosine, and "eigen" and "inverse"
-        tell neither: this would take further operations in each step.
+        These are the last step's "clip", and of the factors that this rank owns "residual" (of
+        roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the
+        damping, under "eigen"), each with "_mean" and "_max".
         """
         return metrics.measured(self._kfac, wait=wait)
 

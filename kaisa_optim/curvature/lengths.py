@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import orthogonal
 from ..plan.moves import TensorSpec
 from .stacks import per_block, sent, stack_key
 
@@ -74,7 +73,6 @@ class Blocks:
         self.weights: list[Tensor] = [layer.parameters[0] for layer in layers]
         self.biases: list[Tensor] = [layer.parameters[-1] for layer in layers]
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in layers}
-        self.sides = list(sides.values())
         self.roots = per_block(layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
         self.free = per_block(layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
@@ -121,7 +119,7 @@ class BlockSums(NamedTuple):
 
     measured: Tensor | None
     former: Tensor | None
-    weights: Tensor | None  # squares of the weights
+    weights: Tensor  # squares of the weights
 
 
 class Stepped(NamedTuple):
@@ -143,28 +141,16 @@ class Kept(NamedTuple):
     write: Callable[[str, Tensor], None]
 
 
-class Given(NamedTuple):
-    """Numbers of one step's blocks: small tensors, kept until the next step."""
-
-    terms: Tensor  # [blocks, terms]
-    # Root mean squares of steps, for each unit of the learning rate, before ``finish``.
-    lengths: Number
-    norms: Tensor  # of momenta over their peaks; under Muon, of directions
-    dots: Tensor | None = None  # ⟨D, M⟩ over M's peaks, of directions of root mean square 1
-
-
 class Length(ABC):
     """One way to give directions a length."""
 
     measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
-    limits = True  # steps are limited by the weights' size
-    matrices_only = False  # the base steps the other parameters by another way
     terms = 0  # numbers of each block that travel with its direction
     kept: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
-    def give(self, one: Stepped, base: OfBase) -> Given:
-        """Give directions their length, in place."""
+    def give(self, one: Stepped, base: OfBase) -> Tensor:
+        """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``."""
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor | None:
         """Return the blocks' scales, from the terms of all layers; None: they have their length."""
@@ -188,7 +174,7 @@ class AdamLength(Length):
     measures = "squares"
     kept = (SQUARE_SUM,)
 
-    def give(self, one: Stepped, base: OfBase) -> Given:
+    def give(self, one: Stepped, base: OfBase) -> Tensor:
         adam = AdamSettings(*_settings(one.blocks, base))
         older, former, measured = one.kept.read("square_sum"), one.sums.former, one.sums.measured
         assert measured is not None
@@ -208,10 +194,9 @@ class AdamLength(Length):
         fall = both.mul_(one.peaks) / adam.rest1
         fall /= deviation
         units = _units(one, shares)
-        along, dots = _along(one, units, shares, norms)
-        lengths = _within(fall / along, _limit(one, base))
-        _scale(one, lengths * units)
-        return Given(_no_terms(one), lengths, norms, dots)
+        along = _along(one, units, shares, norms)
+        _scale(one, _within(fall / along, _limit(one, base)) * units)
+        return _no_terms(one)
 
 
 class FallLength(Length):
@@ -219,34 +204,17 @@ class FallLength(Length):
 
     measures = "sums"
 
-    def give(self, one: Stepped, base: OfBase) -> Given:
+    def give(self, one: Stepped, base: OfBase) -> Tensor:
         shares = _last_columns(one.blocks, base)
         if shares is not None:  # the base moves the parameters by directions as they are
             one.directions[:] = _in_last(one.directions, shares)
             _rest(one, base)
         units, norms = _units(one, None), _norms(one.momenta, 2)
         assert one.sums.measured is not None
-        along, dots = _along(one, units, None, norms)
+        along = _along(one, units, None, norms)
         scale = one.sums.measured.clamp(min=0) / along.mul_(one.peaks)
-        lengths = _within(scale, _limit(one, base, taken=True))
-        _scale(one, lengths * units)
-        return Given(_no_terms(one), lengths, norms, dots)
-
-
-class MuonLength(Length):
-    """Muon's own length: that of a matrix with equal singular values."""
-
-    matrices_only = True
-    limits = False
-
-    def give(self, one: Stepped, base: OfBase) -> Given:
-        settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
-        both = zip(one.blocks.sides, settings, strict=True)
-        each = [orthogonal.muon_scale(g, a, how) * max(g, a) ** -0.5 for (g, a), how in both]
-        lengths = one.blocks.each("length", each)
-        norms = _norms(one.directions, 2)
-        _scale(one, one.blocks.roots / norms.clamp(min=_TINY) * lengths)
-        return Given(_no_terms(one), lengths, norms)
+        _scale(one, _within(scale, _limit(one, base, taken=True)) * units)
+        return _no_terms(one)
 
 
 class SGDLength(Length):
@@ -258,26 +226,23 @@ class SGDLength(Length):
 
     terms = 5
 
-    def give(self, one: Stepped, base: OfBase) -> Given:
+    def give(self, one: Stepped, base: OfBase) -> Tensor:
         shares = _last_columns(one.blocks, base)
         units = _units(one, shares)
         norms = _norms(one.momenta, 2)
         whole = norms.mul(one.peaks).square_()
         # Blocks at rest do not shorten the others' steps.
-        along, dots = _along(one, units, None, norms)
+        along = _along(one, units, None, norms)
         along = torch.where(norms > 0, along.mul_(one.peaks), 0.0)
         squares = last = torch.zeros_like(whole)
         if shares is not None:
             squares = _dots_of_last(one.momenta, one.momenta).mul_(one.peaks).mul_(one.peaks)
-            last = _dots_of_last(one.directions, one.momenta).mul_(units)
-            dots = dots + last * (shares - 1)
-            last.mul_(one.peaks)
+            last = _dots_of_last(one.directions, one.momenta).mul_(units).mul_(one.peaks)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         limit = torch.minimum(_limit(one, base, of_momentum=True), most)
         _scale(one, units)
-        terms = torch.stack([whole, squares, along, last, limit], 1)
-        return Given(terms, 1.0, norms, dots)
+        return torch.stack([whole, squares, along, last, limit], 1)
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
         # Blocks are added up in the layers' order, so that all ranks have the same bits.
@@ -399,10 +364,8 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     return _dots([x[..., -1:] for x in ones], [y[..., -1:] for y in others])
 
 
-def _along(
-    one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0; and the same unbounded.
+def _along(one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor) -> Tensor:
+    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0.
 
     Directions are in ``units``, ``norms`` are of momenta; ``shares`` multiply the last column's
     part.
@@ -411,7 +374,7 @@ def _along(
     if shares is not None:
         dots += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
     least = (norms * _LEAST_COSINE).mul_(one.blocks.roots)
-    return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY), dots
+    return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)
 
 
 def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:
@@ -422,7 +385,6 @@ def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool
     """
     blocks = one.blocks
     rate = blocks.each("rate", _rates(blocks, base)[0])
-    assert one.sums.weights is not None
     size = one.sums.weights.sqrt().div_(blocks.roots)
     if of_momentum:
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)

@@ -14,11 +14,10 @@ from .base import (
 )
 from .embedding import EmbeddingLayer
 from .linear import LinearLayer
-from .parameters import NORMS, SCALES, Declared, MatrixLayer, declared
+from .parameters import SCALES, Declared, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
-    "NORMS",
     "SCALES",
     "Declared",
     "EmbeddingLayer",

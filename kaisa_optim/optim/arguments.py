@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.options import OPTIONS, PER_GROUP, SECTIONS, Option, differs, unexpected
+from ..core.options import OPTIONS, PER_GROUP, SECTIONS, unexpected
 from ..errors import invalid, invalid_because
-from .muon import Muon
 
 # Keys of a parameter group, beside the base's own.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
@@ -26,11 +25,6 @@ def parameters_of(base: type[Optimizer]) -> Parameters:
     return inspect.signature(base.__init__).parameters
 
 
-def options_of(base: type[Optimizer]) -> dict[str, Option]:
-    """Return K-FAC's options in the signature of a class over this base."""
-    return {n: x for n, x in OPTIONS.items() if base is not Muon or not x.of_papers}
-
-
 def signature(base: type[Optimizer]) -> inspect.Signature:
     """Return the base's arguments as they are, then the model and K-FAC's options by keyword."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -39,7 +33,7 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
     first[1:2] = [p.replace(annotation=given) for p in first[1:2]]  # a base of *args has none
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
-    for name, option in options_of(base).items():
+    for name, option in OPTIONS.items():
         own.append(
             inspect.Parameter(name, keyword, default=option.default, annotation=option.annotation)
         )
@@ -49,10 +43,9 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
 def documentation(base: type[Optimizer]) -> str:
     """Return the docstring's part on K-FAC's options."""
     lines = ["K-FAC's options; those marked (s) may be callables of the step."]
-    taken = options_of(base)
     for section, options in SECTIONS.items():
         lines += ["", f"{section}:"]
-        for option in (x for x in options if x.name in taken):
+        for option in options:
             text = f"{option.name}: {option.help}{' (s)' if option.schedulable else ''}"
             lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)
@@ -82,7 +75,7 @@ def separate(
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         for name in theirs:
             if name not in known:
-                raise unexpected(title, name, options_of(base), known)
+                raise unexpected(title, name, OPTIONS, known)
     return theirs, ours
 
 
@@ -138,18 +131,3 @@ def _given(params: Any, model: Any) -> str:
         return f"the class {given.__name__}"
     text = repr(given)
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
-
-
-# ---- Muon ----
-
-
-def refuse_without_use(title: str, base: type[Optimizer], ours: Mapping[str, Any]) -> None:
-    """Refuse the papers' methods and their options over Muon, whose steps have their own length."""
-    if base is not Muon:
-        return
-    method = ours.get("compute_method", "polar")
-    if method in ("eigen", "inverse"):
-        raise invalid("compute_method", method, f"{title} makes directions alone, leave it out")
-    for name, value in ours.items():
-        if OPTIONS[name].of_papers and differs(value, OPTIONS[name].default):
-            raise invalid(name, value, f"{title} has no use for it, leave it out")

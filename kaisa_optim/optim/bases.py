@@ -24,14 +24,12 @@ from ..curvature.lengths import (
     AdamSettings,
     FallLength,
     Length,
-    MuonLength,
     OfBase,
     SGDLength,
 )
 from ..errors import invalid
 from . import lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
-from .muon import Muon, descend
 
 if TYPE_CHECKING:
     from .mixin import KFACMixin
@@ -62,12 +60,16 @@ class BaseStep:
 
         ``ready`` are the parameters that K-FAC steps, ``mine`` those whose momenta are kept here.
         """
-        found = self._found(optimizer)
+        found, second = self._found(optimizer), frozenset(self.second)
         for group in optimizer.param_groups:
             stepped = [p for p in group["params"] if p in ready and p.grad is not None]
             found.settings |= self.settings(optimizer, group, stepped)
-            for p in self._unsettled(optimizer, group, stepped, mine):
-                self._settle(optimizer.state[p], p, found if p in mine else None, group)
+            keeps = self.keeps(group)
+            for p in stepped:
+                entry = optimizer.state[p]
+                is_settled = (self.momentum in entry) == (keeps and p in mine)
+                if not is_settled or not second.isdisjoint(entry):
+                    self._settle(entry, p, found if p in mine else None, group)
             for params in _alike([p for p in stepped if p in mine]):
                 entries = [optimizer.state[p] for p in params]
                 gradients = _gradients(group, params)
@@ -100,14 +102,9 @@ class BaseStep:
                 if p in ready and self.spreads(group, optimizer.state[p]):
                     here = optimizer.state[p].get(self.momentum) if p in mine else None
                     shape = p.shape if p in mine else (0,)
-                    dtype = self.dtype_of(p)
-                    room = torch.zeros(shape, dtype=dtype, device=p.device)
+                    room = torch.zeros(shape, dtype=p.dtype, device=p.device)
                     found[p] = room if here is None else here
         return found
-
-    def dtype_of(self, p: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's momentum."""
-        return p.dtype
 
     def open(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
@@ -120,19 +117,6 @@ class BaseStep:
                     self._settle(entry, p, OfBase() if p in mine else None, group)
                     if self.counts:
                         entry.setdefault("step", _zero_count())
-
-    def _unsettled(
-        self, optimizer: KFACMixin, group: Group, params: list[Tensor], mine: Collection[Tensor]
-    ) -> list[Tensor]:
-        """Return the parameters whose entries are not as :meth:`_settle` leaves them."""
-        state, momentum, keeps = optimizer.state, self.momentum, self.keeps(group)
-        second = frozenset(self.second)
-        return [
-            p
-            for p in params
-            if not second.isdisjoint(entry := state[p])
-            or (momentum in entry) != (keeps and p in mine)
-        ]
 
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         """Complete a parameter's entry where its momentum is kept, else remove the momentum.
@@ -161,8 +145,7 @@ class BaseStep:
 
         ``entry`` is the one that the base itself would make.
         """
-        momentum = p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
-        return _zero_count().nbytes * self.counts, momentum
+        return _zero_count().nbytes * self.counts, p.nbytes * self.keeps(group)
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
@@ -345,43 +328,6 @@ class SGDStep(BaseStep):
         descend(params, directions, group["lr"], decay)
 
 
-class MuonStep(BaseStep):
-    """Muon: directions follow its momentum, and are as long as Muon's."""
-
-    length = MuonLength
-    momentum = "momentum_buffer"
-
-    def settings(
-        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
-    ) -> dict[Tensor, Any]:
-        return dict.fromkeys(stepped, group["adjust_lr_fn"])
-
-    def _unsettled(
-        self, optimizer: KFACMixin, group: Group, params: list[Tensor], mine: Collection[Tensor]
-    ) -> list[Tensor]:
-        return params  # AdamW's entries and loaded ones may have anything
-
-    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
-        super()._settle(entry, p, found, group)
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
-            entry.pop(name, None)  # left by AdamW, if it stepped this parameter before
-        if found is not None:
-            entry[self.momentum] = entry[self.momentum].to(self.dtype_of(p))
-
-    def dtype_of(self, p: Tensor) -> torch.dtype:
-        return math_dtype(p.dtype)
-
-    def ahead(
-        self, group: Group, entries: list[Entry], gradients: list[Tensor]
-    ) -> Iterable[Tensor]:
-        buffers = parts_here([entry[self.momentum] for entry in entries])
-        gradients = [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)]
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        if group["nesterov"]:
-            return torch._foreach_lerp(gradients, buffers, group["momentum"])
-        return buffers
-
-
 class AnyStep(BaseStep):
     """Any other base: it steps by the raw gradient, and the step is taken back.
 
@@ -516,7 +462,7 @@ def lacks_second(base: BaseStep, entry: Any) -> bool:
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
-    """Return the part of a base: of torch's classes themselves, and LAMB and Muon.
+    """Return the part of a base: of torch's classes themselves, and of LAMB.
 
     A subclass may have a step of its own, and counts as any other base; so does Adam with amsgrad
     or with betas on a device.
@@ -524,8 +470,20 @@ def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
     if base in (Adam, AdamW):
         tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
         return AnyStep() if defaults["amsgrad"] or tensors else AdamStep()
-    kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep, Muon: MuonStep}
+    kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
     return kinds.get(base, AnyStep)()
+
+
+def descend(
+    params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
+) -> None:
+    """Step along directions, which may be overwritten; weights decay apart from them."""
+    lr = rate_for(lr, params[0])
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(directions, lr)
+    if decay != 0:
+        torch._foreach_mul_(params, 1 - lr * decay)
+    torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
 
 
 @contextmanager

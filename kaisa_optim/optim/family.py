@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import invalid, invalid_because
 from . import arguments, notices
 from .lamb import LAMB
 from .mixin import KFACMixin
-from .muon import Muon
 
-# K-FAC needs one gradient a step, dense: these bases evaluate several, or take sparse ones.
+# K-FAC needs one gradient a step, dense, and makes it orthogonal itself.
 _REFUSED = {
     "LBFGS": "it evaluates the closure several times a step and approximates the curvature itself",
     "SparseAdam": "it takes sparse gradients only",
+    "Muon": "steps of KFACAdam are orthogonalized already; use KFACAdam",
 }
 
 _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
@@ -50,19 +48,13 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     if issubclass(base, KFACMixin):
         raise invalid_because("base", f"{base.__name__} has K-FAC inside already; use it as it is")
     for name, reason in _REFUSED.items():
-        if issubclass(base, getattr(torch.optim, name)):
+        if issubclass(base, getattr(torch.optim, name, ())):  # torch 2.8 has no Muon
             raise invalid_because("base", f"{base.__name__} can't take K-FAC: {reason}")
     if any(kind.__module__ == notices.ZERO_REDUNDANCY for kind in base.__mro__):
         why = (
             f"{base.__name__} spreads states over ranks and would lose K-FAC's in saves; give "
             'the class that it wraps, and for Adam, AdamW or LAMB let assignment="layer-wise" '
             "spread moments over ranks as ZeRO 1 does"
-        )
-        raise invalid_because("base", why)
-    if issubclass(base, Muon) and base is not Muon:
-        why = (
-            f"KFACMuon replaces Muon's step, and {base.__name__}, a subclass of Muon, would lose "
-            "that step; subclass KFACMuon instead"
         )
         raise invalid_because("base", why)
     if base not in _FAMILY:
@@ -104,37 +96,6 @@ class KFACAdam(KFACMixin, torch.optim.Adam):
     """
 
     _base = torch.optim.Adam
-
-
-@_sign
-class KFACMuon(KFACMixin, Muon):
-    """:class:`Muon` with K-FAC inside: steps along K-FAC's directions are as long as Muon's.
-
-    ``KFACMuon([{"params": inner}, {"params": ends, "use_muon": False, "lr": 3e-3}], lr=0.02,
-    model=model)``. The arguments are Muon's, then K-FAC's without those of the papers' methods.
-
-    AdamW takes embeddings, norms, parameters of fewer than two dimensions, and groups with
-    ``use_muon=False``; matrices that K-FAC does not cover take Muon's own step.
-    """
-
-    _base = Muon
-
-    def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-        """Return the group's ``use_muon``, from which coverage follows, and its damping.
-
-        Another class's damping is no share of G's eigenvalues.
-        """
-        kept = {"use_muon": here["use_muon"]}
-        if saved.get("use_muon", here["use_muon"]) is not here["use_muon"]:
-            warnings.warn(
-                f"the checkpoint has use_muon={saved['use_muon']!r} for a parameter group that was "
-                f"built with {here['use_muon']!r}, and the group keeps {here['use_muon']!r}",
-                stacklevel=4,
-            )
-        return kept if "ns_steps" in saved else {**kept, "damping": here["damping"]}
-
-    def takes_muon(self, group: dict[str, Any], p: Tensor) -> bool:
-        return super().takes_muon(group, p) and p not in self.preconditioner.registry.excluded
 
 
 @_sign

@@ -50,7 +50,6 @@ class Load:
             {
                 **{key: here[key] for key in GROUP_KEYS if key in here},
                 **{k: v for k, v in saved.items() if k in here or k not in GROUP_KEYS},
-                **optimizer._of_its_own(saved, here),
             }
             for saved, here in zip(loaded["param_groups"], groups, strict=False)
         ] + loaded["param_groups"][len(groups) :]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..checks import check_callable
 from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
-from ..core.options import PER_GROUP, SCHEDULED, Options
+from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..layers import Layer
@@ -47,7 +47,6 @@ class KFACMixin(Optimizer):
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
         arguments.refuse_misplaced(title, known, args, theirs)
-        arguments.refuse_without_use(title, base, ours)
         self._kfac_process_group = ours.pop("process_group", None)
         self._kfac_options = Options(**ours)
         self._group_defaults = {name: getattr(self._kfac_options, name) for name in PER_GROUP}
@@ -55,7 +54,6 @@ class KFACMixin(Optimizer):
         given: Any = params
         super().__init__(given, *args, **theirs)
         self._start()
-        notices.misspelt_keys(self, self.param_groups)
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
         self._notices = notices.Notices()
@@ -113,7 +111,7 @@ class KFACMixin(Optimizer):
                     self.base_step()
         checkpoint.publish(self.preconditioner, self.state)
         self._consolidated = None
-        self._notices.look(self)
+        self._notices.look(self.preconditioner)
         return loss
 
     def _step_along(self) -> None:
@@ -177,6 +175,9 @@ class KFACMixin(Optimizer):
                 "pass it as an argument"
             )
             raise invalid_because(name, why)
+        if "use_muon" in param_group:
+            why = f"{param_group['use_muon']!r} in a parameter group; {FORMER['use_muon']}"
+            raise invalid_because("use_muon", why)
         for name, check in PER_GROUP.items():
             value = param_group.setdefault(name, self._group_defaults[name])
             if callable(value):
@@ -219,8 +220,6 @@ class KFACMixin(Optimizer):
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
             raise
-        if is_built:
-            notices.misspelt_keys(self, [group])
 
     def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
         """Return a schedule's value, from a group that follows the schedule already, if any."""
@@ -338,10 +337,6 @@ class KFACMixin(Optimizer):
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
             loading.warn_of_uneven(self.preconditioner, lost)
-
-    def _of_its_own(self, saved: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-        """Return the values that a group keeps in a load, whatever was saved."""
-        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_process_group is not None:

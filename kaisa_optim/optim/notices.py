@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..comm import agreement
 from ..core import reports
-from ..core.options import meant
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
-from .arguments import GROUP_KEYS, OF_ALL
-
-if TYPE_CHECKING:
-    from .mixin import KFACMixin
 
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
 
@@ -26,28 +20,19 @@ class Notices:
     """Warnings that come once for each optimizer, at its steps."""
 
     def __init__(self) -> None:
-        self._of_settings = self._of_order = self._of_uses = False  # whether each was given
+        self._of_order = self._of_uses = False  # whether each was given
         # The layers without calls, the parameters without a layer, and which of all are trained,
         # when coverage was last looked at.
         self._looked: Any = None
 
-    def look(self, optimizer: KFACMixin) -> None:
-        """Warn of a setting that has no effect, or not the expected one."""
-        kfac = optimizer.preconditioner
-        found = "" if self._of_order else reports.misread(kfac)
-        if found:
+    def look(self, kfac: Preconditioner) -> None:
+        """Warn of a misread order of dimensions, and of much that is left to the base."""
+        text = "" if self._of_order else reports.misread(kfac)
+        if text:
             self._of_order = True
-            agreement.warn(kfac.ranks, found)
+            agreement.warn(kfac.ranks, text)
         if kfac.plan.exchanges and not self._of_uses:
             self._look_at_uses(kfac)
-        if self._of_settings:
-            return
-        found = _unread(optimizer)
-        if not found and not kfac.rule.scale_free:
-            found = _unread_scale(kfac) or _beyond_the_clip(optimizer)
-        if found:
-            self._of_settings = True
-            agreement.warn(kfac.ranks, found)
 
     def _look_at_uses(self, kfac: Preconditioner) -> None:
         """Warn of much that is left, once no call of some layer was seen."""
@@ -61,80 +46,6 @@ class Notices:
         if text:
             self._of_uses = True
             agreement.warn(kfac.ranks, text)
-
-
-def misspelt_keys(optimizer: KFACMixin, groups: Iterable[dict[str, Any]]) -> None:
-    """Warn of unread keys of groups that resemble a known name; torch says nothing."""
-    keys = dict.fromkeys(key for group in groups for key in group)
-    unread = [key for key in keys if key not in (*GROUP_KEYS, *optimizer.defaults)]
-    # Schedulers' max_momentum is as near as 0.8.
-    near = {key: meant(str(key), GROUP_KEYS, optimizer.defaults, 0.85) for key in unread}
-    said = [f"{key!r} (did you mean {name!r}?)" for key, name in near.items() if name]
-    if said:
-        text = f"a parameter group has an unknown key, which has no effect: {', '.join(said)}"
-        agreement.warn(optimizer.preconditioner.ranks, text)
-
-
-def _unread(optimizer: KFACMixin) -> str:
-    """Name options of the whole optimizer that were put into a group since it was built."""
-    names = OF_ALL.difference(optimizer.defaults)
-    found = [name for group in optimizer.param_groups for name in sorted(names & group.keys())]
-    if not found:
-        return ""
-    return (
-        f"a parameter group has {found[0]!r}, an option of the whole optimizer, which has no "
-        "effect in a group; pass it to the constructor, or, if it may change, set "
-        f"optimizer.preconditioner.{found[0]}"
-    )
-
-
-def _unread_scale(kfac: Preconditioner) -> str:
-    """Name a GradScaler that the optimizer does not know.
-
-    G would be too large by the scale squared, and steps too short to train.
-    """
-    if kfac.sums.loss_scale is not None:
-        return ""
-    for caller in agreement.callers():
-        if caller.f_globals.get("__name__") != torch.amp.GradScaler.__module__:
-            # Reading a frame's locals would keep them alive, with all tensors of a step.
-            continue
-        scaler = caller.f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            return (
-                "step() was called by a GradScaler that the optimizer does not know: scaled "
-                "gradients enlarge the factors, so weights will hardly move; pass "
-                "grad_scaler=scaler"
-            )
-    return ""
-
-
-def _beyond_the_clip(optimizer: KFACMixin) -> str:
-    """Name groups whose lr is above the one that the KL clip goes by."""
-    kfac = optimizer.preconditioner
-    if kfac.kl_clip is None:
-        return ""
-    # Leave out tensors, which may be on a GPU. A hundredth is no more than a schedule's rounding.
-    beyond = [
-        number
-        for number, group in enumerate(optimizer.param_groups)
-        if isinstance(group["kl_clip_lr"], int | float)
-        and isinstance(group.get("lr"), int | float)
-        and 0 < 1.01 * group["kl_clip_lr"] < group["lr"]
-    ]
-    if beyond:
-        beyond = [number for number in beyond if number in kfac.registry.covered_groups]
-    if not beyond:
-        return ""
-    group = optimizer.param_groups[beyond[0]]
-    lr, alpha = group["lr"], group["kl_clip_lr"]
-    return (
-        f"lr {lr:g} is above kl_clip_lr {alpha:g} in parameter group "
-        f"{', '.join(map(str, beyond))}: the KL clip counts with kl_clip_lr, the lr at "
-        f"construction, so clipped steps are {lr / alpha:.3g} times as long as kl_clip "
-        'allows; build the optimizer with the peak lr, set param_groups[i]["kl_clip_lr"], or '
-        'use kl_clip_lr="current"'
-    )
 
 
 def refuse_zero_redundancy(title: str) -> None:

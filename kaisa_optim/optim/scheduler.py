@@ -38,9 +38,8 @@ class KFACParamScheduler:
     """Multiplies K-FAC hyperparameters by a factor of the epoch.
 
     Each schedule is a callable ``epoch -> factor`` or a mapping ``{milestone: factor}``. The factor
-    of a milestone counts from its epoch on. Factors multiply the initial value. With
-    ``compound=True`` the factor of a callable multiplies the value of the epoch before. Intervals
-    are rounded and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
+    of a milestone counts from its epoch on. Factors multiply the initial value. Intervals are
+    rounded and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
 
     The papers halve the damping and stretch the refresh interval at milestones::
 
@@ -60,7 +59,6 @@ class KFACParamScheduler:
         kl_clip: Factor | None = None,
         factor_update_steps: Factor | None = None,
         inv_update_steps: Factor | None = None,
-        compound: bool = False,
         **unknown: Any,
     ) -> None:
         check_optimizer(optimizer)
@@ -72,17 +70,15 @@ class KFACParamScheduler:
             "inv_update_steps": inv_update_steps,
         }
         for name in unknown:
-            raise unexpected(type(self).__name__, name, [*given, "compound"])
+            raise unexpected(type(self).__name__, name, given)
         self.optimizer = optimizer
-        self.compound = compound
         self.schedules: dict[str, Factor] = {}
         for name, schedule in given.items():
             if schedule is not None:
                 _check_schedule(optimizer, name, schedule)
                 self.schedules[name] = schedule
         self.last_epoch = 0
-        self.initial = self._read()
-        self._exact = {name: list(values) for name, values in self.initial.items()}
+        self.initial: dict[str, list[float]] = {}
         self._write()
 
     def step(self) -> None:
@@ -91,12 +87,9 @@ class KFACParamScheduler:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and values; schedules are not saved, as in torch's LambdaLR."""
-        return {
-            "last_epoch": self.last_epoch,
-            "initial": {name: list(values) for name, values in self.initial.items()},
-            "exact": {name: list(values) for name, values in self._exact.items()},
-        }
+        """Return epoch and initial values; schedules are not saved, as in torch's LambdaLR."""
+        initial = {name: list(values) for name, values in self.initial.items()}
+        return {"last_epoch": self.last_epoch, "initial": initial}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved epoch; the optimizer takes that epoch's values."""
@@ -108,41 +101,24 @@ class KFACParamScheduler:
             raise invalid_because("state_dict", why)
         self.last_epoch = state_dict["last_epoch"]
         self.initial = {name: list(values) for name, values in state_dict["initial"].items()}
-        self._exact = {name: list(values) for name, values in state_dict["exact"].items()}
-        for name in self.schedules:
-            self._set(name, self._exact[name])
-
-    def _read(self) -> dict[str, list[float]]:
-        groups, kfac = self.optimizer.param_groups, self.optimizer.preconditioner
-        return {
-            name: [g[name] for g in groups] if name in PER_GROUP else [getattr(kfac, name)]
-            for name in self.schedules
-        }
+        self._write()
 
     def _write(self) -> None:
-        now = self._read()
+        """Set the values of this epoch."""
+        groups, kfac = self.optimizer.param_groups, self.optimizer.preconditioner
         for name, schedule in self.schedules.items():
-            initial, exact = self.initial[name], self._exact[name]
-            # A group that was added later starts from the value that it came with.
-            initial += now[name][len(initial) :]
-            exact += now[name][len(exact) :]
-            if self.compound and callable(schedule):
-                factor = _factor(name, schedule, self.last_epoch) if self.last_epoch else 1
-                exact[:] = [value * factor for value in exact]
-            else:
-                factor = _factor(name, schedule, self.last_epoch)
-                exact[:] = [value * factor for value in initial]
-            self._set(name, exact)
-
-    def _set(self, name: str, values: list[float]) -> None:
-        if name in PER_GROUP:
-            check = PER_GROUP[name]
-            for group, value in zip(self.optimizer.param_groups, values, strict=False):
-                group[name] = check(value)
-        elif name in _INTERVALS:
-            setattr(self.optimizer.preconditioner, name, max(1, round(values[0])))
-        else:
-            setattr(self.optimizer.preconditioner, name, values[0])
+            initial = self.initial.setdefault(name, [])
+            factor = _factor(name, schedule, self.last_epoch)
+            if name in PER_GROUP:
+                # A group that was added later starts from the value that it came with.
+                initial += [group[name] for group in groups[len(initial) :]]
+                for group, value in zip(groups, initial, strict=False):
+                    group[name] = PER_GROUP[name](value * factor)
+                continue
+            if not initial:
+                initial.append(getattr(kfac, name))
+            value = initial[0] * factor
+            setattr(kfac, name, max(1, round(value)) if name in _INTERVALS else value)
 
 
 def _factor(name: str, schedule: Factor, epoch: int) -> float:

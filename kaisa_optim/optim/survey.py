@@ -114,18 +114,14 @@ class Survey:
         """Return the base's own entries, on meta; some bases make those of frozen parameters."""
         twin_of: dict[Tensor, Tensor] = {}
         twins: list[Group] = []
-        excluded = self.registry.excluded  # Muon alone would take some of them
         for group in self.groups:
-            for apart in (False, True):
-                some = [p for p in group["params"] if (p in excluded) is apart]
-                own = {p: torch.empty_like(p, device="meta") for p in some}
-                for p, twin in own.items():
-                    if p.requires_grad:
-                        twin.requires_grad_().grad = torch.empty_like(twin)
-                if own:
-                    choice = {"use_muon": False} if apart else {}
-                    twins.append(_plain(group) | choice | {"params": [*own.values()]})
-                twin_of |= own
+            own = {p: torch.empty_like(p, device="meta") for p in group["params"]}
+            for p, twin in own.items():
+                if p.requires_grad:
+                    twin.requires_grad_().grad = torch.empty_like(twin)
+            if own:
+                twins.append(_plain(group) | {"params": [*own.values()]})
+            twin_of |= own
         taken = inspect.signature(self._base.__init__).parameters
         arguments = {n: v for n, v in _plain(self._defaults).items() if n in taken}
         base: Any = self._base

@@ -229,11 +229,10 @@ class Account:
             self.bucket_bytes,
         ):
             itemsize = items[0].layer.itemsize
-            scales = self._all_reduced(len(items) * itemsize) if self.sizes.scaled else 0
             # Every other rank sends its term of the part that this rank adds up.
             wire = (world - 1) * (self.sizes.wire or itemsize)
             sizes, passed_on = routes.added_up(routes.segments_of(items), world)
-            _add(got, [scales + wire * size for size in sizes])
+            _add(got, [wire * size for size in sizes])
             for owner, size in passed_on.items():
                 got[owner] += size * itemsize
         return got

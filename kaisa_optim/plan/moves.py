@@ -71,7 +71,6 @@ class Sizes(NamedTuple):
     stored: int | None = None  # bytes of a number in eigenvectors, inverses, products
     wire: int | None = None  # bytes of a number in factors and gradients on their way
     units: bool = False  # ranks agree on a unit of each sum of G
-    scaled: bool = False  # factors and gradients travel with scales, as float16 needs them
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -98,10 +97,10 @@ class Sizes(NamedTuple):
         return cargo_bytes(spec.bytes(layer, sides, self.stored) for spec in self.of_factor)
 
     def gradients(self, alike: Sequence[LayerFacts]) -> int:
-        """Return the bytes on the wire of new gradients of one shape, with terms and scales."""
+        """Return the bytes on the wire of new gradients of one shape, with terms."""
         own, blocks = alike[0].itemsize, sum(layer.task.blocks for layer in alike)
         new = sum(layer.gradient for layer in alike) * (self.wire or own)
-        return cargo_bytes([new, self.terms * blocks * own, self.scaled * blocks * own])
+        return cargo_bytes([new, self.terms * blocks * own])
 
 
 def gradient_buckets(

@@ -34,7 +34,7 @@ NOTHING_FITS, WRONG, FAILED = 1, 2, 3  # exit codes
 _WIDE = 100  # columns of a terminal that shows a whole plan
 _DETAILS = ("mean", "gather", "refresh")  # columns that a narrow one leaves out
 _SLOW = 2.0  # seconds, after which a bar shows how it goes
-_KFAC = {"KFACAdam", "KFACSGD", "KFACLAMB", "KFACMuon"}
+_KFAC = {"KFACAdam", "KFACSGD", "KFACLAMB"}
 
 Ranks = Annotated[int, typer.Option(min=1, help="How many ranks.")]
 Device = Annotated[str, typer.Option(help="A hardware profile: its name, or a TOML file.")]

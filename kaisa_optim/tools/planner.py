@@ -73,7 +73,6 @@ def _survey(
     known = inspect.signature(base.__init__).parameters
     theirs, ours = arguments.separate(title, base, known, given)
     model, params = arguments.find_model(title, model, None)
-    arguments.refuse_without_use(title, base, ours)
     group = ours.pop("process_group", None)
     if ours.get("assignment") is None and ours.get("grad_worker_fraction") is None:
         ours["grad_worker_fraction"] = "auto"  # the default is a strategy like the others

@@ -39,7 +39,7 @@ SMOKES = [
     ("cifar", "KFACSGD"),
     ("unet", "KFACAdam"),
     ("gpt", "AdamW"),
-    ("gpt", "KFACMuon"),
+    ("gpt", "Muon"),
     ("bert", "LAMB"),
     ("bert", "KFACLAMB"),
     ("squad", "KFACAdam"),

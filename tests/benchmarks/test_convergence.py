@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.convergence import contest, search, seconds
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
-from kaisa_optim import Muon
+from benchmarks.muon import Muon
 from kaisa_optim.linalg import products
 
 
@@ -458,6 +458,22 @@ def test_muon_takes_kernels_as_matrices_and_leaves_the_ends_to_adamw():
         large = p.grad.abs() > 1e-5
         torch.testing.assert_close(moved[large], like[large], rtol=1e-3, atol=1e-5)
     assert kernels == 7
+
+
+@with_muon
+def test_our_muon_is_torchs():
+    """Torch's products are in bfloat16."""
+    shapes = [(6, 6), (4, 9), (9, 4)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = copy.deepcopy(ours)
+    optimizers = Muon(ours, 0.05), torch.optim.Muon(theirs, 0.05)
+    for _ in range(4):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = q.grad = torch.randn(p.shape)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=0.02)
 
 
 @with_muon

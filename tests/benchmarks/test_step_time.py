@@ -192,9 +192,9 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
 
 
 def test_all_classes_are_timed_at_the_defaults_and_the_papers_methods_at_theirs():
-    everyone = "AdamW", "KFACAdam", "KFACMuon", "KFACSGD", "KFACSGD, eigen", "kfac-pytorch"
+    everyone = "AdamW", "Muon", "KFACAdam", "KFACSGD", "KFACSGD, eigen", "kfac-pytorch"
     some = [name for name in everyone if takes_part(name, DEFAULT)]
-    assert some == ["AdamW", "KFACAdam", "KFACMuon", "KFACSGD"]
+    assert some == ["AdamW", "Muon", "KFACAdam", "KFACSGD"]
     for intervals in (LONG, OFTEN):
         some = [name for name in everyone if takes_part(name, intervals)]
         assert some == ["KFACSGD", "KFACSGD, eigen", "kfac-pytorch"]

@@ -135,7 +135,7 @@ def share(i: int) -> tuple[Tensor, Tensor]:
 
 def optimizer(plan: Plan, model: nn.Module, **options: Any) -> Any:
     cls, base = OPTIMIZERS[plan.optimizer]
-    return cls(model, **taken_by(cls, {**base, **INTERVALS, **plan.options, **options}))
+    return cls(model, **taken_by({**base, **INTERVALS, **plan.options, **options}))
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def check_owners(ranks: list[Trained], alone: Trained, tolerance: float) -> None
     [
         *((each, o) for o in OPTIMIZERS),
         *((whole, o) for o in ("sgd", "lamb")),
-        *((some, o) for o in ("adam", "muon")),
+        (some, "adam"),
     ],
 )
 @pytest.mark.parametrize("method", ["polar", "eigen"])
@@ -485,7 +485,7 @@ def attends(chosen: dict[str, Any], shards: bool) -> tuple[dict[str, Tensor], st
         options["skip_layers"] = "attention"
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        opt = KFACSGD(model, lr=0.1, **taken_by(KFACSGD, options))
+        opt = KFACSGD(model, lr=0.1, **taken_by(options))
         for i in range(STEPS):
             generator = torch.Generator().manual_seed(i)
             both = (torch.randn(4, 3, k, generator=generator, dtype=torch.float64) for k in (4, 3))
@@ -673,7 +673,7 @@ def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return full_values(other), full_values(model)
 
 
-@pytest.mark.parametrize(("mesh", "optimizer"), [((2,), "muon"), ((2, 2), "adam")])
+@pytest.mark.parametrize(("mesh", "optimizer"), [((2,), "sgd"), ((2, 2), "adam")])
 @pytest.mark.filterwarnings("ignore:state_dict")
 def test_ranks_go_on_from_their_shares(mesh, optimizer):
     for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
@@ -745,7 +745,7 @@ def loads(plan: Plan, how: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
         ((4,), (2,), "adam", False),
         ((2,), (2, 2), "adam", True),
         ((2, 2), (4,), "adam", False),
-        ((4,), (2,), "muon", True),
+        ((4,), (2,), "sgd", True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:state_dict")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon, Layer, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.layers import SCALES, base
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import backward, network, train
@@ -313,7 +313,7 @@ SCRIPTS = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, KFACMuon])
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
     part = seeded(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) if whole else nn.Linear(4, 4)

@@ -66,7 +66,7 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
     """Of "polar", unless options name a method of the papers, whose steps a clip then limits."""
     options = {**METHODS["polar"], "kl_clip": 1e-2, **options}
-    return KFACSGD(model, lr=0.1, **taken_by(KFACSGD, options))
+    return KFACSGD(model, lr=0.1, **taken_by(options))
 
 
 def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

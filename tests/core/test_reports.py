@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim import KFACMuon
 from tests.core.test_coverage import UNCOVERED, Mixed, quiet
 from tests.support.watch import exact, seeded
 
@@ -134,13 +133,6 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
         assert lines[1:-1] == [f"  {name}" for name in named]
         assert "max_factor_size" in text and 'compute_method="inverse"' in text
         assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
-
-
-def test_no_eigenvectors_of_a_metric_are_warned_of():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        opt = KFACMuon(nn.Linear(2, 4100), lr=0.1)
-    assert list(opt.preconditioner.layers) == [""] and not caught
 
 
 def test_coverage_as_data_and_in_one_line(caplog):

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
-from kaisa_optim.core import gradients
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.curvature import lengths
 from kaisa_optim.curvature.rules.polar import PolarRule
-from tests.support.reference import muon_ratio
 from tests.support.watch import assert_close, matrix_of, normal, stepped_blocks, taken
 
 ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -427,21 +425,7 @@ def test_a_rate_may_be_a_tensor(cls):
         assert_close(one, other, 1e-10)
 
 
-# ---- Muon, and any other base ----
-
-
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
-def test_muons_own_length(adjust):
-    """That of a matrix with equal singular values, whatever the gradient's length."""
-    model = Blocks()
-    opt = KFACMuon(model, lr=0.1, weight_decay=0.0, adjust_lr_fn=adjust, **ALWAYS)
-    for step in range(2):
-        backward(model, step, scale=10.0**step)
-        for key, block in stepped(model, opt).items():
-            g, a = block.step.shape
-            wanted = 0.1 * muon_ratio(g, a, adjust) * min(g, a) ** 0.5
-            assert_close(block.step.norm(), number(wanted), 1e-9, str(key))
-            assert_close(block.step / block.step.norm(), block.direction / block.entries**0.5, 1e-9)
+# ---- any other base ----
 
 
 class Halves(Optimizer):
@@ -461,22 +445,6 @@ class Halves(Optimizer):
     @staticmethod
     def share(i: int) -> float:
         return (0.5, 2.0, -1.0)[i % 3]
-
-
-@pytest.mark.parametrize(("cls", "sums"), [(KFACSGD, True), (KFACAdam, True), (KFACMuon, False)])
-def test_weights_are_squared_for_limits_alone(cls, sums):
-    model, taken_from = Blocks(), []
-    opt = cls(model, lr=0.01, **ALWAYS)
-    own = gradients.block_sums
-
-    def noted(stacks: Any, tensor_of: Any, **how: Any) -> Tensor:
-        taken_from.extend([tensor_of(p) for stack in stacks for p in stack.parameters])
-        return own(stacks, tensor_of, **how)
-
-    backward(model, 0)
-    with mock.patch.object(gradients, "block_sums", noted):
-        opt.step()
-    assert (model.body.weight in set(taken_from)) == sums
 
 
 @pytest.mark.parametrize("free", [True, False])

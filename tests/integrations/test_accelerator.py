@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import backend_registration
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import notes, stacks
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
@@ -159,7 +159,7 @@ CASES: dict[str, Make] = {
     "inverse, diagonal": lambda m: KFACSGD(
         m, lr=0.05, compute_method="inverse", max_factor_size=5, **OFTEN
     ),
-    "Muon, often": lambda m: KFACMuon(m, lr=0.01, **OFTEN),
+    "Adam, often": lambda m: KFACAdam(m, lr=0.01, **OFTEN),
     "full": lambda m: KFACSGD(
         m, lr=0.05, compute_method="inverse", damping_split="full", **SELDOM
     ),
@@ -175,7 +175,6 @@ CASES: dict[str, Make] = {
     "scaled": lambda m: KFACSGD(
         m, lr=0.05, grad_scaler=torch.ones((), dtype=torch.float64, device=_device(m)), **EIGEN
     ),
-    "Muon, lr a tensor": lambda m: KFACMuon(m, lr=torch.tensor(0.01), **SELDOM),
     "LAMB, lr a tensor": lambda m: KFACLAMB(
         m, lr=torch.tensor(0.01, dtype=torch.float64), **SELDOM
     ),
@@ -201,7 +200,7 @@ def _halves(model: nn.Module) -> list[tuple[int, list[Tensor]]]:
 # What depends on the kinds of the layers runs on both networks.
 OF_KINDS = ["SGD", "Adam", "inverse, often", "papers"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
-OF_IMAGES = ["Muon, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
+OF_IMAGES = ["Adam, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
 ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam, KFACMuon
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import PassSettings, kind_of
 from kaisa_optim.linalg import moments, products
 
@@ -133,7 +133,7 @@ class Net(nn.Module):
         return self.head(self.body(x).relu())
 
 
-CLASSES = pytest.mark.parametrize("cls", [KFACSGD, KFACAdam, KFACMuon])
+CLASSES = pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 
 
 def train(cls: Any, autocast: bool = False, **options: Any) -> tuple[Net, Any]:

@@ -1,4 +1,4 @@
-"""Polar factors of momenta, and directions with softened roots."""
+"""Polar factors of momenta."""
 
 from __future__ import annotations
 
@@ -14,44 +14,6 @@ from torch import Tensor
 
 from kaisa_optim.linalg import orthogonal
 from tests.support import reference as ref
-from tests.support.reference import MUON_POLYNOMIAL as POLYNOMIAL
-from tests.support.reference import muon_direction, muon_ratio
-from tests.support.training import assert_near
-
-sizes = st.integers(1, 9)
-
-
-def muon(matrices: Tensor, *, steps: int = 5, in_half: bool = False, adjust: Any = None) -> Tensor:
-    how = orthogonal.MuonSettings(POLYNOMIAL, steps, 1e-7, adjust)
-    return orthogonal.muon_step(matrices, how, in_half)
-
-
-@pytest.mark.parametrize("steps", [5, 15])
-@pytest.mark.parametrize("in_half", [False, True])
-@pytest.mark.parametrize("shape", [(64, 64), (48, 300), (300, 48)])
-def test_directions_of_low_rank_stay_near_one(shape, in_half, steps):
-    """Rounding in X Xᵀ, outside of the range of X, must not grow with every polynomial."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(n, 4, generator=generator) for n in shape)
-    found = muon((left @ right.T)[None], steps=steps, in_half=in_half)
-    assert torch.linalg.matrix_norm(found, 2) < 1.3 * muon_ratio(*shape, None)
-
-
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
-@given(g=sizes, a=sizes, seed=st.integers(0, 99))
-def test_muons_step_is_its_equation(g, a, seed, adjust):
-    momenta = torch.randn(2, g, a, generator=torch.Generator().manual_seed(seed)).double()
-    for one, momentum in zip(muon(momenta, adjust=adjust), momenta, strict=True):
-        assert_near(one, muon_ratio(g, a, adjust) * muon_direction(momentum), 1e-7, 1e-8)
-
-
-@pytest.mark.parametrize(("g", "a"), [(80, 80), (70, 300), (300, 70)])
-def test_in_half_precision_it_is_about_the_same(g, a):
-    momentum = torch.randn(2, g, a, generator=torch.Generator().manual_seed(0))
-    whole, half = (muon(momentum, in_half=half) for half in (False, True))
-    assert half.dtype == torch.float32
-    assert 0 < (whole - half).norm() / whole.norm() < 0.03
-
 
 # ---- nearly equal singular values ----
 
@@ -106,14 +68,14 @@ def test_orthogonalized_in_float32(g, a, half):
 def test_orthogonalized_of_rank_one(half, monkeypatch):
     """What is rounded must not take the singular value beyond 1, where polynomials grow fast."""
     norms: list[float] = []
-    real = orthogonal._towards_one
+    real = orthogonal.towards_one
 
     def watched(wide: Tensor, polynomials: Any, in_half: bool) -> Tensor:
         found = real(wide, polynomials, in_half)
         norms.append(float(found.norm()))
         return found
 
-    monkeypatch.setattr(orthogonal, "_towards_one", watched)
+    monkeypatch.setattr(orthogonal, "towards_one", watched)
     for g in range(65, 130):
         ones = torch.ones(1, g, 130)
         orthogonal.orthogonalized(ones, in_half=half)

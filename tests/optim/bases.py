@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, with_kfac
 from tests.support.training import EVERY_STEP, Probe, backward, classes_in, network
 
-REFUSED = {"LBFGS", "SparseAdam"}
+REFUSED = {"LBFGS", "SparseAdam", "Muon"}
 TORCH_BASES = [c for c in classes_in(torch.optim, Optimizer) if c.__name__ not in REFUSED]
 # The base sees preconditioned gradients, anew in every step.
 AS_THE_BASE = EVERY_STEP
@@ -20,7 +20,6 @@ FAMILY = [
     (KFACSGD, torch.optim.SGD),
     (KFACAdam, torch.optim.Adam),
     (KFACLAMB, LAMB),
-    (KFACMuon, Muon),
 ]
 
 
@@ -54,31 +53,19 @@ class LARS(Optimizer):
 BASES = [*TORCH_BASES, LAMB, LARS]
 
 
-def trained_by(base: type) -> list[str]:
-    """Muon takes matrices only."""
-    names = [name for name, _ in network().named_parameters()]
-    return [n for n in names if n.endswith("weight")] if base.__name__ == "Muon" else names
-
-
-def pick(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
-    own = dict(model.named_parameters())
-    return [own[name] for name in names]
-
-
 class ByHand:
     """The base optimizer on its own copy, fed with preconditioned gradients from a probe."""
 
     def __init__(self, base: type, model: nn.Module, *args: Any, **kwargs: Any):
         self.model = copy.deepcopy(model)
-        self.names = trained_by(base)
-        self.opt = base(pick(self.model, self.names), *args, **kwargs)
-        self.probe = Probe(model, self.names)
+        self.opt = base(self.model.parameters(), *args, **kwargs)
+        self.probe = Probe(model, [name for name, _ in model.named_parameters()])
 
     def step(self, i: int, sign: float = 1.0) -> None:
         scale = (lambda loss: -loss) if sign < 0 else None
         v = self.probe.step(self.model, i, scale)
         for name, p in self.model.named_parameters():
-            p.grad = v[name].clone() if name in self.names else None
+            p.grad = v[name].clone()
         self.opt.step()
 
 
@@ -86,8 +73,7 @@ def both(base: type, *args: Any, **kwargs: Any) -> tuple[nn.Module, Any, ByHand]
     """A K-FAC optimizer on a model, and its base by hand on an equal one."""
     model = network()
     hand = ByHand(base, model, *args, **kwargs)
-    params = pick(model, trained_by(base))
-    return model, with_kfac(base)(params, *args, model=model, **AS_THE_BASE, **kwargs), hand
+    return model, with_kfac(base)(model, *args, **AS_THE_BASE, **kwargs), hand
 
 
 def dynamic(*args: Any, **kwargs: Any) -> Any:

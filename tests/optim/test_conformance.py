@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from kaisa_optim import LAMB, Muon, with_kfac
+from kaisa_optim import LAMB, with_kfac
 from tests.optim import bases
-from tests.optim.bases import LARS, by_name, give, pick, trained_by
+from tests.optim.bases import LARS, by_name, give
 from tests.support.training import (
     ANEW,
     assert_near,
@@ -34,8 +34,6 @@ CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "amsgrad": (optim.Adam, {"lr": 0.03, "amsgrad": True}),
     "AdamW": (optim.AdamW, {"lr": 0.03, "weight_decay": 0.0}),
     "LAMB": (LAMB, {"lr": 0.03, "weight_decay": 0.0}),
-    "Muon": (Muon, {"lr": 0.03, "weight_decay": 0.0}),
-    "torch's Muon": (optim.Muon, {"lr": 0.1, "weight_decay": 0.0}),
     "RAdam": (optim.RAdam, {"lr": 0.03}),
     "NAdam": (optim.NAdam, {"lr": 0.03}),
     "Adamax": (optim.Adamax, {"lr": 0.03}),
@@ -56,27 +54,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def params_of(base: str, model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a base takes: torch's Muon takes matrices only."""
-    cls = CASES[base][0]
-    return pick(model, trained_by(cls)) if cls is optim.Muon else list(model.parameters())
-
-
-def pick_of(base: str, of: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the parameters that a base takes."""
-    cls = CASES[base][0]
-    return {name: of[name] for name in trained_by(cls)} if cls is optim.Muon else of
-
-
 def built(base: str, model: nn.Module, method: str = "polar", **changed: Any) -> Any:
     cls, settings = CASES[base]
     options = {**settings, **METHODS[method], **changed}
-    return with_kfac(cls)(params_of(base, model), model=model, **options)
+    return with_kfac(cls)(model, **options)
 
 
 def plain(base: str, model: nn.Module) -> Any:
     cls, settings = CASES[base]
-    return cls(params_of(base, model), **settings)
+    return cls(model.parameters(), **settings)
 
 
 def having(name: str, *but: str) -> list[str]:
@@ -91,7 +77,7 @@ def each(*with_eigen: str, of: Iterable[str] = CASES) -> Any:
 
 
 def test_every_base_is_here():
-    assert {cls for cls, _ in CASES.values()} == set(bases.BASES) | {Muon}
+    assert {cls for cls, _ in CASES.values()} == set(bases.BASES)
 
 
 @every_base
@@ -160,12 +146,12 @@ def test_an_exported_state_goes_on_in_the_plain_base(base, method):
     own = plain(base, model)
     assert state["param_groups"][0].keys() - {"step"} == own.param_groups[0].keys() - {"step"}
     own.load_state_dict(state)
-    for p in params_of(base, model):
+    for p in model.parameters():
         for key in own.state[p].keys() & opt.state[p].keys():
             assert_same(own.state[p][key], opt.state[p][key])
     before = values(model)
     train(model, own, range(3, 5))
-    moved = pick_of(base, difference(before, model))
+    moved = difference(before, model)
     assert all(by.isfinite().all() and by.any() for by in moved.values())
 
 
@@ -201,7 +187,7 @@ def test_a_tensor_rate_is_as_good_as_a_number_or_the_bases_error(base):
     rate = torch.tensor(start, dtype=torch.float64)
     refused = None
     try:
-        CASES[base][0](params_of(base, network()), lr=rate)
+        CASES[base][0](network().parameters(), lr=rate)
     except ValueError as error:
         refused = str(error)
     model, other = network(), network()
@@ -246,8 +232,8 @@ def test_weights_decay_apart_from_their_directions(base):
     if CASES[base][0] is optim.SGD:
         decay /= 1 - opt.param_groups[0]["momentum"]
     after = values(model)
-    assert all(by.any() for by in pick_of(base, difference(before, model)).values())
-    for name in pick_of(base, before):
+    assert all(by.any() for by in difference(before, model).values())
+    for name in before:
         p = decayed.get_parameter(name).detach()
         assert_near(p, after[name] - rate * decay * before[name], 1e-13, 1e-15)
     for name, entry in by_name(other, decayed).items():
@@ -278,17 +264,13 @@ def test_each_layer_steps_at_its_groups_rate(base):
 
     def moved(other: float) -> dict[str, Tensor]:
         model = network()
-        own = {id(p) for p in params_of(base, model)}
         rates = zip((model[0], model[2]), (start, other), strict=True)
-        groups = [
-            {"params": [p for p in layer.parameters() if id(p) in own], "lr": lr}
-            for layer, lr in rates
-        ]
+        groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in rates]
         cls, settings = CASES[base]
         opt = with_kfac(cls)(groups, model=model, **settings, **ANEW)
         before = values(model)
         give(model, opt, 0)
-        return pick_of(base, difference(before, model))
+        return difference(before, model)
 
     one, ten = moved(start), moved(10 * start)
     for name, by in one.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -33,8 +32,8 @@ def read(opt: Any, name: str) -> Any:
     return getattr(opt.preconditioner, name)
 
 
-def course(opt: Any, name: str, schedule: Any, epochs: int, **options: Any) -> list[Any]:
-    scheduler = KFACParamScheduler(opt, **{name: schedule}, **options)
+def course(opt: Any, name: str, schedule: Any, epochs: int) -> list[Any]:
+    scheduler = KFACParamScheduler(opt, **{name: schedule})
     seen = [read(opt, name)]
     for _ in range(epochs):
         scheduler.step()
@@ -61,30 +60,17 @@ def test_a_callables_factor_at_epoch_zero_applies_at_once():
     assert course(optimizer(), "damping", lambda epoch: 2.0 + epoch, 1) == pytest.approx([0.2, 0.3])
 
 
-def test_factors_never_compound_unless_asked():
+def test_factors_never_compound():
     constant = course(optimizer(), "damping", lambda epoch: 0.5 if epoch else 1.0, 3)
     assert constant == pytest.approx([0.1, 0.05, 0.05, 0.05])
-    compound = course(optimizer(), "damping", lambda epoch: 0.5, 3, compound=True)
-    assert compound == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
+        KFACParamScheduler(optimizer(), damping=lambda epoch: 0.5, compound=True)
 
 
-def test_compounding_follows_torchs_multiplicative_lr():
-    opt = optimizer()
-    factor = lambda epoch: 1 / (1 + epoch)  # noqa: E731
-    lr = torch.optim.lr_scheduler.MultiplicativeLR(opt, factor)
-    kfac = KFACParamScheduler(opt, damping=factor, compound=True)
-    for _ in range(4):
-        assert opt.param_groups[0]["damping"] == pytest.approx(opt.param_groups[0]["lr"])
-        train(opt.preconditioner.model, opt, [0])
-        lr.step()
-        kfac.step()
-
-
-@pytest.mark.parametrize("compound", [False, True])
-def test_intervals_are_whole_and_never_below_one(compound):
+def test_intervals_are_whole_and_never_below_one():
     name = "factor_update_steps"
-    seen = course(optimizer(**{name: 10}), name, lambda epoch: 0.26, 4, compound=compound)
-    assert seen == ([10, 3, 1, 1, 1] if compound else [3] * 5)
+    seen = course(optimizer(**{name: 10}), name, lambda epoch: 0.26, 4)
+    assert seen == [3] * 5
     assert all(type(value) is int for value in seen)
     opt = optimizer(**{name: 3})
     scheduler = KFACParamScheduler(opt, **{name: {1: 0.01, 2: 100}})
@@ -93,13 +79,6 @@ def test_intervals_are_whole_and_never_below_one(compound):
     train(opt.preconditioner.model, opt, range(2))
     scheduler.step()
     assert read(opt, name) == 3  # rounding is not remembered
-
-
-def test_compound_intervals_do_not_stick_to_their_rounding():
-    seen = course(
-        optimizer(inv_update_steps=1), "inv_update_steps", lambda e: 1.3, 4, compound=True
-    )
-    assert seen == [max(1, round(1.3**epoch)) for epoch in range(5)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,17 +156,16 @@ def test_each_group_from_its_own_value():
     assert [g["damping"] for g in opt.param_groups] == pytest.approx([0.05, 0.2])
 
 
-@pytest.mark.parametrize("compound", [False, True])
-def test_a_group_that_came_later(compound):
+def test_a_group_that_came_later():
     model = network()
     opt = KFACSGD(model[0].parameters(), lr=0.1, model=model, damping=0.1)
-    scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=compound)
+    scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5)
     scheduler.step()
     opt.add_param_group({"params": model[2].parameters(), "damping": 0.8})
     scheduler.step()
-    expected = [0.025, 0.4] if compound else [0.05, 0.4]
+    expected = [0.05, 0.4]
     assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
-    again = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=compound)
+    again = KFACParamScheduler(opt, damping=lambda e: 0.5)
     again.load_state_dict(scheduler.state_dict())
     assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
 
@@ -204,16 +182,16 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("compound", "taken"), [(False, 0), (False, 3), (True, 3)])
-def test_resume(compound, taken, tmp_path):
+@pytest.mark.parametrize("taken", [0, 3])
+def test_resume(taken, tmp_path):
     opt = optimizer()
-    scheduler = KFACParamScheduler(opt, compound=compound, **SCHEDULES)
+    scheduler = KFACParamScheduler(opt, **SCHEDULES)
     for _ in range(taken):
         scheduler.step()
     torch.save(scheduler.state_dict(), tmp_path / "state")
     at_save = {name: read(opt, name) for name in NAMES}
     other = optimizer()
-    resumed = KFACParamScheduler(other, compound=compound, **SCHEDULES)
+    resumed = KFACParamScheduler(other, **SCHEDULES)
     resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     assert resumed.last_epoch == taken
     assert {name: read(other, name) for name in NAMES} == at_save
@@ -222,15 +200,6 @@ def test_resume(compound, taken, tmp_path):
         resumed.step()
         for name in NAMES:
             assert read(other, name) == read(opt, name)
-
-
-def test_a_saved_state_is_no_view_of_the_scheduler():
-    opt = optimizer()
-    scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5, compound=True)
-    saved = scheduler.state_dict()
-    kept = copy.deepcopy(saved)
-    scheduler.step()
-    assert saved == kept
 
 
 def test_a_state_of_other_schedules_is_refused():
@@ -261,11 +230,10 @@ def test_what_is_no_schedule_is_refused():
         KFACParamScheduler(opt, temperature=lambda epoch: 1.0)
 
 
-@pytest.mark.parametrize("compound", [False, True])
-def test_a_factor_that_is_no_number(compound):
+def test_a_factor_that_is_no_number():
     for value in ("2", None, True):
         for schedule in (lambda epoch, value=value: value if epoch else 1.0, {1: value}):
-            scheduler = KFACParamScheduler(optimizer(), kl_clip=schedule, compound=compound)
+            scheduler = KFACParamScheduler(optimizer(), kl_clip=schedule)
             with pytest.raises(ValueError, match=f"Invalid kl_clip: its schedule gives {value!r}"):
                 scheduler.step()
 

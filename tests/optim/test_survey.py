@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.optim.survey import Survey
 
 
@@ -46,7 +46,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam, eigen": (KFACAdam, {"compute_method": "eigen"}),
     "Adam, a tensor as lr": (KFACAdam, {"lr": torch.tensor(0.01), "foreach": False}),
     "LAMB": (KFACLAMB, {}),
-    "Muon": (KFACMuon, {}),
     "AdamW": (with_kfac(OPTIM.AdamW), {}),
     "RMSprop": (with_kfac(OPTIM.RMSprop), {}),
     "NAdam": (with_kfac(OPTIM.NAdam), {}),

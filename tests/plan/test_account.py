@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, with_kfac
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.comm.sharding import parts_here
 from kaisa_optim.plan.account import KEPT, MOVED, Account
 from kaisa_optim.plan.schedule import Schedule
@@ -288,11 +288,7 @@ CASES = {
     "parts": Case(options={"bucket_cap_mb": 1e-3}),
     "colocated": Case(options={"colocate_factors": True, "bucket_cap_mb": 5e-4}),
     "bfloat16": Case(options={"comm_dtype": brain}),
-    "float16": Case(options={"comm_dtype": half, "bucket_cap_mb": 5e-4}),
-    "float16 layer-wise": Case("tokens", {"comm_dtype": half, "assignment": "layer-wise"}),
-    "float16 layer-wise in parts": Case(
-        "chain", {"comm_dtype": half, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
-    ),
+    "bfloat16 layer-wise": Case("tokens", {"comm_dtype": brain, "assignment": "layer-wise"}),
     "inverse": Case("tokens", inverse),
     "inverse in parts": Case(options=inverse | {"bucket_cap_mb": 5e-4}, intervals=(1, 3)),
     "inverse, full split": Case(options=inverse | {"damping_split": "full"}),
@@ -322,11 +318,10 @@ CASES = {
 }
 # What these send on three ranks, others of the cases send too.
 OF_ONE_PROCESS = {"double", "tokens", "inverse", "inverse, full split", "stored"}
-OF_ONE_PROCESS |= {"layer-wise tokens", "layer-wise in parts", "float16 layer-wise"}
+OF_ONE_PROCESS |= {"layer-wise tokens", "layer-wise in parts", "bfloat16 layer-wise"}
 AT_FOUR = {
     "half": Case(options={"grad_worker_fraction": 0.5}),
     "half apart": Case("tokens", {"grad_worker_fraction": 0.5, "colocate_factors": False}),
-    "half float16": Case("tokens", {"grad_worker_fraction": 0.5, "comm_dtype": half}),
     "half inverse": Case(
         options=inverse | {"grad_worker_fraction": 0.5, "colocate_factors": False}
     ),
@@ -356,11 +351,10 @@ POLAR = {
     "SGD with momentum": Case("tokens", optimizer=HeavySGD),
     "Adam": Case(intervals=(2, 3), optimizer=KFACAdam),
     "LAMB": Case("mixed", optimizer=KFACLAMB),
-    "Muon": Case("tokens", optimizer=KFACMuon),
     "RMSprop": Case(optimizer=over_rmsprop),
     "default intervals": Case("chain", intervals=(10, 20), optimizer=KFACAdam),
-    "float16": Case(
-        options={"comm_dtype": half, "inv_dtype": brain, "max_factor_size": 6},
+    "bfloat16": Case(
+        options={"comm_dtype": brain, "inv_dtype": brain, "max_factor_size": 6},
         optimizer=HeavySGD,
     ),
 }

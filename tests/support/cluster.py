@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACMuon, WorkAssignment
+from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
 
@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (KFACSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adam": (KFACAdam, {"lr": 0.005, "eps": 1e-2}),
     "lamb": (KFACLAMB, {"lr": 0.01, "eps": 1e-2}),
-    "muon": (KFACMuon, {"lr": 0.02, "adam_eps": 1e-2}),
 }
 
 
@@ -179,7 +178,7 @@ class Plan:
     @property
     def is_polar(self) -> bool:
         """Polar factors amplify rounding errors: batches need more rows than layers are wide."""
-        return self.optimizer == "muon" or self.options.get("compute_method", "polar") == "polar"
+        return self.options.get("compute_method", "polar") == "polar"
 
 
 def even(world: int, rows: int, micro: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -205,16 +204,11 @@ def build(plan: Plan, model: nn.Module, wrapped: nn.Module, **options: Any) -> A
         options["model"] = wrapped
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the base optimizer updates these")
-        return cls(params, **base, **taken_by(cls, {**plan.options, **options}))
+        return cls(params, **base, **taken_by({**plan.options, **options}))
 
 
-def taken_by(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that go with the class and its method: the papers' do not go with "polar".
-
-    KFACMuon has "polar" alone.
-    """
-    if cls is KFACMuon:
-        options = {name: value for name, value in options.items() if name != "compute_method"}
+def taken_by(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that go with the method: the papers' do not go with "polar"."""
     if options.get("compute_method", "polar") != "polar":
         return options
     return {n: v for n, v in options.items() if n not in OPTIONS or not OPTIONS[n].of_papers}

@@ -152,7 +152,7 @@ class Case:
     resumes: bool = False  # from its saved state before step 11
 
 
-half, brain = torch.float16, torch.bfloat16
+brain = torch.bfloat16
 inverse = {"compute_method": "inverse"}
 CASES: dict[str, Case] = {
     "eigen": Case(),
@@ -172,8 +172,6 @@ CASES: dict[str, Case] = {
     "adamw": Case("tokens", "AdamW"),
     "lamb": Case("tokens", "KFACLAMB"),
     "lamb images": Case(optimizer="KFACLAMB", worlds=FEW),
-    "muon": Case("tokens", "KFACMuon"),
-    "muon images": Case(optimizer="KFACMuon", options={"nesterov": False}, worlds=FEW),
     "wide": Case("wide"),
     "wide inverse": Case("wide", options=inverse, worlds=FEW),
     "wide adam": Case("wide", "KFACAdam"),
@@ -192,7 +190,7 @@ CASES: dict[str, Case] = {
     "kaisa": Case(options={"normalization": "kaisa", "damping": 0.01}),
     "kaisa inverse": Case(options={"normalization": "kaisa", **inverse}, worlds=FEW),
     "halves": Case(options={"inv_dtype": brain, "comm_dtype": brain}),
-    "float16 wire": Case("tokens", options={"comm_dtype": half, "assignment": "layer-wise"}),
+    "bfloat16 wire": Case("tokens", options={"comm_dtype": brain, "assignment": "layer-wise"}),
     "all at once": Case("chain", options={"staggered": False}),
     "two at once": Case("chain", options={"staggered": 2, "inv_update_steps": 3}),
     "skipped": Case(options={"skip_layers": ["head"], "max_factor_size": 20}),
@@ -207,7 +205,7 @@ CASES: dict[str, Case] = {
     "resumed adam": Case("chain", "KFACAdam", resumes=True),
     "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}, worlds=FEW),
 }
-RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "KFACMuon": 0.02, "AdamW": 0.005}
+RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "AdamW": 0.005}
 
 
 # ---- training, with the package that PYTHONPATH finds ----

@@ -19,7 +19,6 @@ from tests.support.close import assert_close as assert_close
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-MUON_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 
 # How a step can be computed: the optimizer's options and what they mean for `precondition`.
 METHODS = {
@@ -325,20 +324,3 @@ def dense_metric(g: Tensor, damping: float) -> Tensor:
     mean = g.trace() / len(g)
     values, vectors = torch.linalg.eigh(g / (1 if mean == 0 else mean))
     return vectors @ (values + damping).rsqrt().diag() @ vectors.T
-
-
-def muon_direction(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return Muon's direction of one matrix, by its equation."""
-    a, b, c = MUON_POLYNOMIAL
-    x = matrix / matrix.norm()
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
-
-
-def muon_ratio(rows: int, columns: int, adjust: str | None) -> float:
-    """Return the factor of Muon's lr for a matrix of this shape."""
-    if adjust == "match_rms_adamw":
-        return 0.2 * max(rows, columns) ** 0.5
-    return max(1, rows / columns) ** 0.5

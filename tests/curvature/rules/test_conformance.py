@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim.curvature.lengths import AdamLength, FallLength, MuonLength, SGDLength
+from kaisa_optim.curvature.lengths import AdamLength, FallLength, SGDLength
 from kaisa_optim.curvature.refresh import Refresher
 from kaisa_optim.curvature.rules import (
     RULES,
@@ -35,7 +35,7 @@ DAMPING, G, A = 0.1, 4, 6  # of the layers: four outputs, five inputs and a bias
 CASES: dict[str, Make] = {
     **{
         f"polar, {length.__name__}": lambda dtype, length=length: PolarRule(dtype, length())
-        for length in (AdamLength, FallLength, MuonLength, SGDLength)
+        for length in (AdamLength, FallLength, SGDLength)
     },
     "eigen": EigenRule,
     "stored product": StoredProductRule,

@@ -1,0 +1,82 @@
+"""Muon (Jordan et al., 2024) in float32, as a baseline that is not slowed down.
+
+On CPUs without bfloat16 units, torch's takes some twenty times as long. Equations and defaults are
+torch's, with Nesterov's momentum, and a kernel counts as a matrix.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from kaisa_optim.linalg import orthogonal
+from kaisa_optim.linalg.products import multiplies_in_half
+
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps matrices of one shape together; AdamW steps vectors and groups without ``use_muon``."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "use_muon": True}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            places: dict[Any, list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    matrix = group["use_muon"] and p.dim() > 1
+                    places[(len(p), p.numel() // len(p)) if matrix else ()].append(p)
+            for shape, params in places.items():
+                (self._step_matrices if shape else self._step_adamw)(group, params)
+
+    def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        buffers = self._moments(params, "momentum_buffer")
+        gradients: list[Any] = [p.grad for p in params]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        x = torch.stack([each.flatten(1) for each in ahead])
+        x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS)
+        tall = x.shape[1] > x.shape[2]
+        in_half = multiplies_in_half(torch.bfloat16, x) and not orthogonal.narrow(x)
+        x = x.mT if tall else x
+        for steps in (4, 1):  # rounding grows with each polynomial in a row
+            x = orthogonal.towards_one(x, [COEFFICIENTS] * steps, in_half)
+        x = x.mT.contiguous() if tall else x
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        directions = [d.view_as(p) for d, p in zip(x, params, strict=True)]
+        scale = max(1, x.shape[1] / x.shape[2]) ** 0.5
+        torch._foreach_add_(params, directions, alpha=-group["lr"] * scale)
+
+    def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        adamw(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            self._moments(params, "exp_avg"),
+            self._moments(params, "exp_avg_sq"),
+            [],
+            [self.state[p].setdefault("step", torch.tensor(0.0)) for p in params],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in params]
