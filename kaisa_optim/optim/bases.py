@@ -119,7 +119,8 @@ class BaseStep:
                     entry = optimizer.state[p]
                     self._settle(entry, p, OfBase() if p in mine else None, group)
                     if self.counts:
-                        entry.setdefault("step", _zero_count())
+                        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                        entry.setdefault("step", zero)
 
     def _unsettled(
         self, optimizer: KFACMixin, group: Group, params: list[Tensor], mine: Collection[Tensor]
@@ -155,14 +156,6 @@ class BaseStep:
     def spreads(self, group: Group, entry: Entry) -> bool:
         """Return whether a parameter has a momentum that gradient workers alone keep."""
         return self.keeps(group)
-
-    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
-        """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.
-
-        ``entry`` is the one that the base itself would make.
-        """
-        momentum = p.numel() * self.dtype_of(p).itemsize * self.keeps(group)
-        return _zero_count().nbytes * self.counts, momentum
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
@@ -262,10 +255,6 @@ def _counted(entries: list[Entry]) -> list[int]:
     for entry, step in zip(entries, steps, strict=True):
         entry["step"] = step
     return counts
-
-
-def _zero_count() -> Tensor:
-    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 class LAMBStep(AdamStep):
@@ -395,10 +384,6 @@ class AnyStep(BaseStep):
 
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
-
-    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
-        everywhere = sum(x.nbytes for x in entry.values() if isinstance(x, Tensor))
-        return everywhere, 0 if "exp_avg" in entry else p.nbytes
 
     def follow(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

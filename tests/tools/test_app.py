@@ -15,9 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kaisa_optim import KFACAdam, with_kfac
-from kaisa_optim.plan import hardware
-from kaisa_optim.tools import app, calibration, plan
-from tests.plan.test_hardware import PLAIN
+from kaisa_optim.tools import app, calibration, hardware, plan
+from tests.tools.test_hardware import PLAIN
 
 NET = "tests.tools.test_app:net"
 runner = CliRunner()
@@ -75,7 +74,7 @@ def test_a_narrow_terminal_shows_fewer_columns():
         lines = console.export_text().splitlines()
         (head,) = (line for line in lines if "strategy" in line)
         assert head.split()[: len(names) + 1] == [*names, "momenta"]
-        for one in found.choice.priced:
+        for one in found.priced:
             assert any(one.candidate.title in line for line in lines), one.candidate.title
         assert ("--json also show mean, gather, refresh" in lines[-1]) == (width == 80)
 
@@ -136,7 +135,7 @@ def test_printing_does_not_break_json():
 def test_dtypes_are_options():
     sizes = []
     for name in ("float32", "bfloat16"):
-        option = "--option", f"factor_dtype=torch.{name}"
+        option = "--option", f"inv_dtype=torch.{name}"
         told = kaisa("plan", NET, "--ranks", 2, "--json", "--optimizer", "KFACSGD", *option)
         assert told.exit_code == 0, told.output
         sizes.append(json.loads(told.stdout)["strategies"][0]["kfac"]["mean"])
