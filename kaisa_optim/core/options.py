@@ -15,7 +15,7 @@ import torch
 
 from ..checks import check_callable, check_flag, is_real, is_whole
 from ..errors import invalid, invalid_because
-from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
+from ..plan.assignment import WorkAssignment, check_fraction, choose
 from ..plan.facts import WIDEST
 
 Check = Callable[[str, Any], Any]
@@ -460,7 +460,7 @@ class Options:
                 'which has no use for it; give grad_worker_fraction="auto", or leave it out'
             )
             raise invalid_because("memory_budget", why)
-        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
+        choose(self.assignment, self.grad_worker_fraction)  # refuses an unknown assignment
 
     def checked(self, name: str, value: Any) -> Any:
         """Return the settled value of one option that goes with the others, or refuse it."""

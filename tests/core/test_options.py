@@ -142,24 +142,6 @@ def test_a_conflict_may_also_come_by_a_setting():
         kfac.loss_terms = 4
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"assignment": "layer-wise", "grad_worker_fraction": 1.0},
-            r"grad_worker_fraction: 1.0 makes 2 of 2 .*LayerWise\(\) makes 1, .*leave out one of",
-        ),
-        (
-            {"assignment": "layer-wise", "colocate_factors": False},
-            "colocate_factors: False needs two gradient workers .*leave it out",
-        ),
-    ],
-)
-def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
-    with pytest.raises(ValueError, match=f"Invalid {said}"):
-        Options(**options)
-
-
 # ---- options of the papers, and of some bases ----
 
 
