@@ -421,7 +421,7 @@ class Capture:
                 self._watch(here, output)
                 return output
             if gathers:
-                part = layer.part(x, output, self.sample, reduce=self._reduce)
+                part = layer.part(x, output, self.sample)
                 with self._lock:
                     whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
             order = layer.sequence_first(x)
