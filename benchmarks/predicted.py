@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from benchmarks.machine import describe
 from benchmarks.networks import CifarResNet
 from kaisa_optim import KFACAdam
-from kaisa_optim.plan import hardware
-from kaisa_optim.tools import calibration, plan
+from kaisa_optim.tools import calibration, hardware, plan
 
 RANKS = 4
 FRACTIONS: dict[str, dict[str, Any]] = {

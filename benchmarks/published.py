@@ -16,13 +16,13 @@ from typing import NamedTuple
 from benchmarks import traffic
 from benchmarks.traffic import BLOCKS, SIZES, bert_large, table
 from kaisa_optim.curvature.rules import EigenRule, PolarRule
-from kaisa_optim.plan import hardware
 from kaisa_optim.plan.account import Account
 from kaisa_optim.plan.assignment import LayerWise, Opt, Task, WorkAssignment, assign, make_grid
-from kaisa_optim.plan.facts import LayerFacts
-from kaisa_optim.plan.hardware import Hardware
-from kaisa_optim.plan.prices import Clock, Passes, Work
+from kaisa_optim.plan.facts import LayerFacts, Work
 from kaisa_optim.plan.schedule import Schedule
+from kaisa_optim.tools import hardware
+from kaisa_optim.tools.hardware import Hardware
+from kaisa_optim.tools.prices import Clock, Passes
 
 GIGAFLOPS = {50: 4.1, 101: 7.8, 152: 11.5}  # multiplications and additions of one image, forward
 BATCH = 32  # images of a rank

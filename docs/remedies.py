@@ -5,7 +5,7 @@ REMEDIES = {
     "are not known before a step": (
         "Give grad_worker_fraction as a number. No plan can be made for this base."
     ),
-    "is no TOML file": "Write the profile as those in kaisa_optim/plan/profiles.",
+    "is no TOML file": "Write the profile as those in kaisa_optim/tools/profiles.",
     "the model can't be run with it on the meta device": (
         "Give the arguments of the model's forward, or leave batch out."
     ),

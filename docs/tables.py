@@ -108,9 +108,7 @@ SECTIONS = {
     "The true Fisher": ("capture/fisher",),
     "Ranks": ("comm",),
     "Assignment": ("plan/assignment",),
-    "Plans": (
-        "optim/automatic", "optim/survey", "plan/budget", "plan/choice", "plan/hardware", "tools",
-    ),
+    "Plans": ("tools",),
     "Checkpoints": ("core/checkpoint", "optim/loading"),
     "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),

@@ -103,7 +103,7 @@ FAULTS = (
           "moments, self.moments = self.moments, None", "moments = self.moments",
           "capture/test_fisher.py -k second_training_pass"),
     Fault("targets of a squared error are drawn too narrowly", "capture/fisher.py",
-          "normal_(0, math.sqrt(2)", "normal_(0, 1", "capture/test_fisher.py -k exact_form"),
+          "normal_(0, math.sqrt(2)", "normal_(0, 1", "capture/test_fisher.py -k scale_is_that"),
     Fault("K of a batch is one", "capture/forward_pass.py",
           "self.examples = tensor.shape[0] if tensor.dim() else 1", "self.examples = 1",
           "capture/test_capture.py -k by_positions"),

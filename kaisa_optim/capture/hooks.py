@@ -323,10 +323,10 @@ class Capture:
     def draw(
         self,
         outputs: Tensor,
-        columns: Iterable[Tensor],
+        gradients: Tensor,
         scale_of: Callable[[Iterable[ForwardPass]], float],
     ) -> None:
-        """Send ``columns``, gradients of the outputs, back to the layers that gather.
+        """Send drawn gradients of the outputs back to the layers that gather.
 
         Their G, times ``scale_of`` the forward passes that they went through, replaces the G of the
         training pass to come. No parameter receives a gradient.
@@ -336,10 +336,9 @@ class Capture:
         drawing: dict[Drawn, tuple[ForwardPass, Moments]] = {}
         self._drawing = drawing
         try:
-            for column in columns:
-                torch.autograd.grad(
-                    outputs, self._probe, column, retain_graph=True, allow_unused=True
-                )
+            torch.autograd.grad(
+                outputs, self._probe, gradients, retain_graph=True, allow_unused=True
+            )
         finally:
             self._drawing = None
         if drawing:
@@ -422,7 +421,7 @@ class Capture:
                 self._watch(here, output)
                 return output
             if gathers:
-                part = layer.part(x, output, self.sample, reduce=self._reduce)
+                part = layer.part(x, output, self.sample)
                 with self._lock:
                     whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
             order = layer.sequence_first(x)
@@ -481,12 +480,9 @@ class Capture:
         with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
             if drawing is not None:
                 if call.gathers:
-                    known = drawing[drawn][1] if drawn in drawing else drawn.moments
-                    known_a = None if known is None else known.a
-                    new = layer.moments(x, grad, covers, how, known_a)
-                    if drawn in drawing:
-                        new.g.add_(drawing[drawn][1].g)
-                    drawing[drawn] = passage.forward_pass, new
+                    known_a = None if drawn.moments is None else drawn.moments.a
+                    of_draw = layer.moments(x, grad, covers, how, known_a)
+                    drawing[drawn] = passage.forward_pass, of_draw
                 return
             self._reach(passage)
             moments = None

@@ -15,8 +15,7 @@ import torch
 
 from ..checks import check_callable, check_flag, is_real, is_whole
 from ..errors import invalid, invalid_because
-from ..plan.assignment import WorkAssignment, check_everywhere, check_fraction, choose
-from ..plan.budget import check_budget
+from ..plan.assignment import WorkAssignment, check_fraction, choose
 from ..plan.facts import WIDEST
 
 Check = Callable[[str, Any], Any]
@@ -83,6 +82,28 @@ def _kl_clip(name: str, value: Any) -> float | None:
 def _fraction(name: str, value: Any) -> float | str | None:
     automatic = isinstance(value, str) and value == AUTO
     return value if value is None or automatic else check_fraction(value)
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def check_budget(name: str, value: Any) -> int | float | None:
+    """Return whole bytes, a share in (0, 1), or ``None``; refuse other values."""
+    if value is None:
+        return None
+    size = value
+    if isinstance(value, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", value, flags=re.I)
+        size = float(parts[1]) * _UNITS[(parts[2] or "").lower()] if parts else 0.0
+        size = size if size >= 1 else 0.0  # "0.5" might be meant as a share
+    if not is_real(size) or not 0 < size < math.inf:
+        must = (
+            'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1) '
+            "of what the device has free"
+        )
+        raise invalid(name, value, must)
+    return float(size) if size < 1 else int(size)
 
 
 _interval = _whole(1, "a whole number of steps, at least 1")
@@ -437,7 +458,7 @@ class Options:
                 'which has no use for it; give grad_worker_fraction="auto", or leave it out'
             )
             raise invalid_because("memory_budget", why)
-        check_everywhere(self.strategy, self.grad_worker_fraction, self.colocate_factors)
+        choose(self.assignment, self.grad_worker_fraction)  # refuses an unknown assignment
 
     def checked(self, name: str, value: Any) -> Any:
         """Return the settled value of one option that goes with the others, or refuse it."""

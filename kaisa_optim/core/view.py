@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from ..capture import fisher
@@ -151,32 +150,20 @@ class View:
         """
         return metrics.measured(self._kfac, wait=wait)
 
-    def sample_fisher(
-        self,
-        outputs: Tensor,
-        kind: fisher.Kind,
-        *,
-        dim: int | None = None,
-        weight: Tensor | None = None,
-        exact: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> None:
+    def sample_fisher(self, outputs: Tensor, kind: str, *, dim: int | None = None) -> None:
         """Take G from labels drawn from the model's own distribution, and not from the data's.
 
         Call this method between the forward pass and ``loss.backward()``, on all ranks, with the
-        ``outputs`` that the loss is computed from. ``kind`` is the loss: "cross_entropy" of logits,
-        "mse", "bce" of logits; or a callable of ``outputs`` that draws labels by itself and returns
-        the loss, summed over the terms that K counts, or the loss's gradient. A call costs one
-        backward pass in steps that gather statistics, in others nothing; no ``.grad`` changes.
+        ``outputs`` that the loss is computed from, without padding: ``outputs[mask]``. ``kind`` is
+        the loss: "cross_entropy" of logits, or "mse". A call costs one backward pass in steps that
+        gather statistics, in others nothing; no ``.grad`` changes.
 
         ``dim`` is the dimension of classes (by default as in torch's cross_entropy) or of features.
-        ``weight`` has a number for each loss, 0 for padding. ``exact`` takes the expectation in
-        place of a draw, with one backward pass for each number of an example's outputs.
-        ``generator`` draws the labels; without one, step and rank are the seed, not torch's seed.
+        Step and rank are the seed, not torch's seed.
         """
         kfac = self._kfac
         reports.check_draws(kfac.options)
-        draws = fisher.Fisher(outputs, kind, dim, weight, exact, generator)
+        dim = fisher.dimension(outputs, kind, dim)
         if kfac.capture.due:
-            draws.seed(kfac.steps, kfac.ranks.rank, kfac.capture.draws)
-            fisher.draw_before_backward(draws, kfac.capture, kfac.sums)
+            seed = kfac.steps, kfac.ranks.rank, kfac.capture.draws
+            fisher.draw(outputs, kind, dim, seed, kfac.capture, kfac.sums)

@@ -51,8 +51,8 @@ class ProjectionLayer(Layer):
     def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
         return None if getattr(self.module, "batch_first", True) else (x.shape[0], x.shape[1])
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (1, 0)
+    def example_dim(self, output: Tensor) -> int | None:
+        return 1
 
     @property
     def bias_rows(self) -> int:

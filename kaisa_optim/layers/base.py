@@ -213,26 +213,26 @@ class RowsOfModule(CoveredModule):
         """Return positions and examples of an input if its module takes positions first."""
         return None
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        """Return dimensions, alike in input and output, that ``statistics_fraction`` may thin out.
+    def example_dim(self, output: Tensor) -> int | None:
+        """Return the dimension of the examples, alike in input and output; ``None``: it has none.
 
-        The dimension of the examples comes first, then one of positions, if any.
+        ``statistics_fraction`` takes a part of it.
         """
-        return () if self.unbatched(output) else (0,)
+        return None if self.unbatched(output) else 0
 
-    def part(self, x: Tensor, output: Tensor, sample: Sample | None, *, reduce: bool) -> Part:
-        """Return the part of a pass that statistics read; under ``reduce``, whole examples."""
-        if sample is None:
+    def part(self, x: Tensor, output: Tensor, sample: Sample | None) -> Part:
+        """Return the part of a pass that statistics read."""
+        dim = None if sample is None else self.example_dim(output)
+        if sample is None or dim is None:
             return WHOLE
-        dims = self.row_dims(output)
-        part = sample.part(output.shape, dims[:1] if reduce else dims)
-        if part is not WHOLE and x.shape[part.dim : part.dim + 1] != (part.whole,):
+        part = sample.part(dim, output.shape[dim])
+        if part is not WHOLE and x.shape[dim : dim + 1] != (part.whole,):
             must = (
                 f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
-                f"{tuple(output.shape)}, of which statistics_fraction takes the same rows; name "
-                "dimensions that both have alike, or none: ()"
+                f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
+                "name a dimension that both have alike, or None"
             )
-            raise invalid("row_dims", dims, must)
+            raise invalid("example_dim", dim, must)
         return part
 
     def needs_input(self, covers: tuple[bool, bool]) -> bool:
@@ -258,11 +258,11 @@ class MomentsOfRows(RowsOfModule):
         reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
         here, own = None if x is None else part.of(x), part.of(grad)
         wide = self.has_diagonal_g(covers)
-        moment_g, *counts = self._output_moment(
+        moment_g, batch, positions = self._output_moment(
             here, own, reduce=reduce, diagonal=wide, dtype=dtype
         )
         moment_g = part.weighted(moment_g)
-        batch, positions = part.whole_counts(*counts)
+        batch = batch * part.whole // part.taken
         rows = batch if reduce else batch * positions
         diagonal = self.has_diagonal_a(covers)
         if known_a is not None:

@@ -37,8 +37,8 @@ class EmbeddingLayer(Layer):
         assert isinstance(self.module, nn.Embedding)
         return self.module.padding_idx
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (0, 1)[: output.dim() - 1]
+    def example_dim(self, output: Tensor) -> int | None:
+        return 0 if output.dim() > 1 else None
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         assert x is not None

@@ -32,9 +32,6 @@ class SequenceRows(RowsOfModule):
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (0, 1)[: output.dim() - 1]
-
 
 @register_layer(nn.Linear)
 class LinearLayer(SequenceRows, Layer):

@@ -1,20 +1,18 @@
-"""The part of a pass that statistics read: every n-th example, or position.
+"""The part of a pass that statistics read: every n-th example.
 
 A strided slice is a view, follows from a count that all ranks know, and draws no random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A slice of one dimension that a layer's input and output gradient have alike."""
+    """A slice of the dimension of examples, which a layer's input and output gradient share."""
 
-    counts: int = 0  # 0: the dimension counts examples, 1: positions
     dim: int = 0
     start: int = 0
     stride: int = 1
@@ -31,35 +29,23 @@ class Part(NamedTuple):
         """Scale a sum over the part in place, so that it stands for the whole."""
         return total if self.whole == self.taken else total.mul_(self.whole / self.taken)
 
-    def whole_counts(self, batch: int, positions: int) -> tuple[int, int]:
-        """Return the whole's numbers of examples and positions, given the part's."""
-        counts = [batch, positions]
-        counts[self.counts] = counts[self.counts] * self.whole // self.taken
-        return counts[0], counts[1]
-
 
 WHOLE = Part()
 
 
 class Sample(NamedTuple):
-    """Every ``stride``-th example or position; the first one moves on by one each turn."""
+    """Every ``stride``-th example; the first one moves on by one each turn."""
 
     stride: int
     turn: int
 
-    def part(self, shape: Sequence[int], dims: Sequence[int]) -> Part:
-        """Return a part along the first of these dimensions that is long enough, or the longest."""
-        if not dims:
-            return WHOLE
-        longest = max(dims, key=lambda dim: shape[dim])
-        dim = next((dim for dim in dims if shape[dim] >= self.stride), longest)
-        n = shape[dim]
-        if n < 2:
+    def part(self, dim: int, count: int) -> Part:
+        """Return a part of ``count`` examples in dimension ``dim``."""
+        if count < 2:
             return WHOLE
         # Not modulo the stride: if there are fewer examples, each must be read equally often.
-        start = self.turn % min(n, self.stride)
-        taken = len(range(start, n, self.stride))
-        return Part(list(dims).index(dim), dim, start, self.stride, n, taken)
+        start = self.turn % min(count, self.stride)
+        return Part(dim, start, self.stride, count, len(range(start, count, self.stride)))
 
 
 def sample_of(fraction: float, turn: int) -> Sample | None:

@@ -115,8 +115,8 @@ class ColumnsUse(ProductUse):
     def unbatched(self, x: Tensor) -> bool:
         return False
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (1,) if output.dim() == 2 else (0,)
+    def example_dim(self, output: Tensor) -> int | None:
+        return 1 if output.dim() == 2 else 0
 
 
 class StackedUse(ProductUse):
@@ -131,8 +131,8 @@ class StackedUse(ProductUse):
     def unbatched(self, x: Tensor) -> bool:
         return False
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (1,)
+    def example_dim(self, output: Tensor) -> int | None:
+        return 1
 
 
 class GroupedUse(ProductUse):
@@ -142,8 +142,8 @@ class GroupedUse(ProductUse):
         super().__init__(primary, crossed=crossed)
         self.ends = ends  # the end of each group's rows
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return ()
+    def example_dim(self, output: Tensor) -> int | None:
+        return None
 
     def _groups(self, rows: Tensor) -> Sequence[Tensor]:
         ends = [0, *self.ends.tolist()]  # the host waits here, in passes that gather

@@ -116,7 +116,8 @@ class BaseStep:
                     entry = optimizer.state[p]
                     self._settle(entry, p, OfBase() if p in mine else None, group)
                     if self.counts:
-                        entry.setdefault("step", _zero_count())
+                        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                        entry.setdefault("step", zero)
 
     def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
         """Complete a parameter's entry where its momentum is kept, else remove the momentum.
@@ -139,13 +140,6 @@ class BaseStep:
     def spreads(self, group: Group, entry: Entry) -> bool:
         """Return whether a parameter has a momentum that gradient workers alone keep."""
         return self.keeps(group)
-
-    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
-        """Return the bytes of a stepped parameter's entry: on all ranks, and on gradient workers.
-
-        ``entry`` is the one that the base itself would make.
-        """
-        return _zero_count().nbytes * self.counts, p.nbytes * self.keeps(group)
 
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
@@ -241,15 +235,12 @@ def _counted(entries: list[Entry]) -> list[int]:
     # Each entry has a tensor of its own: a tensor in common would also count for parameters that
     # rest.
     for entry in entries:
-        if entry.setdefault("step", _zero_count()).device.type != "cpu":
+        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        if entry.setdefault("step", zero).device.type != "cpu":
             entry["step"] = entry["step"].to("cpu", torch.float32)
     steps = [entry["step"] for entry in entries]
     torch._foreach_add_(steps, 1)
     return list(map(int, steps))
-
-
-def _zero_count() -> Tensor:
-    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 class LAMBStep(AdamStep):
@@ -342,10 +333,6 @@ class AnyStep(BaseStep):
 
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
-
-    def bytes_of(self, group: Group, p: Tensor, entry: Entry) -> tuple[int, int]:
-        everywhere = sum(x.nbytes for x in entry.values() if isinstance(x, Tensor))
-        return everywhere, 0 if "exp_avg" in entry else p.nbytes
 
     def follow(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

@@ -20,7 +20,7 @@ from ..errors import invalid, invalid_because
 from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
-from . import arguments, automatic, bases, loading, notices
+from . import arguments, bases, loading, notices
 from .bases import gradients_of
 
 
@@ -72,6 +72,8 @@ class KFACMixin(Optimizer):
         # and skip instead.
         self._step_supports_amp_scaling = False
         if self._kfac_options.is_automatic:
+            from ..tools import automatic  # a plan is made for this option alone
+
             self._kfac_options = automatic.settled(self)
         self.preconditioner = Preconditioner(
             self._kfac_model,

@@ -171,37 +171,6 @@ def choose(
     )
 
 
-# World sizes that show whether two choices of workers ever agree, or workers are always one.
-_WORLDS = (*range(2, 65), 1 << 40)
-
-
-def check_everywhere(
-    strategy: WorkAssignment, grad_worker_fraction: float | None, colocate: bool | None
-) -> None:
-    """Refuse arguments that contradict each other on any number of ranks above one.
-
-    One process refuses them, too.
-    """
-    if type(strategy) not in (LayerWise, Hybrid, Opt):
-        return  # only its author knows how many workers it has on each world size
-    workers = {world: strategy.gradient_workers(world) for world in _WORLDS}
-    possible = [(n, world) for world, n in workers.items() if world % n == 0]
-    fraction = grad_worker_fraction
-    if fraction is not None and all(_workers(fraction, world) != n for n, world in possible):
-        why = (
-            f"{fraction!r} makes {_workers(fraction, 2)} of 2 ranks gradient workers, but "
-            f"assignment {strategy!r} makes {workers[2]}, and the two differ on every number of "
-            "ranks above one; leave out one of the two"
-        )
-        raise invalid_because("grad_worker_fraction", why)
-    if colocate is False and all(n == 1 for n in workers.values()):
-        why = (
-            f"False needs two gradient workers or more, and {strategy!r} means one on any number "
-            "of ranks; leave it out, or use a larger grad_worker_fraction"
-        )
-        raise invalid_because("colocate_factors", why)
-
-
 def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:

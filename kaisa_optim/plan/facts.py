@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 from .assignment import Placement, Task
@@ -22,6 +22,15 @@ def widest(inputs: int, outputs: int) -> int:
     rank 16 on 4,096 features they are 256 times as many.
     """
     return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))
+
+
+class Work(NamedTuple):
+    """The operations of one rule, by their counts."""
+
+    decomposition: str  # the operation of a hardware profile that makes a factor's state
+    two_sided: int  # products of a gradient with matrices of both sides
+    # Polynomials that make a gradient orthogonal, by its shorter side.
+    polynomials: Callable[[int], int] | None = None
 
 
 class Division(Protocol):

@@ -20,12 +20,12 @@ from rich.text import Text
 
 from ..optim import family
 from ..optim.mixin import KFACMixin
-from ..plan import hardware
-from ..plan.prices import STAGES, milliseconds
-from . import calibration, factories, pictures
+from . import calibration, factories, hardware, pictures
 from .planner import Plan, plan
+from .prices import STAGES
 from .profile import profile
 from .simulation import WAIT, simulate
+from .texts import milliseconds
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plans for K-FAC on many ranks.")
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def simulate_command(
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
         given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
-        found = plan(model, ranks, optimizer=kind, **given, **options).choice
+        found = plan(model, ranks, optimizer=kind, **given, **options)
         priced = sorted(found.priced, key=lambda one: one.step)
         world = found.world
         # A simulation takes longer than a plan: of many, take the fastest and both ends.

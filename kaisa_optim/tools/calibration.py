@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..errors import invalid, invalid_because
 from ..linalg import eigen, kronecker, products, roots
 from ..optim.family import KFACAdam
-from ..plan import hardware
-from ..plan.hardware import Hardware
-from ..plan.prices import milliseconds
+from . import hardware
+from .hardware import Hardware
+from .texts import milliseconds
 
 COMMENT = """\
 Written by kaisa calibrate.

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..core.placements import task_of
 from ..errors import invalid, invalid_because
 from ..layers import Layer
-from ..plan.prices import Passes
+from .prices import Passes
 
 _BACKWARD = 2  # operations and bytes of a backward pass, in forward passes
 # Operations that move nothing, though they are no views.

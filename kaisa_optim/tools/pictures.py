@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from ..plan.prices import STAGES
 from .planner import Plan
+from .prices import STAGES
 from .simulation import WAIT, Simulation
 
 _NEAR = 0.04  # share of the largest memory, within which points have one name
@@ -24,7 +24,7 @@ def draw_plan(found: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    priced, best, budget = found.choice.priced, found.best, found.choice.budget
+    priced, best, budget = found.priced, found.best, found.budget
     traffic = [fmean(one.received) / 1e6 for one in priced]
     memory = [one.needs / 1e9 for one in priced]
     axes.plot(traffic, memory, "o-", color="#9e9e9e", zorder=1)
@@ -40,7 +40,7 @@ def draw_plan(found: Plan, path: Path) -> None:
     if budget is not None and budget / 1e9 < 1.5 * max(memory):
         axes.axhline(budget / 1e9, color="#c62828", linestyle="--", label="budget")
     axes.set(xlabel="MB that a rank receives a step", ylabel="GB on the fullest rank")
-    axes.set(title=f"{found.optimizer} on {found.choice.world} ranks", ylim=(0, None))
+    axes.set(title=f"{found.optimizer} on {found.world} ranks", ylim=(0, None))
     axes.margins(x=0.15, y=0.15)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

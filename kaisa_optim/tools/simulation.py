@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from ..plan.account import Account
 from ..plan.assignment import Grid
-from ..plan.choice import Candidate, Case
-from ..plan.hardware import Hardware
-from ..plan.prices import Clock
 from ..plan.schedule import Schedule
+from .choice import Candidate, Case
+from .hardware import Hardware
+from .prices import Clock
 
 WAIT = "wait"
 _MICRO = 1e6  # Chrome's traces count microseconds

@@ -48,13 +48,28 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "inv_dtype": ([torch.int8, "bf16", 16], "a floating torch.dtype, or None"),
     "comm_dtype": ([torch.float16, "bfloat16"], "torch.bfloat16, or None"),
     "bucket_cap_mb": ([0, -1.0, NAN, INF, "25", None], "a number of MiB above 0"),
-    "memory_budget": ([0, -1, NAN, "4 apples", True], 'a text such as "80GB" or "4GiB"'),
+    "memory_budget": (
+        [0, -1, NAN, INF, True, [], *("", "4 apples", "GB", "-1GB", "0.5")],
+        'a number of bytes, a text such as "80GB" or "4GiB"',
+    ),
     "grad_worker_fraction": ([-0.1, 1.5, "half", True], "between 0 and 1"),
     "assignment": (["layerwise"], "layer-wise"),
     "grad_scaler": (["dynamic", True, [1.0]], "a torch.amp.GradScaler, a number or a callable"),
     "verify_every": ([0, -1, 1.5, NAN, "100", True], "a whole number of steps, or None"),
     "skip_layers": ([[nn.Linear], [0], 0, None], "it must be a pattern or a list of patterns"),
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        *(("80GB", 80 * 10**9), ("4GiB", 4 * 2**30), ("1.5 MiB", 3 * 2**19), ("12k", 12_000)),
+        *(("100", 100), (4096, 4096), (1e9, 10**9), (0.25, 0.25), (None, None), ("2 TB", 2e12)),
+    ],
+)
+def test_amounts_of_memory(given, size):
+    budget = check("memory_budget", given)
+    assert budget == size and isinstance(budget, float) == (size == 0.25)
 
 
 @pytest.mark.parametrize("option", BAD)
@@ -125,24 +140,6 @@ def test_a_conflict_may_also_come_by_a_setting():
     kfac = KFACSGD(network(), lr=0.1, normalization="kaisa", **eigen).preconditioner
     with pytest.raises(ValueError, match=r"Invalid loss_terms: 4.0 with normalization='kaisa'"):
         kfac.loss_terms = 4
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"assignment": "layer-wise", "grad_worker_fraction": 1.0},
-            r"grad_worker_fraction: 1.0 makes 2 of 2 .*LayerWise\(\) makes 1, .*leave out one of",
-        ),
-        (
-            {"assignment": "layer-wise", "colocate_factors": False},
-            "colocate_factors: False needs two gradient workers .*leave it out",
-        ),
-    ],
-)
-def test_what_no_number_of_ranks_can_do_is_refused_on_one(options, said):
-    with pytest.raises(ValueError, match=f"Invalid {said}"):
-        Options(**options)
 
 
 # ---- options of the papers, and of some bases ----

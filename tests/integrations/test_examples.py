@@ -83,10 +83,10 @@ def test_large_models_are_planned_without_their_memory(name, ranks, parameters, 
     model, batch = factories.built(f"examples.plans:{name}")
     found = plan(model, ranks, batch=batch)
     assert all(p.is_meta for p in model.parameters())
-    assert found.choice.case.gradients == pytest.approx(4 * parameters, rel=0.01)
-    passes = found.choice.case.passes
+    assert found.case.gradients == pytest.approx(4 * parameters, rel=0.01)
+    passes = found.case.passes
     assert passes.operations == pytest.approx(operations, rel=0.15)
     assert passes.touched > 4 * batch.numel()
-    least, most = found.choice.priced[0], found.choice.priced[-1]
+    least, most = found.priced[0], found.priced[-1]
     assert max(least.kfac) < (0.05 if ranks > 8 else 0.3) * max(most.kfac)
     assert found.nearest.needs < most.needs

@@ -73,42 +73,34 @@ def assert_factors(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
 # ---- which rows ----
 
 TAKEN = [
-    # sizes, fraction, turn: the dimension and what is taken of it
-    ((8, 3), 0.25, 0, (0, [0, 4])),
-    ((8, 3), 0.25, 1, (0, [1, 5])),
-    ((8, 3), 0.25, 7, (0, [3, 7])),
-    ((7, 9), 0.25, 3, (0, [3])),  # enough examples: positions stay whole
-    ((3, 9), 0.25, 1, (1, [1, 5])),  # too few examples
-    ((3, 2), 0.25, 1, (0, [1])),  # too few of both: never none
-    ((2, 3), 0.25, 5, (1, [2])),
-    ((3,), 0.25, 3, (0, [0])),  # three examples take turns by threes
-    ((3,), 1e-300, 4, (0, [1])),
-    ((6,), 1 / 3, 2, (0, [2, 5])),
-    ((6,), 0.3, 2, (0, [2, 5])),  # the nearest n-th
-    ((4,), 0.4, 1, (0, [1, 3])),
-    ((4,), 0.9, 1, (0, [1, 3])),  # less than all is a half at most
+    # examples, fraction, turn: what is taken
+    (8, 0.25, 0, [0, 4]),
+    (8, 0.25, 1, [1, 5]),
+    (8, 0.25, 7, [3, 7]),
+    (7, 0.25, 3, [3]),
+    (3, 0.25, 1, [1]),  # never none
+    (2, 0.25, 5, [1]),
+    (3, 0.25, 3, [0]),  # three examples take turns by threes
+    (3, 1e-300, 4, [1]),
+    (6, 1 / 3, 2, [2, 5]),
+    (6, 0.3, 2, [2, 5]),  # the nearest n-th
+    (4, 0.4, 1, [1, 3]),
+    (4, 0.9, 1, [1, 3]),  # less than all is a half at most
 ]
 
 
-@pytest.mark.parametrize(("sizes", "fraction", "turn", "expected"), TAKEN)
-def test_which_rows_are_taken(sizes, fraction, turn, expected):
-    dim, taken = expected
+@pytest.mark.parametrize(("examples", "fraction", "turn", "taken"), TAKEN)
+def test_which_examples_are_taken(examples, fraction, turn, taken):
     sample = sample_of(fraction, turn)
-    part = sample.part((1, *sizes), range(1, 1 + len(sizes)))  # the first dimension is no rows'
-    numbers = torch.arange(sizes[dim]).view(-1, *(1,) * (len(sizes) - 1 - dim))
-    found = part.of(numbers.expand(1, *sizes)).unique().tolist()
-    assert (found, part.counts) == (taken, dim)
-    assert part.whole / part.taken == sizes[dim] / len(taken)
-    whole = [*sizes, 1][:2]
-    counts = [len(taken) if i == dim else n for i, n in enumerate(whole)]
-    assert part.whole_counts(*counts) == tuple(whole)
+    part = sample.part(1, examples)
+    numbers = torch.arange(examples)[:, None].expand(2, examples, 3)
+    assert part.of(numbers).unique().tolist() == taken
+    assert (part.whole, part.taken) == (examples, len(taken))
 
 
 def test_all_are_taken_where_nothing_can_be_left_out():
     assert sample_of(1.0, 3) is None
-    sample = sample_of(0.25, 3)
-    for shape, dims in (((1, 4), (0,)), ((1, 1, 4), (0, 1)), ((0, 4), (0,)), ((4,), ())):
-        assert sample.part(shape, dims) is WHOLE
+    assert sample_of(0.25, 3).part(0, 1) is sample_of(0.25, 3).part(0, 0) is WHOLE
 
 
 # ---- every layer kind against the dense reference ----
@@ -154,29 +146,24 @@ OF_SIX = [[0, 4], [1, 5], [2], [3]]
 OF_TWO = [[0], [1], [0], [1]]
 
 
-def chosen(rows: Tensor, sharing: str, divisible: bool) -> list[tuple[Tensor, float]]:
+def chosen(rows: Tensor) -> list[tuple[Tensor, float]]:
     """Of ``[blocks, examples, positions, width]``: each turn's, and what its sum is short of."""
-    examples, positions = rows.shape[1:3]
-    if examples == 6:
+    if rows.shape[1] == 6:
         return [(rows[:, taken], 6 / len(taken)) for taken in OF_SIX]
-    if examples <= 2 and divisible and sharing == "expand":
-        parts = rows.unflatten(2, (6, positions // 6))
-        return [(parts[:, :, taken].flatten(2, 3), 6 / len(taken)) for taken in OF_SIX]
-    if examples == 2:
+    if rows.shape[1] == 2:
         return [(rows[:, taken], 2.0) for taken in OF_TWO]
     return [(rows, 1.0)] * 4
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_factors_are_those_of_the_rows_that_are_taken(kind, sharing):
+def test_factors_are_those_of_the_examples_that_are_taken(kind, sharing):
     make, x = KINDS[kind]
     layer = make()
     net = nn.Sequential(layer)
     unbatched = kind.endswith("one image")
-    divisible = isinstance(layer, nn.Linear | nn.Embedding)
-    every_a = chosen(ref.input_rows(layer, x), sharing, divisible)
-    every_g = chosen(ref.gradient_rows(layer, loss_of, x), sharing, divisible)
+    every_a = chosen(ref.input_rows(layer, x))
+    every_g = chosen(ref.gradient_rows(layer, loss_of, x))
     terms = 1 if unbatched else len(x)
     diagonal = isinstance(layer, nn.Embedding)
     options = {"weight_sharing": sharing, "loss_terms": float(terms)}
@@ -228,7 +215,7 @@ def test_attention(examples, cross, batch_first, sharing):
     options = {"weight_sharing": sharing, "loss_terms": float(examples)}
     found = each_step(net, x, 4, statistics_fraction=0.25, **options)
     for label, (a, g) in rows.items():
-        every = zip(chosen(a, sharing, True), chosen(g, sharing, True), strict=True)
+        every = zip(chosen(a), chosen(g), strict=True)
         for step, ((one_a, _), (one_g, short)) in zip(found, every, strict=True):
             expected = ref.factors(one_a, one_g, short * examples, sharing)
             if label == "out":
@@ -287,8 +274,8 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3)), (Words, tokens(1, 8))],
-    ids=["images", "sequences", "one sequence"],
+    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3))],
+    ids=["images", "sequences"],
 )
 def test_the_turns_of_a_cycle_average_to_the_whole(make, x):
     torch.manual_seed(0)
@@ -501,7 +488,7 @@ def test_a_kind_whose_input_has_other_dimensions_says_so():
     register_layer(Flipped)(FlippedLayer)
     net = nn.Sequential(Flipped(4, 3)).double()
     opt = KFACSGD(net, lr=0.1, statistics_fraction=0.5)
-    with pytest.raises(ValueError, match=r"Invalid row_dims: \(0,\); layer '0' .*or none: \(\)"):
+    with pytest.raises(ValueError, match=r"Invalid example_dim: 0; layer '0' .*or None"):
         net(normal(4, 6))
     opt.preconditioner.statistics_fraction = 1
     assert net(normal(4, 6)).shape == (6, 3)

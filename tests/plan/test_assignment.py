@@ -26,7 +26,6 @@ from kaisa_optim.plan.assignment import (
     WorkAssignment,
     assign,
     balance,
-    check_everywhere,
     choose,
     colocated,
     loads,
@@ -351,39 +350,6 @@ def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
     with pytest.raises(ValueError, match=r"0\.25 makes 2 .*Hybrid\(grad_worker_fraction=0\.5\)"):
         make_grid(Hybrid(0.5), 8, 0.25)
     assert make_grid(LayerWise(), 2, 0.5) == Grid(2, 1)  # in a world of two they agree
-
-
-CONTRADICTIONS = [  # on every number of ranks above one
-    (LayerWise(), 0.75, None),
-    (LayerWise(), 1.0, None),
-    (Opt(), 0.74, None),
-    (Opt(), 0.0, None),
-    (Hybrid(0.5), 1.0, None),
-    (Hybrid(0.5), 0.75, None),  # 2 of 3 in both, which is no grid
-    (LayerWise(), None, False),
-    (Hybrid(0), None, False),
-]
-SOMEWHERE = [
-    (LayerWise(), 0.0, None),
-    (LayerWise(), 0.74, None),  # 1 of 2
-    (Opt(), 0.75, None),  # 2 of 2
-    (Hybrid(0.5), 0.5, None),
-    (Hybrid(0.5), 0.48, None),
-    (Hybrid(0.5), 0.25, None),  # 1 of 2
-    (Linear(), 0.5, None),  # who knows
-    (Hybrid(1e-6), None, False),  # 2 of 2,000,000
-]
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_what_contradicts_itself_everywhere_is_refused_on_one_rank(case):
-    with pytest.raises(ValueError, match=r"on (any|every) number .*; (use|leave)"):
-        check_everywhere(*case)
-
-
-@pytest.mark.parametrize("case", SOMEWHERE)
-def test_what_agrees_on_some_number_of_ranks_is_not(case):
-    check_everywhere(*case)
 
 
 @pytest.mark.parametrize("answer", [0, -1, 9, 16, 3, 5, 2.0, "2", None, True, math.nan])

@@ -15,9 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kaisa_optim import KFACAdam, with_kfac
-from kaisa_optim.plan import hardware
-from kaisa_optim.tools import app, calibration, plan
-from tests.plan.test_hardware import PLAIN
+from kaisa_optim.tools import app, calibration, hardware, plan
+from tests.tools.test_hardware import PLAIN
 
 NET = "tests.tools.test_app:net"
 runner = CliRunner()
@@ -75,7 +74,7 @@ def test_a_narrow_terminal_shows_fewer_columns():
         lines = console.export_text().splitlines()
         (head,) = (line for line in lines if "strategy" in line)
         assert head.split()[: len(names) + 1] == [*names, "momenta"]
-        for one in found.choice.priced:
+        for one in found.priced:
             assert any(one.candidate.title in line for line in lines), one.candidate.title
         assert ("--json also show mean, gather, refresh" in lines[-1]) == (width == 80)
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kaisa_optim.plan import hardware
-from kaisa_optim.tools import calibration
+from kaisa_optim.tools import calibration, hardware
 
 
 @pytest.fixture

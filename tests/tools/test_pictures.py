@@ -6,12 +6,12 @@ import struct
 
 import pytest
 
-from kaisa_optim.plan.choice import candidates
 from kaisa_optim.tools import plan
+from kaisa_optim.tools.choice import candidates
 from kaisa_optim.tools.pictures import draw_plan, draw_timeline
 from kaisa_optim.tools.simulation import simulate
-from tests.plan.test_prices import HARDWARE
 from tests.support.cluster import network
+from tests.tools.test_prices import HARDWARE
 from tests.tools.test_simulation import CASE_WITH_PASSES
 
 pytest.importorskip("matplotlib")
@@ -38,10 +38,10 @@ def test_memory_against_traffic(tmp_path, monkeypatch, budget):
     found = plan(network("tokens"), 4, budget)
     path = tmp_path / "plan.png"
     draw_plan(found, path)
-    names = [one.candidate.title.partition(" =")[0] for one in found.choice.priced]
+    names = [one.candidate.title.partition(" =")[0] for one in found.priced]
     assert set(titles) <= set(names) and titles[0] == names[0]
     assert found.best is None or found.best.candidate.title.partition(" =")[0] in titles
-    needs = [one.needs / 1e9 for one in found.choice.priced]
+    needs = [one.needs / 1e9 for one in found.priced]
     best = [] if found.best is None else [[found.best.needs / 1e9]]
     assert lines == [needs, *best]
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
@@ -54,7 +54,7 @@ def test_points_that_lie_upon_each_other_have_one_name(tmp_path, monkeypatch):
     titles: list[str] = []
     monkeypatch.setattr(Axes, "annotate", lambda axes, text, *args, **kwargs: titles.append(text))
     found = plan(network("tokens"), 8, "1GB")
-    one, other, *_ = found.choice.priced
+    one, other, *_ = found.priced
     assert one is found.best and abs(one.needs - other.needs) < 0.01 * one.needs
     draw_plan(found, tmp_path / "plan.png")
     assert titles == ["layer-wise", "4/8", "opt"]  # 2/8 lies upon layer-wise

@@ -71,11 +71,11 @@ def test_bytes_are_those_of_real_ranks(world, name):
     with torch.device("meta"):
         net = network(title, dtype=torch.float32)
     found = plan(net, world, "1GB", optimizer=kind, device="cpu", lr=0.01, **INTERVALS, **options)
-    assert len(found.choice.priced) == (2 if world == 2 else 3)
-    for one in found.choice.priced:
+    assert len(found.priced) == (2 if world == 2 else 3)
+    for one in found.priced:
         ranks = run(world, trained, kind, title, options | dict(one.options))
         assert [rank.kfac for rank in ranks] == one.kfac
-        assert [rank.base for rank in ranks] == [found.choice.case.base + x for x in one.momenta]
+        assert [rank.base for rank in ranks] == [found.case.base + x for x in one.momenta]
         assert [rank.received for rank in ranks] == pytest.approx(one.received, rel=1e-9)
         # An A of ones, of a frozen weight, waits as one number.
         assert max(rank.waiting for rank in ranks) <= one.sums
@@ -87,7 +87,7 @@ def test_a_plan_says_what_it_found():
     tokens = torch.zeros(6, 3, dtype=torch.long)
     found = plan(net, 4, batch=tokens, optimizer=KFACAdam, lr=0.1)
     best = found.best
-    assert best is not None and best in found.choice.priced
+    assert best is not None and best in found.priced
     lines = repr(found).splitlines()
     assert "KFACAdam on 4 ranks of h100, 80 GB each" in lines[0]
     assert "bytes are exact, times estimated within 40 %" in lines[0]
@@ -98,7 +98,7 @@ def test_a_plan_says_what_it_found():
     assert lines[-1] == found.reason and found.reason.startswith(best.candidate.title)
     values = json.loads(found.to_json())
     assert values["options"] == dict(best.options)
-    assert [one["needs"] for one in values["strategies"]] == [x.needs for x in found.choice.priced]
+    assert [one["needs"] for one in values["strategies"]] == [x.needs for x in found.priced]
     parts = found.breakdown
     assert sum(parts["memory"].values()) == best.needs
     assert sum(parts["seconds"].values()) == pytest.approx(best.step)
@@ -139,8 +139,8 @@ def test_nothing_fits_and_the_nearest_is_named():
 
 def test_a_share_is_of_the_devices_memory():
     net = network("chain")
-    assert plan(net, 2, 0.5).choice.budget == 40 * 10**9
-    assert plan(net, 2).choice.budget == 80 * 10**9
+    assert plan(net, 2, 0.5).budget == 40 * 10**9
+    assert plan(net, 2).budget == 80 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_share_is_of_the_devices_memory():
 )
 def test_options_name_the_strategies(options, titles):
     found = plan(network("chain"), 4, **options)
-    assert [one.candidate.title for one in found.choice.priced] == titles
+    assert [one.candidate.title for one in found.priced] == titles
 
 
 @pytest.mark.parametrize(

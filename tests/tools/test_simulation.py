@@ -8,11 +8,11 @@ import json
 import pytest
 
 from kaisa_optim.plan.assignment import Grid
-from kaisa_optim.plan.choice import candidates, price
-from kaisa_optim.plan.prices import Passes
+from kaisa_optim.tools.choice import candidates, price
+from kaisa_optim.tools.prices import Passes
 from kaisa_optim.tools.simulation import Stage, columns, everyone, rows, run, simulate
-from tests.plan.test_choice import CASE
-from tests.plan.test_prices import HARDWARE
+from tests.tools.test_choice import CASE
+from tests.tools.test_prices import HARDWARE
 
 CASE_WITH_PASSES = dataclasses.replace(
     CASE, passes=Passes(1e9, {layer.name: 500 for layer in CASE.layers})

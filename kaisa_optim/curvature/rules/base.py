@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, moments, products
+from ...plan.facts import Work
 from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
-from ...plan.prices import Work
 from ..lengths import Length, OfBase
 from ..stacks import (
     AppliedFactors,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker
-from ...plan.prices import Work
+from ...plan.facts import Work
 from ..stacks import Factor, Factors, LayerGroup, StackKey, by_place, stack_key
 from .base import StepValues, TriangleRule, triangles
 

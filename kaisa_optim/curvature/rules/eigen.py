@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import eigen, kronecker
+from ...plan.facts import Work
 from ...plan.moves import Sizes, TensorSpec
-from ...plan.prices import Work
 from ..stacks import AppliedFactors, Factor, LayerGroup, at
 from .base import DampingOf, Rule, StepValues, stored
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision, roots
+from ...plan.facts import Work
 from ...plan.moves import TensorSpec
-from ...plan.prices import Work
 from ..lengths import SQUARE_SUM, BlockSums, Length
 from ..stacks import AppliedFactors, Factor, LayerGroup
 from .base import StepValues, TriangleRule, triangles

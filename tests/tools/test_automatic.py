@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from kaisa_optim import KFACAdam
-from kaisa_optim.optim import automatic
-from kaisa_optim.plan.choice import Choice
+from kaisa_optim.tools import automatic
+from kaisa_optim.tools.choice import Choice
 from tests.support.cluster import average, batch, network
 from tests.support.ranks import RankError, run
 
@@ -26,8 +26,7 @@ def build(net: nn.Module, budget: Any, **options: Any) -> Any:
 def choice(budget: int, world: int) -> Choice:
     """The plan of the tests' network on so many ranks, as the constructor makes it."""
     net = network("tokens", dtype=torch.float32)
-    optimizer = KFACAdam(net)
-    return automatic._choice(optimizer, optimizer.preconditioner.options, world, budget)
+    return automatic.choice_of(KFACAdam(net), world, budget)
 
 
 def trained(budget: int, steps: int) -> tuple[str, int, str, list[float]]:
@@ -126,9 +125,10 @@ def test_the_rest_of_the_memory_counts_beside_the_weights(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (10_000, 99_999))
     options = optimizer.preconditioner.options
     for budget, share in ((None, 5_000), (0.25, 2_500)):
-        given = options.having({"memory_budget": budget})
-        assert automatic._budget(optimizer, given) == share  # no weight is on this device
-    assert automatic._budget(optimizer, options.having({"memory_budget": 7})) == 7
+        optimizer._kfac_options = options.having({"memory_budget": budget})
+        assert automatic.budget_of(optimizer) == share  # no weight is on this device
+    optimizer._kfac_options = options.having({"memory_budget": 7})
+    assert automatic.budget_of(optimizer) == 7
 
 
 @pytest.mark.parametrize(

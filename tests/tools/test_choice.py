@@ -8,9 +8,9 @@ import re
 import pytest
 
 from kaisa_optim.plan.assignment import Hybrid, LayerWise, Opt, Placement, Task
-from kaisa_optim.plan.choice import Case, Choice, Momentum, candidates, choose_among, price
 from kaisa_optim.plan.facts import LayerFacts
-from tests.plan.test_prices import HARDWARE, POLAR, SIZES
+from kaisa_optim.tools.choice import Case, Choice, Momentum, candidates, price
+from tests.tools.test_prices import HARDWARE, POLAR, SIZES
 
 LAYERS = [LayerFacts(Task(f"{i}", 200 + 10 * i, 300), Placement(0, 0)) for i in range(6)]
 CASE = Case(
@@ -27,7 +27,8 @@ CASE = Case(
 
 
 def choice(world: int = 4, budget: int | None = None, case: Case = CASE) -> Choice:
-    return choose_among(case, world, HARDWARE, budget)
+    priced = [price(case, x, world, HARDWARE) for x in candidates(world)]
+    return Choice(case, HARDWARE, world, budget, priced)
 
 
 def test_candidates_are_all_divisors():

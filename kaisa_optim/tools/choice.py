@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..errors import invalid_because
-from .account import Account
-from .assignment import Grid, Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
-from .budget import shown
-from .facts import LayerFacts
+from ..plan.account import Account
+from ..plan.assignment import Grid, Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
+from ..plan.facts import LayerFacts, Work
+from ..plan.moves import Sizes
+from ..plan.schedule import Schedule
 from .hardware import Hardware
-from .moves import Sizes
-from .prices import Clock, Passes, StepTimes, Work, milliseconds
-from .schedule import Schedule
+from .prices import Clock, Passes, StepTimes
+from .texts import milliseconds, shown
 
 
 class Candidate(NamedTuple):
@@ -31,17 +30,17 @@ def candidates(world: int, colocate: bool | None = None) -> list[Candidate]:
 
     With ``colocate`` False, all have two gradient workers or more.
     """
-    found = []
+    among = []
     if colocate is not False or world == 1:
-        found.append(Candidate("layer-wise", LayerWise(), {"assignment": "layer-wise"}))
+        among.append(Candidate("layer-wise", LayerWise(), {"assignment": "layer-wise"}))
     for workers in range(2, world):
         if world % workers == 0:
             share = workers / world
             options = {"grad_worker_fraction": share}
-            found.append(Candidate(f"{workers}/{world} = {share:.4g}", Hybrid(share), options))
+            among.append(Candidate(f"{workers}/{world} = {share:.4g}", Hybrid(share), options))
     if world > 1:
-        found.append(Candidate("opt", Opt(), {"assignment": "opt"}))
-    return found
+        among.append(Candidate("opt", Opt(), {"assignment": "opt"}))
+    return among
 
 
 class Momentum(NamedTuple):
@@ -91,11 +90,11 @@ class Case:
     def momenta_by_column(self, account: Account) -> list[int]:
         """Return the bytes of momenta on the ranks of each column."""
         column_of = {x.name: x.placement.g % account.grid.columns for x in account.layers}
-        kept = [0] * account.grid.columns
+        sizes = [0] * account.grid.columns
         for layers, size in self.momenta:
             for column in {column_of[name] for name in layers}:
-                kept[column] += size
-        return kept
+                sizes[column] += size
+        return sizes
 
 
 class Priced(NamedTuple):
@@ -113,17 +112,12 @@ class Priced(NamedTuple):
     @property
     def needs(self) -> int:
         """Bytes on the fullest rank: weights, gradients, the base's state, and all of K-FAC."""
-        both = zip(self.kfac, self.momenta, strict=True)
-        return self.fixed + self.sums + max(map(sum, both))
+        return self.fixed + self.sums + max(map(sum, zip(self.kfac, self.momenta, strict=True)))
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options that ask an optimizer's constructor for this strategy."""
         return self.candidate.options
-
-    @property
-    def mean_kfac(self) -> float:
-        return fmean(self.kfac)
 
     @property
     def step(self) -> float:
@@ -160,22 +154,25 @@ class Choice:
     hardware: Hardware
     world: int
     budget: int | None  # bytes on a rank; None: no limit
-    priced: tuple[Priced, ...]
+    priced: Sequence[Priced]
 
     @property
     def fitting(self) -> list[Priced]:
         limit = self.budget
-        return [one for one in self.priced if limit is None or one.needs <= limit]
+        return [x for x in self.priced if limit is None or x.needs <= limit]
 
     @property
     def best(self) -> Priced | None:
-        """The candidate with the shortest mean step; of equal ones, the one that needs least."""
-        return min(self.fitting, key=lambda one: (one.step, one.needs), default=None)
+        """The candidate with the shortest mean step; of equal ones, the one that needs least.
+
+        Its ``options`` go into the constructor.
+        """
+        return min(self.fitting, key=lambda x: (x.step, x.needs), default=None)
 
     @property
     def nearest(self) -> Priced:
         """The candidate that needs least memory."""
-        return min(self.priced, key=lambda one: (one.needs, one.step))
+        return min(self.priced, key=lambda x: (x.needs, x.step))
 
     @property
     def reason(self) -> str:
@@ -207,17 +204,3 @@ class Choice:
             why = f"{self.reason}, where weights, gradients and the base's state take {fixed}"
             raise invalid_because("memory_budget", f"{why}; {remedy}")
         return best
-
-
-def choose_among(
-    case: Case,
-    world: int,
-    hardware: Hardware,
-    budget: int | None,
-    among: Sequence[Candidate] | None = None,
-    watch: Callable[[Sequence[Candidate]], Iterator[Candidate]] = iter,
-) -> Choice:
-    """Price all candidates, or those given; ``watch`` may show how it goes."""
-    found = candidates(world, case.colocate) if among is None else among
-    priced = tuple(price(case, one, world, hardware) for one in watch(found))
-    return Choice(case, hardware, world, budget, priced)

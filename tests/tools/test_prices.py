@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kaisa_optim.plan import hardware
 from kaisa_optim.plan.account import Account
 from kaisa_optim.plan.assignment import (
     Grid,
@@ -16,11 +15,12 @@ from kaisa_optim.plan.assignment import (
     assign,
     make_grid,
 )
-from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.facts import LayerFacts, Work
 from kaisa_optim.plan.moves import Sizes, TensorSpec
-from kaisa_optim.plan.prices import STAGES, Clock, Passes, Work, milliseconds
 from kaisa_optim.plan.schedule import Schedule
-from tests.plan.test_hardware import PLAIN
+from kaisa_optim.tools import hardware
+from kaisa_optim.tools.prices import STAGES, Clock, Passes
+from tests.tools.test_hardware import PLAIN
 
 HARDWARE = hardware.parse("x", PLAIN)
 SIZES = Sizes((TensorSpec("root", "roots"),), packed=True)
@@ -129,9 +129,3 @@ def test_ranks_of_one_row_are_on_one_node():
     shared = made.refreshing(["0"], arriving)["share"]
     assert shared == pytest.approx(HARDWARE.transfer(arriving, 2, 1, calls))
     assert shared > handed
-
-
-def test_milliseconds_have_three_digits():
-    assert [milliseconds(x) for x in (0.0, 1.2345e-4, 0.09994, 12.3456)] == [
-        *("0", "0.123", "99.9", "12,346"),
-    ]

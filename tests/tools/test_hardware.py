@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kaisa_optim.plan import hardware
-from kaisa_optim.plan.hardware import OPERATIONS, PROFILES, Times
+from kaisa_optim.tools import hardware
+from kaisa_optim.tools.hardware import OPERATIONS, PROFILES, Times
 
 NAMES = sorted(path.stem for path in PROFILES.glob("*.toml"))
 ROWS = [[100, 1.0, 0.5], [1000, 100.0, 50.0]]

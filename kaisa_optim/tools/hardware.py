@@ -6,7 +6,7 @@ A profile is a small TOML file. ``profiles/`` has some, and users can write thei
 from __future__ import annotations
 
 import bisect
-import itertools
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,16 @@ class Times(NamedTuple):
     further: tuple[float, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[float]], scale: float = 1.0) -> Times:
+    def of(cls, rows: Sequence[Sequence[float]]) -> Times:
         """Read rows of a side, and milliseconds of the first and of each further matrix."""
         sides, first, further = zip(*sorted(map(tuple, rows)), strict=True)
-        return cls(sides, *(tuple(scale * ms / 1e3 for ms in x) for x in (first, further)))
+        return cls(sides, *(tuple(ms / 1e3 for ms in x) for x in (first, further)))
+
+    def slower(self, by: float) -> Times:
+        """Return times on a device whose arithmetic is slower; a call's fixed time stays."""
+        pairs = zip(self.first, self.further, strict=True)
+        first = tuple(max(0.0, alone - more) + by * more for alone, more in pairs)
+        return Times(self.sides, first, tuple(by * x for x in self.further))
 
     def seconds(self, side: float, count: int = 1) -> float:
         """Return the seconds of a batch of ``count`` matrices with this side."""
@@ -119,10 +125,6 @@ def load(source: str | Path) -> Hardware:
     if not path.is_file():
         names = ", ".join(map(repr, known))
         raise invalid("device", str(source), f"choose from {names}, or give a TOML file")
-    return parse(path.stem, _read(path), path)
-
-
-def _read(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -132,21 +134,16 @@ def _read(path: Path) -> dict[str, Any]:
             text = "hardware profiles need tomli on Python 3.10; pip install 'kaisa_optim[tools]'"
             raise ImportError(text) from None
     try:
-        return tomllib.loads(path.read_text())
+        return parse(path.stem, tomllib.loads(path.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise invalid_because("device", f"{path} is no TOML file: {error}") from None
-
-
-def parse(name: str, values: Mapping[str, Any], path: Path = PROFILES) -> Hardware:
-    """Return a profile from the values of its file, as ``path`` has them."""
-    try:
-        return _parsed(name, values)
     except KeyError as error:
         why = f"{path} lacks {error.args[0]!r}; give all values that {PROFILES} has"
         raise invalid_because("device", why) from None
 
 
-def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
+def parse(name: str, values: Mapping[str, Any]) -> Hardware:
+    """Return a profile from the values of its file; a missing one is a KeyError."""
     for key in sorted(_NUMBERS):
         if not is_real(values[key]) or values[key] <= 0:
             why = f"{values[key]!r} in the profile {name!r}; {key} must be a number above 0"
@@ -154,14 +151,13 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
     # Data sheets tell how much slower another device is than one that was measured.
     like = load(values["like"]).times if "like" in values else {}
     slower, tables = values.get("slower", {}), values.get("times_ms", {})
-    times = {kind: _slower(like[kind], by) for kind, by in slower.items()}
+    times = {kind: like[kind].slower(by) for kind, by in slower.items()}
     known = {*tables, *times, "half_products"}  # devices without it multiply in float32
     times |= {n: Times.of(tables[n]) for n in OPERATIONS if n in tables or n not in known}
-    links = []
-    for key in ("inside", "between"):
-        link = values["links"][key]
-        each = link.get("each_us", 0.0)
-        links.append(Link(link["gb_per_s"] * 1e9, link["latency_us"] / 1e6, each / 1e6))
+    inside, between = (
+        Link(x["gb_per_s"] * 1e9, x["latency_us"] / 1e6, x.get("each_us", 0.0) / 1e6)
+        for x in map(values["links"].__getitem__, ("inside", "between"))
+    )
     return Hardware(
         name,
         str(values["title"]),
@@ -174,48 +170,34 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Hardware:
         values["host_layer_us"] / 1e6,
         float(values["margin"]),
         times,
-        links[0],
-        links[1],
+        inside,
+        between,
         tuple(values["sources"]),
     )
 
 
-def _slower(times: Times, by: float) -> Times:
-    """Return times on a device whose arithmetic is slower; a call's fixed time stays."""
-    further = tuple(by * x for x in times.further)
-    pairs = zip(times.first, times.further, strict=True)
-    first = tuple(max(0.0, one - more) + by * more for one, more in pairs)
-    return Times(times.sides, first, further)
-
-
 def text(values: Mapping[str, Any], comment: str = "") -> str:
     """Return the TOML text of a profile: numbers, texts, lists and one level of tables."""
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
     lines = [f"# {line}" for line in comment.splitlines()]
-    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    lines += [f"{key} = {_written(value)}" for key, value in plain.items()]
-    for key, table in values.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{key}]"]
-            lines += [f"{name} = {_written(value)}" for name, value in table.items()]
+    lines += [f"{key} = {_written(x)}" for key, x in values.items() if key not in tables]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]", *(f"{name} = {_written(x)}" for name, x in table.items())]
     return "\n".join([*lines, ""])
 
 
 def _written(value: Any) -> str:
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{k} = {_written(v)}' for k, v in value.items())} }}"
-    if isinstance(value, Sequence):
-        rows = value and isinstance(value[0], Sequence)
-        joined = (",\n    " if rows else ", ").join(map(_written, value))
-        return f"[\n    {joined},\n]" if rows else f"[{joined}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list | tuple):
+        between = ",\n    " if value and isinstance(value[0], list) else ", "
+        return f"[{between.join(map(_written, value))}]"
+    # Texts and whole numbers are written as in JSON.
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def named_for(device: str, title: str = "") -> str:
     """Return the profile for a device that torch names so, ``"h100"`` for other GPUs."""
     if device == "cpu":
         return "cpu"
-    found = [name for name in ("v100", "a100") if name in title.lower()]
-    return next(itertools.chain(found, ["h100"]))
+    return next((name for name in ("v100", "a100") if name in title.lower()), "h100")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.optim.survey import Survey
+from kaisa_optim.tools.survey import survey
 
 
 def model() -> nn.Sequential:
@@ -19,12 +19,6 @@ def model() -> nn.Sequential:
     found[1].bias.requires_grad_(False)
     found.register_buffer("scale", torch.ones(3))
     return found
-
-
-def surveyed(optimizer: Any, net: nn.Module) -> Survey:
-    kfac = optimizer.preconditioner
-    groups, base = optimizer.param_groups, type(optimizer)._base
-    return Survey(net, base, optimizer.defaults, groups, kfac.options)
 
 
 def state_bytes(optimizer: Any) -> int:
@@ -60,7 +54,7 @@ def test_bytes_of_state_are_those_of_the_optimizer(name):
     kind, options = CASES[name]
     net = model()
     optimizer = kind(net, **{"lr": 0.01, **options})
-    case = surveyed(optimizer, net).case("cpu")
+    case = survey(optimizer, "cpu")[0]
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.randint(50, (8, 5))).square().mean().backward()
@@ -77,17 +71,16 @@ def test_nothing_of_the_model_changes():
     net = model()
     optimizer = KFACAdam(net)
     hooks = len(net[1]._forward_hooks), len(net[1]._forward_pre_hooks)
-    surveyed(optimizer, net).case("cpu")
+    survey(optimizer, "cpu")
     assert hooks == (len(net[1]._forward_hooks), len(net[1]._forward_pre_hooks))
     assert all(p.grad is None for p in net.parameters())
 
 
 def test_on_gpus_refreshes_are_checked_later():
-    net = model()
-    found = surveyed(KFACAdam(net), net)
-    assert found.case("cpu").defers == () and len(found.case("cuda").defers) == 3
-    eigen = surveyed(KFACAdam(net, compute_method="eigen"), net)
-    assert eigen.case("cuda").defers == ()
+    (cpu, _), (cuda, _) = (survey(KFACAdam(model()), device) for device in ("cpu", "cuda"))
+    assert cpu.defers == () and len(cuda.defers) == 3
+    eigen, _ = survey(KFACAdam(model(), compute_method="eigen"), "cuda")
+    assert eigen.defers == ()
 
 
 class Strange(OPTIM.SGD):
@@ -98,6 +91,5 @@ class Strange(OPTIM.SGD):
 
 
 def test_a_base_that_can_not_step_on_meta_is_named():
-    net = model()
     with pytest.raises(ValueError, match="the entries of Strange are not known before a step: no"):
-        surveyed(with_kfac(Strange)(net, lr=0.1), net).case("cpu")
+        survey(with_kfac(Strange)(model(), lr=0.1), "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +10,10 @@ from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..core.options import Options
 from ..errors import invalid_because
-from ..plan import hardware
-from ..plan.choice import Choice, choose_among
-from .survey import Survey
-
-if TYPE_CHECKING:
-    from .mixin import KFACMixin
+from ..optim.mixin import KFACMixin
+from . import hardware
+from .choice import Choice, candidates, price
+from .survey import survey
 
 _SHARE = 0.5  # of what a device has free, if no budget is given
 
@@ -33,41 +30,41 @@ def settled(optimizer: KFACMixin) -> Options:
     if ranks.world > 1:  # a rank with another fraction compares its options, too
         agreement.compare(ranks, options.described(), "options")
     error: Exception | None = None
-    found: Choice | None = None
+    title, budget = "", 0
     try:
-        budget = _budget(optimizer, options)
-    except ValueError as problem:
-        budget, error = 0, problem
-    if isinstance(options.memory_budget, float | None):
-        budget = min(ranks.gather_objects(budget, "comparing free memory"))
-    try:
-        found = None if error else _choice(optimizer, options, ranks.world, budget)
-        best = None if found is None else found.refuse_if_none_fits()
+        budget = budget_of(optimizer)
     except ValueError as problem:
         error = problem
-    title = "" if error or best is None else best.candidate.title
+    if not isinstance(options.memory_budget, int):
+        budget = min(ranks.gather_objects(budget, "comparing free memory"))
+    try:
+        if error is None:
+            choice = choice_of(optimizer, ranks.world, budget)
+            best = choice.refuse_if_none_fits()
+            title = best.candidate.title
+    except ValueError as problem:
+        error = problem
     if ranks.world == 1 and error is not None:
         raise error
     agreement.compare(ranks, {"the assignment that a plan chose": title}, "plans", error)
-    assert found is not None and best is not None
     if ranks.rank == 0:
-        logger.info("%s", found.reason)
-    return options.choosing(best.candidate.strategy, found.reason)
+        logger.info("%s", choice.reason)
+    return options.choosing(best.candidate.strategy, choice.reason)
 
 
-def _choice(optimizer: KFACMixin, options: Options, world: int, budget: int) -> Choice:
+def choice_of(optimizer: KFACMixin, world: int, budget: int) -> Choice:
+    """Return all strategies of an optimizer on so many ranks like this one."""
     device = optimizer.device
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    base, groups = optimizer._base, optimizer.param_groups
-    model, group = optimizer._kfac_model, optimizer._kfac_process_group
-    survey = Survey(model, base, optimizer.defaults, groups, options, group)
     profile = hardware.load(hardware.named_for(device.type, title))
-    return choose_among(survey.case(device.type), world, profile, budget)
+    case, _ = survey(optimizer, device.type)
+    priced = [price(case, x, world, profile) for x in candidates(world, case.colocate)]
+    return Choice(case, profile, world, budget, priced)
 
 
-def _budget(optimizer: KFACMixin, options: Options) -> int:
+def budget_of(optimizer: KFACMixin) -> int:
     """Return the bytes that weights, gradients and all states may take on this rank."""
-    budget, device = options.memory_budget, optimizer.device
+    budget, device = optimizer._kfac_options.memory_budget, optimizer.device
     if isinstance(budget, int):
         return budget
     if device.type != "cuda":

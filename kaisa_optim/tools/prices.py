@@ -6,17 +6,16 @@ and need no tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .account import Account, PerSlot
-from .facts import LayerFacts
+from ..plan.account import Account, PerSlot
+from ..plan.facts import LayerFacts, Work
+from ..plan.routes import grouped
+from ..plan.schedule import Slots
 from .hardware import Hardware
-from .routes import grouped
-from .schedule import Slots
 
 # The stages of a step, in their order.
 STAGES = (
@@ -29,15 +28,6 @@ _BACKWARD = 2 / 3  # share of the passes, under which averaged gradients travel
 _TOUCHED, _TOUCHED_BY_BASE = 12, 6
 
 Seconds = dict[str, float]  # by stage
-
-
-class Work(NamedTuple):
-    """The operations of one rule, by their counts."""
-
-    decomposition: str  # the operation of a profile that makes a factor's state
-    two_sided: int  # products of a gradient with matrices of both sides
-    # Polynomials that make a gradient orthogonal, by its shorter side.
-    polynomials: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +63,17 @@ class Clock:
     ) -> StepTimes:
         """Return the times of steps; ``slots`` are the account's bytes in both kinds of slots."""
         quiet = self.always(max(slots.gradients))
-        most = {n: max(sizes) for n, sizes in slots.factors.items()}
-        gathered = [self.gathering(names, most.get(n, 0)) for n, names in gathering.items()]
-        most = {n: max(sizes) for n, sizes in slots.state.items()}
-        renewed = [self.refreshing(names, most.get(n, 0)) for n, names in refresh.items()]
-        mean = dict(quiet)
-        for found, interval in zip((gathered, renewed), intervals, strict=True):
-            for stage, seconds in itertools.chain(*(one.items() for one in found)):
-                mean[stage] += seconds / interval
-        return StepTimes(quiet, _beside(quiet, gathered), _beside(quiet, renewed), mean)
+        times = StepTimes(quiet, dict(quiet), dict(quiet), dict(quiet))
+        kinds = (
+            (times.gathering, self.gathering, gathering, slots.factors),
+            (times.refreshing, self.refreshing, refresh, slots.state),
+        )
+        for (in_slots, price, turns, arriving), interval in zip(kinds, intervals, strict=True):
+            for n, names in turns.items():
+                for stage, seconds in price(names, max(arriving.get(n, [0]))).items():
+                    in_slots[stage] += seconds / len(turns)
+                    times.mean[stage] += seconds / interval
+        return times
 
     # ---- stages ----
 
@@ -141,14 +133,15 @@ class Clock:
                 if not f.diagonal:
                     counts[f.owner][f.n] += layer.task.blocks
         return {
-            rank: sum(times.seconds(n, k) for n, k in own.items()) for rank, own in counts.items()
+            rank: sum(times.seconds(n, k) for n, k in of_side.items())
+            for rank, of_side in counts.items()
         }
 
     def by_column(self) -> dict[int, float]:
         """Return the seconds in which the ranks of each column precondition their layers."""
         columns = self.account.grid.columns
         layers = grouped(self.account.active, lambda x: x.placement.g % columns)
-        return {column: self.precondition(own) for column, own in layers.items()}
+        return {column: self.precondition(same) for column, same in layers.items()}
 
     def precondition(self, layers: Collection[LayerFacts]) -> float:
         """Return the seconds of new gradients of these layers, on one of their workers."""
@@ -164,8 +157,8 @@ class Clock:
                     total += self.work.two_sided * floats.seconds(side, count)
             if self.work.polynomials is not None:
                 flat = (short * short * long) ** (1 / 3)
-                one = 2 * halves.seconds(flat, count) + halves.seconds(short, count)
-                total += self.work.polynomials(short) * one
+                step = 2 * halves.seconds(flat, count) + halves.seconds(short, count)
+                total += self.work.polynomials(short) * step
             size = count * task.a * task.g * same[0].itemsize
             total += hardware.host + len(same) * hardware.host_layer
             total += _TOUCHED * size / hardware.memory_bandwidth
@@ -174,18 +167,3 @@ class Clock:
     def _calls(self, size: int) -> int:
         """Return the calls in which so many bytes travel, about."""
         return -(-size // self.account.bucket_bytes)
-
-
-def _beside(quiet: Seconds, found: list[Seconds]) -> Seconds:
-    """Return a quiet step's seconds with the means of what slots add."""
-    total = dict(quiet)
-    for one in found:
-        for stage, seconds in one.items():
-            total[stage] += seconds / len(found)
-    return total
-
-
-def milliseconds(seconds: float) -> str:
-    """Return seconds as milliseconds with three digits."""
-    ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"
