@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from ..linalg.moments import (
     symmetric,
     takes_halves,
 )
-from ..linalg.patches import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from ..linalg.precision import rounded
 from .base import Layer, register_layer
 
@@ -32,6 +31,8 @@ _PATCH_ELEMENTS = 1 << 24
 _PATCH_ELEMENTS_OF_GPUS = 1 << 27
 
 _ALL = slice(None)
+Sizes = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]  # zeros before and after, for each dimension
 _Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -146,6 +147,28 @@ class _Spatial(Layer):
         yield from zip(x.split(chunk), grad.split(chunk), strict=True)
 
 
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return sliding windows, ``[batch, channels, *positions, *kernel]``, as a view."""
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
+    return x
+
+
+def patch_sums(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
+
+    Dimensions beyond the kernel's stay as they are.
+    """
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
+        x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
+    return x
+
+
 def _rows(patches: Tensor, groups: int) -> Tensor:
     """Return rows ``[groups, batch, positions, C·kernel]``; copies go channel by channel."""
     dims = (patches.dim() - 2) // 2
@@ -205,36 +228,48 @@ class ConvLayer(_Spatial):
         sums = patch_sums(self._padded(x), module.kernel_size, module.stride, module.dilation)
         return sums.unflatten(1, (self.blocks, -1)).flatten(2)
 
-    def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
+        """Return Σ a aᵀ over all positions of a part of the batch.
+
+        Each row of the kernel sees a row of the input. At stride 1, all pairs of kernel rows with
+        one shift between them see the same pairs of input rows, but for some at the borders: the
+        sum over the pairs that they share is taken once.
+        """
         module = self.module
         assert isinstance(module, _Conv)
-        x, grad = rounded(self._batched(x)), self._batched(grad)
-        plain = not reduce and not diagonal and set(module.stride) == {1}
-        padded, pad = x, self._padding()
-        if plain and module.padding_mode != "zeros":
-            padded, pad = self._padded(x), ((0, 0),) * self.dims
-        # A user may have set lists, and sizes are symbols under a trace.
-        geometry = tuple(module.kernel_size), tuple(module.dilation), pad
-        # Hardware for half precision multiplies patches faster than float32 takes fewer products.
-        fast = dtype == torch.float32 and takes_halves(x)
-        if not plain or fast or not pays(tuple(map(int, padded.shape[2:])), *geometry):
-            return super().input_moment(
-                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
-            )
-        moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
+        taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
+        shares = taps > 1 and module.stride[0] == 1 and positions >= apart * (taps - 1)
+        if not shares or takes_halves(x):
+            return super()._moment(x, grad, append_one, dtype)
+        x = rounded(x.to(dtype))
+        sizes = module.kernel_size, module.stride, module.dilation
+        images = windows(self._padded(x), *((1, *of_dims[1:]) for of_dims in sizes))
+        images = images.unflatten(1, (self.blocks, -1))
+        positions_of, kernel = range(4, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
+        images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)
+        images = images.flatten(3).contiguous()  # [groups, C·other taps, rows, other positions]
+
+        def product(first: int, stop: int, shift: int) -> Tensor:
+            left, right = images[:, :, first:stop], images[:, :, first + shift : stop + shift]
+            return left.flatten(2) @ right.flatten(2).mT
+
+        n, side = self.inputs, images.shape[1]
+        moment = images.new_empty(self.blocks, taps, side, taps, side)
+        for count in range(taps):
+            shift, last = count * apart, (taps - 1 - count) * apart
+            shared = product(last, positions, shift)
+            for tap in range(taps - count):
+                first = tap * apart
+                block = shared + product(first, last, shift)
+                block += product(positions, positions + first, shift)
+                moment[:, tap + count, :, tap] = block.mT
+                moment[:, tap, :, tap + count] = block
+        sides = taps, self.in_shape[0], side // self.in_shape[0]
+        moment = moment.view(-1, *sides, *sides).permute(0, 2, 1, 3, 5, 4, 6).reshape(-1, n, n)
         if not append_one:
-            return moment
-        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
-        return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
+            return symmetric(moment)
+        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        return bordered(symmetric(moment), total, grad[:, 0].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
