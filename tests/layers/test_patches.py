@@ -191,7 +191,7 @@ def transposed(draw):
 @pytest.mark.parametrize("at_once", [1 << 24, 1])
 @given(transposed(), st.integers(0, 2**16))
 @settings(max_examples=80)
-def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_once, drawn, seed):
+def test_transposed_convolutions_say_what_their_patches_do(at_once, drawn, seed):
     size, geometry, groups, bias = drawn
     dims = len(size)
     kind = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
