@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +13,12 @@ from torch.nn import grad as of_weights
 
 from ..linalg.moments import (
     bordered,
-    fill_border,
     moment_of_images,
     second_moment,
     sums_images,
     symmetric,
     takes_halves,
 )
-from ..linalg.patches import Pairs, Sizes, patch_moment, patch_sums, pays, windows
 from ..linalg.precision import rounded
 from .base import Layer, register_layer
 
@@ -32,7 +28,6 @@ _PATCH_ELEMENTS = 1 << 24
 _PATCH_ELEMENTS_OF_GPUS = 1 << 27
 
 _ALL = slice(None)
-_Geometry = tuple[Sizes, Sizes, Pairs]  # kernel, dilation and padding of a convolution of stride 1
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _GRADIENTS = of_weights.conv1d_weight, of_weights.conv2d_weight, of_weights.conv3d_weight
@@ -146,6 +141,28 @@ class _Spatial(Layer):
         yield from zip(x.split(chunk), grad.split(chunk), strict=True)
 
 
+def windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return sliding windows, ``[batch, channels, *positions, *kernel]``, as a view."""
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
+    return x
+
+
+def patch_sums(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
+
+    Dimensions beyond the kernel's stay as they are.
+    """
+    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
+        x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
+    return x
+
+
 def _rows(patches: Tensor, groups: int) -> Tensor:
     """Return rows ``[groups, batch, positions, C·kernel]``; copies go channel by channel."""
     dims = (patches.dim() - 2) // 2
@@ -205,36 +222,48 @@ class ConvLayer(_Spatial):
         sums = patch_sums(self._padded(x), module.kernel_size, module.stride, module.dilation)
         return sums.unflatten(1, (self.blocks, -1)).flatten(2)
 
-    def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
+        """Return Σ a aᵀ over all positions of a part of the batch.
+
+        Each row of the kernel sees a row of the input. At stride 1, all pairs of kernel rows with
+        one shift between them see the same pairs of input rows, but for some at the borders: the
+        sum over the pairs that they share is taken once.
+        """
         module = self.module
         assert isinstance(module, _Conv)
-        x, grad = rounded(self._batched(x)), self._batched(grad)
-        plain = not reduce and not diagonal and set(module.stride) == {1}
-        padded, pad = x, self._padding()
-        if plain and module.padding_mode != "zeros":
-            padded, pad = self._padded(x), ((0, 0),) * self.dims
-        # A user may have set lists, and sizes are symbols under a trace.
-        geometry = tuple(module.kernel_size), tuple(module.dilation), pad
-        # Hardware for half precision multiplies patches faster than float32 takes fewer products.
-        fast = dtype == torch.float32 and takes_halves(x)
-        if not plain or fast or not pays(tuple(map(int, padded.shape[2:])), *geometry):
-            return super().input_moment(
-                x, grad, reduce=reduce, diagonal=diagonal, append_one=append_one, dtype=dtype
-            )
-        moment = patch_moment(padded.to(dtype), *geometry, self.blocks)
+        taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
+        shares = taps > 1 and module.stride[0] == 1 and positions >= apart * (taps - 1)
+        if not shares or takes_halves(x):
+            return super()._moment(x, grad, append_one, dtype)
+        x = rounded(x.to(dtype))
+        sizes = module.kernel_size, module.stride, module.dilation
+        images = windows(self._padded(x), *((1, *of_dims[1:]) for of_dims in sizes))
+        images = images.unflatten(1, (self.blocks, -1))
+        positions_of, kernel = range(4, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
+        images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)
+        images = images.flatten(3).contiguous()  # [groups, C·other taps, rows, other positions]
+
+        def product(first: int, stop: int, shift: int) -> Tensor:
+            left, right = images[:, :, first:stop], images[:, :, first + shift : stop + shift]
+            return left.flatten(2) @ right.flatten(2).mT
+
+        n, side = self.inputs, images.shape[1]
+        moment = images.new_empty(self.blocks, taps, side, taps, side)
+        for count in range(taps):
+            shift, last = count * apart, (taps - 1 - count) * apart
+            shared = product(last, positions, shift)
+            for tap in range(taps - count):
+                first = tap * apart
+                block = shared + product(first, last, shift)
+                block += product(positions, positions + first, shift)
+                moment[:, tap + count, :, tap] = block.mT
+                moment[:, tap, :, tap + count] = block
+        sides = taps, self.in_shape[0], side // self.in_shape[0]
+        moment = moment.view(-1, *sides, *sides).permute(0, 2, 1, 3, 5, 4, 6).reshape(-1, n, n)
         if not append_one:
-            return moment
-        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
-        return bordered(moment, total, x.shape[0] * grad.shape[2:].numel())
+            return symmetric(moment)
+        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        return bordered(symmetric(moment), total, grad[:, 0].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         module = self.module
@@ -264,86 +293,58 @@ class ConvLayer(_Spatial):
         return tuple(pairs)
 
 
-class _Phase(NamedTuple):
-    """Output positions of a transposed convolution, along one dimension, that meet the same taps.
-
-    At these positions, it is a plain convolution of stride 1 with its taps in reverse order.
-    """
-
-    taps: slice
-    # Taps, dilation, and zeros before and after; negative: elements that no position meets.
-    plain: tuple[int, int, tuple[int, int]]
-
-
-@functools.lru_cache(1 << 10)
-def _phases(
-    size: int, kernel: int, stride: int, dilation: int, padding: int, outputs: int
-) -> tuple[_Phase, ...]:
-    """Return the phases of one dimension: taps that share their positions.
-
-    Tap t brings element i to position s i + d t - p. Taps share positions if and only if their d t
-    are equal modulo s.
-    """
-    apart = stride // math.gcd(stride, dilation)
-    found = []
-    for first in range(min(apart, kernel)):
-        taps = slice(first, kernel, apart)
-        count, between = len(range(kernel)[taps]), dilation * apart // stride
-        shift, rest = divmod(first * dilation, stride)
-        # Position s q + rest - p meets elements q - shift, q - shift - between, ...
-        start = -((rest - padding) // stride)
-        stop = -((rest - padding - outputs) // stride)
-        if start < stop:
-            pad = between * (count - 1) + shift - start, stop - shift - size
-            found.append(_Phase(taps, (count, between, pad)))
-    return tuple(found)
-
-
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeLayer(_Spatial):
-    """A transposed convolution is a plain one over its input with zeros between the elements.
-
-    Moments are taken phase by phase, without these zeros; only rows have zeros.
-    """
-
-    def _phases_of(self, x: Tensor, grad: Tensor) -> list[tuple[_Phase, ...]]:
-        """Return the phases of each dimension."""
-        module = self.module
-        assert isinstance(module, _ConvTranspose)
-        own = module.kernel_size, module.stride, module.dilation, module.padding
-        sides = zip(x.shape[2:], *own, grad.shape[2:], strict=True)
-        return [_phases(*(int(number) for number in side)) for side in sides]
+    """A transposed convolution is a plain one over its input with zeros between the elements."""
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        phases = self._phases_of(x, grad)
-        for of_dim, k in zip(phases, self.in_shape[1:], strict=True):
-            # Replace the first dimension of positions by its taps, which come last.
-            sums = x.new_zeros(*x.shape[:2], *x.shape[3:], k)
-            for phase in of_dim:
-                kernel, dilation, pad = phase.plain
-                own = patch_sums(_framed(x, (pad,)), (kernel,), (1,), (dilation,))
-                sums[..., phase.taps] = own.flip(2).movedim(2, -1)
-            x = sums
-        return x.unflatten(1, (self.blocks, -1)).flatten(2)
+        module, ones = self.module, (1,) * self.dims
+        assert isinstance(module, _ConvTranspose)
+        sums = patch_sums(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
+        return sums.flip(self._taps(2)).unflatten(1, (self.blocks, -1)).flatten(2)
 
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        x, n = rounded(x.to(dtype)), self.inputs
-        result = x.new_zeros(self.blocks, n + append_one, n + append_one)
-        moment = result[:, :n, :n].unflatten(2, self.in_shape).unflatten(1, self.in_shape)
-        known: dict[_Geometry, Tensor] = {}
-        for several in itertools.product(*self._phases_of(x, grad)):
-            kernel, dilation, pad = zip(*(phase.plain for phase in several), strict=True)
-            geometry = kernel, dilation, pad
-            if geometry not in known:  # if kernels are as wide as strides, all phases are alike
-                known[geometry] = _reversed_moment(x, *geometry, self.blocks)
-            taps = tuple(phase.taps for phase in several)
-            moment[(_ALL, _ALL, *taps, _ALL, *taps)] = known[geometry]
-        if append_one:
-            total = self._sums(x.sum(0, keepdim=True), grad)[0]
-            fill_border(result, total, grad[:, 0].numel())
-        return symmetric(result)
+        """Return Σ a aᵀ over all positions of a part of the batch.
+
+        Along a dimension of stride s, a tap meets elements at every s-th position, and zeros at the
+        others: only taps that meet elements at the same positions have a product.
+        """
+        module = self.module
+        assert isinstance(module, _ConvTranspose)
+        x, ones = rounded(x.to(dtype)), (1,) * self.dims
+        patches = windows(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
+        moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape, dtype=dtype)
+        sides = module.kernel_size, module.stride, module.dilation, module.padding
+        for phase in itertools.product(*map(range, module.stride)):
+            taps, positions = [], []
+            for q, k, s, d, p in zip(phase, *sides, strict=True):
+                met = [t for t in range(k) if (q + p - d * (k - 1 - t)) % s == 0]
+                taps.append(slice(met[0], None, s // math.gcd(s, d)) if met else slice(0))
+                positions.append(slice(q, None, s))
+            seen = patches[(_ALL, _ALL, *positions, *taps)]
+            part = second_moment(_rows(seen, self.blocks).flatten(1, 2), dtype, diagonal=False)
+            shape = self.in_shape[0], *seen.shape[2 + self.dims :]
+            part = part.unflatten(2, shape).unflatten(1, shape)
+            moment[(_ALL, _ALL, *taps, _ALL, *taps)] = part
+        moment = moment.flip(*self._taps(2), *self._taps(3 + self.dims)).flatten(1, 1 + self.dims)
+        moment = symmetric(moment.flatten(2))
+        if not append_one:
+            return moment
+        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        return bordered(moment, total, grad[:, 0].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        module = self.module
+        assert isinstance(module, _ConvTranspose)
+        stuffed = self._stuffed(x, grad)
+        patches = windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
+        return patches.flip(self._taps(2 + self.dims))
+
+    def _taps(self, first: int) -> list[int]:
+        return list(range(first, first + self.dims))
+
+    def _stuffed(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the input of the plain convolution, which meets the taps in reverse order."""
         module = self.module
         assert isinstance(module, _ConvTranspose)
         stuffed = x.new_zeros(
@@ -359,37 +360,7 @@ class ConvTransposeLayer(_Spatial):
             # The gradient's size tells this call's output_padding, or its output_size=.
             after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
             pad = [before, after, *pad]
-        stuffed = F.pad(stuffed, pad)
-        patches = windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
-        return patches.flip(tuple(range(2 + self.dims, 2 + 2 * self.dims)))
+        return F.pad(stuffed, pad)
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)
-
-
-def _reversed_moment(x: Tensor, kernel: Sizes, dilation: Sizes, pad: Pairs, groups: int) -> Tensor:
-    """Return Σ u uᵀ over patches u of stride 1 with their taps in reverse order.
-
-    The shape is ``[groups, C, *kernel, C, *kernel]``. Patches are formed, since kernels are small
-    here: so no position that the borders leave out has to be subtracted.
-    """
-    patches = windows(_framed(x, pad), kernel, (1,) * len(kernel), dilation)
-    moment = second_moment(_rows(patches, groups).flatten(1, 2), x.dtype, diagonal=False)
-    sides = (-1, *kernel)
-    moment = moment.unflatten(2, sides).unflatten(1, sides)
-    taps = range(2, 2 + len(kernel))
-    return moment.flip([*taps, *(1 + len(kernel) + dim for dim in taps)])
-
-
-def _framed(x: Tensor, pad: Pairs) -> Tensor:
-    """Return the input with ``pad`` zeros around the dimensions after the channels.
-
-    A negative number removes elements. Zeros are added first: some of them may be removed again.
-    """
-    zeros = [max(0, side) for pair in reversed(pad) for side in pair]
-    if any(zeros):  # torch would copy it
-        x = F.pad(x, [0, 0] * (x.dim() - 2 - len(pad)) + zeros)
-    for dim, (before, after) in enumerate(pad, start=2):
-        first = max(0, -before)
-        x = x.narrow(dim, first, x.shape[dim] - first - max(0, -after))
-    return x

@@ -1,8 +1,6 @@
-"""Moments of patches without patches, against the patches themselves."""
+"""Moments of patches that share products, against the patches themselves."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -10,87 +8,25 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim.layers import conv
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 from kaisa_optim.linalg import moments
-from kaisa_optim.linalg import patches as correlation
 from kaisa_optim.linalg.moments import second_moment
-from kaisa_optim.linalg.patches import patch_moment, pays, windows
-
-
-def rows_of(x, kernel, dilation, pad, groups):
-    """The patches as rows, ``[groups, N, C·k]``."""
-    dims = len(kernel)
-    x = F.pad(x, [side for pair in reversed(pad) for side in pair])
-    patches = windows(x, kernel, [1] * dims, dilation).unflatten(1, (groups, -1))
-    order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
-    return patches.permute(order).reshape(groups, -1, x.shape[1] // groups * math.prod(kernel))
 
 
 @st.composite
 def geometries(draw):
+    """Sizes of images, and arguments of a convolution of stride 1."""
     dims = draw(st.integers(1, 3))
-    sides = st.tuples(st.integers(0, 4), st.integers(0, 4))
     size, kernel, dilation, pad = (
-        draw(st.lists(part, min_size=dims, max_size=dims))
-        for part in (st.integers(1, 7), st.integers(1, 4), st.integers(1, 3), sides)
+        draw(st.lists(st.integers(*part), min_size=dims, max_size=dims))
+        for part in ((1, 7), (1, 4), (1, 3), (0, 4))
     )
-    outputs = [
-        n + sum(p) - d * (k - 1) for n, k, d, p in zip(size, kernel, dilation, pad, strict=True)
-    ]
-    assume(min(outputs) >= 1)
-    return *map(tuple, (size, kernel, dilation, pad)), draw(st.integers(1, 3))
-
-
-@pytest.mark.parametrize("large", [False, True])
-@given(geometries(), st.integers(0, 2**16))
-@settings(max_examples=100)
-def test_moments_are_those_of_the_patches(large, geometry, seed):
-    size, kernel, dilation, pad, groups = geometry
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, 2 * groups, *size, generator=generator, dtype=torch.float64)
-    rows = rows_of(x, kernel, dilation, pad, groups)
-    with pytest.MonkeyPatch.context() as patch:
-        if large:  # image by image, and lines by convolutions
-            patch.setattr(correlation, "_AT_ONCE", 1)
-            patch.setattr(correlation, "_FEW", 0)
-        moment = patch_moment(x, kernel, dilation, pad, groups)
-    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-10, atol=1e-10)
-
-
-LAYOUTS = {
-    "channels last": lambda x: x.to(memory_format=torch.channels_last),
-    "a part of the channels": lambda x: torch.cat([x, x], 1)[:, 4:8],
-    "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-    "some of the images": lambda x: torch.cat([x, x, x])[2:4],
-    "the same image twice": lambda x: x[:1].expand(2, -1, -1, -1),
-}
-
-
-@pytest.mark.parametrize("pad", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_input_however_it_lies_in_memory(layout, pad):
-    x = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = LAYOUTS[layout](x)
-    geometry = (3, 3), (1, 1), ((pad, pad), (pad, pad)), 2
-    expected = patch_moment(x.clone(memory_format=torch.contiguous_format), *geometry)
-    torch.testing.assert_close(patch_moment(x, *geometry), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_places_are_those_of_any_size():
-    correlation._places.cache_clear()
-    for n in (8, 9, 31):
-        patch_moment(torch.randn(1, 2, n, n), (3, 3), (1, 1), ((1, 1), (1, 1)), 1)
-    assert correlation._places.cache_info().misses == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("pad", [0, 1, 2])
-def test_a_moment_is_exactly_symmetric(dtype, pad):
-    x = torch.randn(7, 10, 13, 13, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    moment = patch_moment(x, (5, 3), (1, 2), ((pad, pad), (pad, pad)), 2)
-    assert torch.equal(moment, moment.mT)
+    sides = zip(size, kernel, dilation, pad, strict=True)
+    assume(all(n + 2 * p > d * (k - 1) for n, k, d, p in sides))
+    return size, {"kernel_size": kernel, "dilation": dilation, "padding": pad}
 
 
 MODULES = {
@@ -122,6 +58,13 @@ WAYS = {
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 
 
+def covered(kind, module):
+    layer = kind("", module.double())
+    layer.trained = (True, module.bias is not None)
+    layer.cover(layer.trained)
+    return layer
+
+
 def said_by(layer, x, grad, way, dtype=torch.float64):
     return layer.input_moment(x, grad, **way, append_one=layer.covers[1], dtype=dtype)
 
@@ -135,10 +78,8 @@ def said_by_rows(layer, x, grad, way):
 @each_way
 @pytest.mark.parametrize("name", [*MODULES, *STRIDED])
 def test_a_layer_says_of_patches_what_their_rows_do(name, way):
-    module = (MODULES | STRIDED)[name].double()
-    layer = ConvLayer("", module)
-    layer.trained = (True, module.bias is not None)
-    layer.cover(layer.trained)
+    module = (MODULES | STRIDED)[name]
+    layer = covered(ConvLayer, module)
     torch.manual_seed(0)
     x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
     grad = module(x).detach()
@@ -146,57 +87,49 @@ def test_a_layer_says_of_patches_what_their_rows_do(name, way):
     torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_layer_takes_the_short_way(name, monkeypatch):
-    module = MODULES[name].double()
-    layer = ConvLayer("", module)
-    layer.trained = (True, module.bias is not None)
-    layer.cover(layer.trained)
-    torch.manual_seed(0)
-    x = torch.randn(2, 4, *((12,) * layer.dims), dtype=torch.float64)
-    grad = module(x).detach()
-    used = []
-    real = patch_moment
-    monkeypatch.setattr(
-        "kaisa_optim.layers.conv.patch_moment", lambda *args: used.append(1) or real(*args)
+@given(geometries(), st.integers(1, 3), st.booleans(), st.integers(0, 2**16))
+@settings(max_examples=100)
+def test_moments_are_those_of_the_patches(geometry, groups, bias, seed):
+    size, arguments = geometry
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
+    layer = covered(ConvLayer, kind(2 * groups, groups, **arguments, groups=groups, bias=bias))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 2 * groups, *size, generator=generator, dtype=torch.float64)
+    grad = layer.module(x).detach()
+    said, expected = said_by(layer, x, grad, WAYS["all"]), said_by_rows(layer, x, grad, WAYS["all"])
+    torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_moments_of_kernels_of_several_rows_take_a_third_of_the_products():
+    layer = covered(ConvLayer, nn.Conv2d(16, 4, 3, padding=1, bias=False))
+    x = torch.randn(2, 16, 32, 32, dtype=torch.float64)
+    grad = layer.module(x).detach()
+    with FlopCounterMode(display=False) as counter:
+        said_by(layer, x, grad, WAYS["all"])
+    assert counter.get_total_flops() < 0.4 * 2 * (2 * 32 * 32) * (9 * 16) ** 2
+
+
+LAYOUTS = {
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "a part of the channels": lambda x: torch.cat([x, x], 1)[:, 4:8],
+    "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "some of the images": lambda x: torch.cat([x, x, x])[2:4],
+    "the same image twice": lambda x: x[:1].expand(2, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_however_it_lies_in_memory(layout, pad):
+    layer = covered(ConvLayer, nn.Conv2d(4, 4, 3, padding=pad, groups=2))
+    x = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = LAYOUTS[layout](x)
+    grad = layer.module(x).detach()
+    dense = x.clone(memory_format=torch.contiguous_format)
+    expected = said_by(layer, dense, grad, WAYS["all"])
+    torch.testing.assert_close(
+        said_by(layer, x, grad, WAYS["all"]), expected, rtol=1e-12, atol=1e-12
     )
-    said_by(layer, x, grad, WAYS["all"])
-    assert used
-
-
-def test_it_pays_where_the_image_is_larger_than_the_kernel():
-    geometry = (3, 3), (1, 1), ((1, 1), (1, 1))
-    assert all(pays((n, n), *geometry) for n in (4, 8, 32))
-    assert not pays((32, 32), (1, 1), (1, 1), ((0, 0), (0, 0)))  # no two taps meet
-    assert not pays((7, 7), (7, 7), (1, 1), ((0, 0), (0, 0)))  # one position
-    assert not pays((2, 2), *geometry)  # nearly all of it is border
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_it_takes_little_more_memory_than_the_result(dims):
-    """Kernels of usual sizes and padding pay, wide ones without it would not fit."""
-    ones = (1,) * dims
-
-    def geometry(k, pad):
-        return (40,) * dims, (k,) * dims, ones, ((pad, pad),) * dims
-
-    for k in (3, 5, 7):
-        for pad in (0, k // 2):
-            rows = correlation._rows(correlation._alike(*geometry(k, pad)))
-            fits = rows <= 3 * k ** (2 * dims)
-            assert fits or pad == 0
-            assert pays(*geometry(k, pad)) == (fits and k**dims <= 256)
-    assert pays(*geometry(3, 0)) == (dims < 3)
-    assert dims == 1 or not pays(*geometry(7, 0))
-    assert not pays((99, 99), (31, 31), (1, 1), ((15, 15), (15, 15)))  # pairs of taps by millions
-
-
-def test_pieces_grow_with_the_taps_and_not_with_the_dilation():
-    def count(d, pad):
-        return len(list(correlation._pieces((99, 99), (3, 3), (d, d), ((pad, pad),) * 2)))
-
-    assert {count(d, d) for d in (1, 2, 12, 24)} == {9}
-    assert {count(d, 0) for d in (1, 2, 12, 24)} == {25}
 
 
 @pytest.mark.parametrize("name", ["kernel_size", "dilation", "padding"])
@@ -258,7 +191,7 @@ def transposed(draw):
 @pytest.mark.parametrize("at_once", [1 << 24, 1])
 @given(transposed(), st.integers(0, 2**16))
 @settings(max_examples=80)
-def test_transposed_convolutions_phase_by_phase_say_what_their_patches_do(at_once, drawn, seed):
+def test_transposed_convolutions_say_what_their_patches_do(at_once, drawn, seed):
     size, geometry, groups, bias = drawn
     dims = len(size)
     kind = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
