@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
-from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, kind_of
 from ..plan.facts import widest
 from .ties import Candidates, tie
 
@@ -318,7 +318,7 @@ class Homes:
 
 def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
     title = type(module).__name__
-    if kind is None and is_registered(module):
+    if kind is None and inherited_kind(module) is not None:
         return f"{title} overrides a covered forward"
     if kind is None and next(module.children(), None) is not None:
         return f"a parameter of {title}'s own, outside of any layer"

@@ -8,18 +8,18 @@ from .base import (
     Shared,
     check_sizes,
     inherited_kind,
-    is_registered,
     kind_of,
     register_layer,
 )
 from .embedding import EmbeddingLayer
-from .linear import LinearLayer
+from .linear import Conv1DLayer, LinearLayer
 from .parameters import NORMS, SCALES, Declared, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
     "NORMS",
     "SCALES",
+    "Conv1DLayer",
     "Declared",
     "EmbeddingLayer",
     "Layer",
@@ -33,7 +33,6 @@ __all__ = [
     "check_sizes",
     "declared",
     "inherited_kind",
-    "is_registered",
     "kind_of",
     "register_layer",
 ]
