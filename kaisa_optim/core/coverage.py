@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from ..capture.hooks import refuse_data_parallel
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
 from ..layers import NORMS, Layer, check_sizes, declared, inherited_kind, kind_of
@@ -82,9 +83,9 @@ def _count(number: int) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module from inside DDP, DataParallel and torch.compile."""
+    """Return the user's own module from inside DDP and torch.compile."""
     while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             inner: object = model.module
         else:
             inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
@@ -215,8 +216,10 @@ def beside_matrices(model: nn.Module) -> set[Tensor]:
     return {p for module in modules for p in module._parameters.values() if p is not None}
 
 
-def refuse_flattened(model: nn.Module) -> None:
-    """Refuse a model inside FullyShardedDataParallel; ``model`` is the wrapped one."""
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse FullyShardedDataParallel and DataParallel around a model or within it."""
+    for module in model.modules():
+        refuse_data_parallel(module)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         why = (
             "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
