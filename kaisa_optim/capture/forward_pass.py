@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,40 +111,8 @@ def _positions(tensor: Tensor) -> int:
     return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
 
 
-class _Entered(NamedTuple):
-    """A pass or mode that a call of a module began, and torch's frame of that call."""
-
-    what: Any
-    frame: FrameType
-
-
-class _OfThread(threading.local):
-    """The calls that a thread is in: DataParallel runs its replicas in several threads."""
-
-    def __init__(self) -> None:
-        # Calls of the model; a model that calls itself has several. They share one pass, which
-        # begins with the outermost call that trains.
-        self.calls: list[_Entered] = []
-        self.modes: list[_Entered] = []  # function modes that run a module's forward
-
-
-def _frame_of_call() -> FrameType:
-    """Return the frame of torch's function that called a module's hook."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__") != "torch.nn.modules.module":
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: FrameType) -> bool:
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is frame
-
-
 def running_modules() -> Iterator[nn.Module]:
-    """Yield the modules of this thread whose calls run, from the innermost outwards."""
+    """Yield the modules whose calls run, from the innermost outwards."""
     return (call["self"] for call in _running_calls())
 
 
@@ -159,65 +127,45 @@ def _running_calls() -> Iterator[dict[str, Any]]:
 
 
 class ForwardPasses:
-    """Finds the forward pass of a layer's call, although calls nest and replicas have threads."""
+    """Finds the forward pass of a layer's call, although calls nest."""
 
     def __init__(self) -> None:
         self.paused = 0
-        self._local = _OfThread()
+        # The passes of the calls of the model that run; a model that calls itself has several.
+        # They share one pass, which begins with the outermost call that trains.
+        self.calls: list[ForwardPass | None] = []
+        # The function modes that run modules' forwards, the innermost last; None: no mode.
+        self.modes: list[Any] = []
         self._recent: deque[ForwardPass] = deque(maxlen=1024)
         self._loose: ForwardPass | None = None
-        self._left_open: list[ForwardPass] = []  # passes that their own thread has yet to end
+        self._loose_is_over = False
         self._recomputed: tuple[int, ForwardPass] | None = None
-
-    @property
-    def inside(self) -> bool:
-        """True while this thread is in a call of the model."""
-        return bool(self._local.calls)
-
-    def enter(self, mode: Any) -> None:
-        """Note that a module runs under this function mode, or under none."""
-        self._local.modes.append(_Entered(mode, _frame_of_call()))
-
-    @property
-    def modes(self) -> list[Any]:
-        """The modes that run this thread's modules, the innermost last."""
-        return [entered.what for entered in self._local.modes if entered.what is not None]
-
-    def leave(self) -> Any:
-        """Return the mode of the module whose call is over."""
-        modes = self._local.modes
-        return modes.pop().what if modes else None
 
     def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
         """Note a call of the model; it begins a pass if no pass runs and the call ``counts``."""
-        self.break_off()
-        calls = self._local.calls
-        forward_pass = calls[-1].what if calls else None
+        forward_pass = self.calls[-1] if self.calls else None
         if forward_pass is None and counts:
             self.close_loose()
             batch = _batch(args, kwargs)
             forward_pass = self._remember(ForwardPass(batch, paused=self.paused > 0))
-        calls.append(_Entered(forward_pass, _frame_of_call()))
+        self.calls.append(forward_pass)
 
     def ends(self) -> None:
         """Note that a call of the model is over."""
-        calls = self._local.calls
-        forward_pass = calls.pop().what if calls else None
-        if forward_pass is not None and all(call.what is not forward_pass for call in calls):
+        forward_pass = self.calls.pop() if self.calls else None
+        if forward_pass is not None and forward_pass not in self.calls:
             forward_pass.end = _sequence_nr()
 
     def break_off(self) -> None:
         """Leave calls that were interrupted, as by Ctrl-C, after which torch runs no hook."""
-        calls, modes = self._local.calls, self._local.modes
-        while calls and not _is_running(calls[-1].frame):
-            calls.pop()
-        while modes and not _is_running(modes[-1].frame):
-            mode = modes[-1].what
+        self.calls.clear()
+        while self.modes:
+            mode = self.modes[-1]
             if mode is not None:
                 if mode is not _get_current_function_mode():
                     break  # another mode is above this one, and has to end first
                 mode.__exit__(None, None, None)
-            modes.pop()
+            self.modes.pop()
 
     def _remember(self, forward_pass: ForwardPass) -> ForwardPass:
         self._recent.append(forward_pass)
@@ -225,8 +173,7 @@ class ForwardPasses:
 
     def current(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass that a call of a layer belongs to."""
-        calls = self._local.calls
-        forward_pass = (calls[-1].what if calls else None) or self.again()
+        forward_pass = (self.calls[-1] if self.calls else None) or self.again()
         if forward_pass is None:
             forward_pass = self._loose_pass(layer, x)
         if forward_pass.examples is None:
@@ -260,9 +207,10 @@ class ForwardPasses:
             if self._recomputed is None or self._recomputed[0] != task:
                 self._recomputed = task, self._begin_loose(layer, x)
             return self._recomputed[1]
-        if self._loose is None or self._loose.first is layer:
+        if self._loose is None or self._loose_is_over or self._loose.first is layer:
             self.close_loose()
             self._loose = self._remember(self._begin_loose(layer, x))
+            self._loose_is_over = False
         return self._loose
 
     def _begin_loose(self, layer: Layer, x: Tensor) -> ForwardPass:
@@ -272,19 +220,11 @@ class ForwardPasses:
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
-        if self._loose is None and not self._left_open:
-            return
+        self._loose_is_over = True
         # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
-        if self._loose is not None:
-            self._left_open.append(self._loose)
+        if self._loose is not None and self._loose.thread == threading.get_ident():
+            self._loose.end = _sequence_nr()
             self._loose = None
-        here = threading.get_ident()
-        for forward_pass in self._left_open:
-            if forward_pass.thread == here:
-                forward_pass.end = _sequence_nr()
-        self._left_open = [
-            forward_pass for forward_pass in self._left_open if forward_pass.thread != here
-        ]
 
 
 def graph_task() -> int | None:

@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import is_sharded, waiting_gradients
+from ..errors import invalid_because
 from ..layers import Layer, Moments, PassSettings, Scope, Shared
 from ..layers.sampling import WHOLE, Sample
 from ..layers.saving import top_hooks
@@ -135,6 +136,16 @@ class _OutputHook(_Hook):
         return self.function(capture, layer, *args)
 
 
+def refuse_data_parallel(module: nn.Module) -> None:
+    """Refuse nn.DataParallel, and the copies of a model that it makes."""
+    if isinstance(module, nn.DataParallel) or getattr(module, "_is_replica", False):
+        why = (
+            "nn.DataParallel runs copies of the model in threads, which K-FAC does not read; use "
+            "DistributedDataParallel, with one process for each device"
+        )
+        raise invalid_because("model", why)
+
+
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -184,7 +195,8 @@ class Capture:
         self.witness = Witness(layers, self.errors)
         self._passes = ForwardPasses()
         self._inputs = Inputs()
-        self._lock = threading.Lock()  # backward passes of replicas run in several threads, too
+        # Autograd runs the backward pass of each GPU in a thread of its own.
+        self._lock = threading.Lock()
         sharded = any(is_sharded(layer.weight) for layer in layers)
         self._waiting = waiting_gradients(model) if sharded else {}
         self.shared = Shared()
@@ -233,6 +245,7 @@ class Capture:
         ]
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_data_parallel(module)
         counts = torch.is_grad_enabled() and not is_transformed()
         self._passes.starts(args, kwargs, counts=counts)
         self._missed = any([any(layer.covers_now()) for layer in self.missing])
@@ -316,7 +329,7 @@ class Capture:
 
         In a call of the model it is as it was when the call began: frozen layers may be many.
         """
-        if self.missing and self._passes.inside:
+        if self.missing and self._passes.calls:
             return self._missed
         return any([any(layer.covers_now()) for layer in self.missing])
 
@@ -352,7 +365,7 @@ class Capture:
     def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
-        if module is layer.module and is_substituted(module, layer):
+        if is_substituted(module, layer):
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -375,7 +388,7 @@ class Capture:
             mode = layers[0].interceptor(layers, self._tap)
             assert mode is not None
             mode.__enter__()
-        self._passes.enter(mode)
+        self._passes.modes.append(mode)
 
     def _watch_calls(self, module: nn.Module, args: Any) -> None:
         """Run a module's forward under a mode that finds uses, if the pass gathers.
@@ -392,7 +405,7 @@ class Capture:
         self.uses.watch(scope)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = self._passes.leave()
+        mode = self._passes.modes.pop() if self._passes.modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
@@ -422,8 +435,7 @@ class Capture:
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample)
-                with self._lock:
-                    whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
+                whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
             order = layer.sequence_first(x)
             if order is not None and forward_pass.examples == order[0] != order[1]:
                 # K counts positions as examples. A model may take examples first and transpose

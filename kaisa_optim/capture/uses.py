@@ -34,13 +34,13 @@ class Uses:
         return Scope(self.sought, tap_for_mode(tap), self._note)
 
     def watch(self, scope: Scope | None) -> None:
-        """Run the module whose call begins under this thread's mode, if the module is watched."""
+        """Run the module whose call begins under the mode, if the module is watched."""
         mode: WatchMode | None = None
         if scope is not None:
             mode = next((m for m in self._passes.modes if isinstance(m, WatchMode)), None)
             mode = mode or WatchMode(self)
             mode.begin(scope)
-        self._passes.enter(mode)
+        self._passes.modes.append(mode)
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from ..capture.hooks import refuse_data_parallel
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
-from ..layers import Layer, check_sizes, declared, inherited_kind, is_registered, kind_of
+from ..layers import Layer, check_sizes, declared, inherited_kind, kind_of
 from ..plan.facts import widest
 from .ties import Candidates, tie
 
@@ -81,9 +82,9 @@ def _count(number: int) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module from inside DDP, DataParallel and torch.compile."""
+    """Return the user's own module from inside DDP and torch.compile."""
     while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             inner: object = model.module
         else:
             inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
@@ -207,8 +208,10 @@ def _train(
         found.layers[layer.name] = layer
 
 
-def refuse_flattened(model: nn.Module) -> None:
-    """Refuse a model inside FullyShardedDataParallel; ``model`` is the wrapped one."""
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse FullyShardedDataParallel and DataParallel around a model or within it."""
+    for module in model.modules():
+        refuse_data_parallel(module)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         why = (
             "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
@@ -310,7 +313,7 @@ class Homes:
 
 def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
     title = type(module).__name__
-    if kind is None and is_registered(module):
+    if kind is None and inherited_kind(module) is not None:
         return f"{title} overrides a covered forward"
     if kind is None and next(module.children(), None) is not None:
         return f"a parameter of {title}'s own, outside of any layer"

@@ -133,7 +133,7 @@ class Registry:
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
         options, model = self._options, coverage.unwrapped(self.model)
-        coverage.refuse_flattened(self.model)
+        coverage.refuse_wrappers(self.model)
         coverage.check_trained(model, self.parameters)
         found = coverage.cover(
             model,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, MutableMapping
 
 from torch import Tensor
 
-from ..layers import SCALES, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
+from ..layers import SCALES, Conv1DLayer, EmbeddingLayer, Layer, LinearLayer, MatrixLayer
 
-_MATRICES = EmbeddingLayer, LinearLayer, MatrixLayer
+_MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer
 
 Candidates = list[tuple[Layer, list[Tensor]]]  # a layer, and its module's trained parameters
 

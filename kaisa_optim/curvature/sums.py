@@ -113,7 +113,7 @@ class FactorSums:
         sums.drawn |= drawn
         sums.trained |= not drawn
         device = device_of(layer)
-        if moments.g.device != device:  # DataParallel's replicas gather on other devices
+        if moments.g.device != device:  # a weight that is offloaded lies elsewhere
             unit = None if moments.unit is None else moments.unit.to(device)
             moments = moments._replace(a=moments.a.to(device), g=moments.g.to(device), unit=unit)
         if self.loss_scale is not None and not drawn:

@@ -8,17 +8,17 @@ from .base import (
     Shared,
     check_sizes,
     inherited_kind,
-    is_registered,
     kind_of,
     register_layer,
 )
 from .embedding import EmbeddingLayer
-from .linear import LinearLayer
+from .linear import Conv1DLayer, LinearLayer
 from .parameters import SCALES, Declared, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
     "SCALES",
+    "Conv1DLayer",
     "Declared",
     "EmbeddingLayer",
     "Layer",
@@ -32,7 +32,6 @@ __all__ = [
     "check_sizes",
     "declared",
     "inherited_kind",
-    "is_registered",
     "kind_of",
     "register_layer",
 ]

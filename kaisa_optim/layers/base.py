@@ -432,7 +432,8 @@ def _overrides(kind: type[Layer], name: str) -> bool:
     return inspect.getattr_static(kind, name) is not inspect.getattr_static(Layer, name)
 
 
-_KINDS: dict[type[nn.Module], type[Layer]] = {}
+# By module class, or by the name of a class that only another library can import.
+_KINDS: dict[type[nn.Module] | str, type[Layer]] = {}
 K = TypeVar("K", bound=type[Layer])
 
 
@@ -498,20 +499,19 @@ def check_sizes(layer: Layer) -> None:
 def kind_of(module: nn.Module) -> type[Layer] | None:
     """Return a module's registered kind, or ``None``; no kind covers an overridden forward."""
     for cls in type(module).__mro__:
-        kind = _KINDS.get(cls)
+        kind = _registered(cls)
         if kind is not None:
             return kind if _runs_as(module, cls) else None
     return None
 
 
-def is_registered(module: nn.Module) -> bool:
-    """Return whether the module's class or one that it inherits from has a kind."""
-    return inherited_kind(module) is not None
-
-
 def inherited_kind(module: nn.Module) -> type[Layer] | None:
     """Return the kind of the class that a module inherits from, whatever its forward does."""
-    return next((_KINDS[cls] for cls in type(module).__mro__ if cls in _KINDS), None)
+    return next(filter(None, map(_registered, type(module).__mro__)), None)
+
+
+def _registered(cls: type) -> type[Layer] | None:
+    return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__name__}")
 
 
 def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:

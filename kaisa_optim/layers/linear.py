@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from .base import Layer, RowsOfModule, register_layer
+from .base import _KINDS, Layer, RowsOfModule, register_layer
 
 
 def as_sequences(tensor: Tensor) -> Tensor:
@@ -48,3 +48,22 @@ class LinearLayer(SequenceRows, Layer):
     def input_rows_key(self) -> Hashable:
         same = type(self).input_rows is LinearLayer.input_rows
         return LinearLayer if same else None
+
+
+class Conv1DLayer(LinearLayer):
+    """GPT-2's linear layer, whose weight is stored ``[inputs, outputs]``."""
+
+    in_papers = False
+    input_dim = 0
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        Layer.__init__(self, name, module)
+        assert self.weight is not None
+        inputs, self.outputs = self.weight.shape
+        self.in_shape = (inputs,)
+
+    def weight_view(self, tensor: Tensor) -> Tensor:
+        return tensor.mT[None]
+
+
+_KINDS["transformers.pytorch_utils.Conv1D"] = Conv1DLayer

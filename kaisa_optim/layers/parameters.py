@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .base import Layer
 from .linear import SequenceRows
-from .product import Product, product_of
 
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
@@ -37,42 +36,29 @@ SCALES = "scales or shifts entries: the base optimizer steps it"
 class MatrixLayer(SequenceRows, Layer):
     """A matrix, or a stack of them such as experts', that multiplies rows.
 
-    Its use is watched in the forward of the modules that hold it. ``transposed`` stores
-    ``[inputs, outputs]``. A bias belongs to the layer if a product adds it.
+    Its use is watched in the forward of the modules that hold it.
     """
 
     reads_dense_only = True
     watchable = True
     by_use = True
+    input_dim = 1
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None = None,
-        *,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__(name, module)
-        self.weight, self.bias = weight, bias
-        own = module._parameters.items()
-        weights, biases = ([name for name, p in own if p is x] for x in (weight, bias))
-        self.names = weights[0], (biases or [""])[0]
+    def __init__(self, path: str, module: nn.Module, name: str) -> None:
+        super().__init__(path, module)
+        weight = module._parameters[name]
+        assert weight is not None
+        self.weight, self.bias, self.names = weight, None, (name, "")
         self.watched_in = (module,)
-        self.transposed = transposed
-        self.input_dim = 0 if transposed else 1
         self.blocks = weight.shape[0] if weight.dim() == 3 else 1
-        outputs, inputs = weight.shape[-2:][::-1] if transposed else weight.shape[-2:]
-        self.in_shape, self.outputs = (inputs,), outputs
+        self.in_shape, self.outputs = (weight.shape[-1],), weight.shape[-2]
 
     @property
     def sections(self) -> int:
         return self.blocks
 
     def weight_view(self, tensor: Tensor) -> Tensor:
-        matrices = tensor if tensor.dim() == 3 else tensor[None]
-        return matrices.mT if self.transposed else matrices
+        return tensor if tensor.dim() == 3 else tensor[None]
 
 
 class Declared(NamedTuple):
@@ -90,26 +76,16 @@ def declared(name: str, module: nn.Module) -> Declared:
         if isinstance(module, cls):
             reason = f"no layer kind is registered for {title}: {why}"
             return Declared([], dict.fromkeys(own.values(), reason))
-    prefix, found = f"{name}." if name else "", Declared([], {})
-    product = product_of(module)
-    if product is not None:
-        found.layers.append(_of_product(name, module, product))
-    inside = () if product is None else (product.weight, product.bias)
+    prefix, result = f"{name}." if name else "", Declared([], {})
     for own_name, p in own.items():
         why = _unshaped(p)
         if why:
-            found.reasons[p] = f"{title}: {why}"
-        elif any(p is other for other in inside):
-            continue
+            result.reasons[p] = f"{title}: {why}"
         elif p.dim() in (2, 3) and 1 not in p.shape[-2:] and not isinstance(module, NORMS):
-            found.layers.append(MatrixLayer(prefix + own_name, module, p))
+            result.layers.append(MatrixLayer(prefix + own_name, module, own_name))
         else:
-            found.reasons[p] = SCALES
-    return found
-
-
-def _of_product(name: str, module: nn.Module, product: Product) -> MatrixLayer:
-    return MatrixLayer(name, module, product.weight, product.bias, transposed=product.transposed)
+            result.reasons[p] = SCALES
+    return result
 
 
 def _unshaped(p: Tensor) -> str:

@@ -55,7 +55,7 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
     for layer in registry.active if rule.makes_directions else ():
         for p in layer.parameters:
             stepped.setdefault(p, []).append(layer.name)
-    everywhere, momenta = _state(optimizer, base, registry.excluded, stepped)
+    everywhere, momenta = _state(optimizer, base, stepped)
     case = Case(
         [*placements.facts.values()],
         sizes_of(rule, options),
@@ -78,7 +78,6 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
 def _state(
     optimizer: KFACMixin,
     part: bases.BaseStep,
-    excluded: dict[Tensor, str],
     stepped: dict[Tensor, list[str]],
 ) -> tuple[int, list[Momentum]]:
     """Return the bytes of the base's state on all ranks, and the momenta on some.
@@ -92,10 +91,8 @@ def _state(
         for p in group["params"]:
             twin = twin_of[p] = torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
             twin.grad = torch.empty_like(twin) if p.requires_grad else None
-        twins = [twin_of[p] for p in group["params"] if p not in excluded]
+        twins = [twin_of[p] for p in group["params"]]
         groups.append(_plain(group) | {"params": twins})
-        if apart := [twin_of[p] for p in group["params"] if p in excluded]:
-            groups.append(_plain(group) | {"params": apart, "use_muon": False})
     taken = inspect.signature(optimizer._base.__init__).parameters
     arguments = {n: v for n, v in _plain(optimizer.defaults).items() if n in taken}
     kind: Any = optimizer._base

@@ -433,14 +433,14 @@ def _check_no_wait() -> None:
         assert waits.taken() == []
 
 
-# ---- DataParallel's replicas on other devices ----
+# ---- calls on another device than the weight's ----
 
 
-def test_sums_of_a_replica_come_to_the_layers_device(elsewhere):
-    elsewhere(_check_replica)
+def test_sums_come_to_the_layers_device(elsewhere):
+    elsewhere(_check_moved)
 
 
-def _check_replica() -> None:
+def _check_moved() -> None:
     from tests.support import accelerator
 
     weights = []

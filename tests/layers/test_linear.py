@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
 from tests.layers.cases import Case, build, check, each, freeze, loss_of, normal
 from tests.support import reference as ref
-from tests.support.watch import PAPERS
+from tests.support.watch import PAPERS, assert_close, exact, seeded, taken
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -58,3 +59,26 @@ def test_a_sum_has_one_term():
     loss_of(net(x)).backward()
     opt.step()
     ref.assert_close(opt.preconditioner.factors("layer")[1], ref.factors(g, g, 1.0)[1])
+
+
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_linear_layer_of_gpt2_is_a_linear_layer(width, reentrant):
+    """Its weight is stored the other way round."""
+    library = pytest.importorskip("transformers.pytorch_utils")
+
+    def run(body: nn.Module) -> dict[str, Tensor]:
+        net = nn.Sequential(body, nn.Tanh(), seeded(lambda: nn.Linear(width, 2)))
+        opt = exact(net)
+        assert list(opt.preconditioner.layers) == ["0", "2"]
+        x = normal(6, 4).requires_grad_()
+        hidden = net[0](x) if reentrant is None else checkpoint(net[0], x, use_reentrant=reentrant)
+        loss_of(net[1:](hidden)).backward()
+        return taken(opt, net)
+
+    linear = seeded(lambda: nn.Linear(4, width))
+    other = seeded(lambda: library.Conv1D(width, 4))
+    other.weight.data, other.bias.data = linear.weight.data.T.clone(), linear.bias.data.clone()
+    expected, found = run(linear), run(other)
+    assert_close(found["0.weight"].T, expected["0.weight"], 1e-9)
+    assert_close(found["0.bias"], expected["0.bias"], 1e-9)
