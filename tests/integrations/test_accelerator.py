@@ -200,7 +200,7 @@ def _halves(model: nn.Module) -> list[tuple[int, list[Tensor]]]:
 # What depends on the kinds of the layers runs on both networks.
 OF_KINDS = ["SGD", "Adam", "inverse, often", "papers"]
 OF_KINDS += ["half of the rows", "reduced", "diagonal", "halves"]
-OF_IMAGES = ["Adam, often", "LAMB, lr a tensor", "full", "grafted", "lr a tensor, clipped by it"]
+OF_IMAGES = ["Adam, often", "LAMB, lr a tensor", "full", "lr a tensor, clipped by it"]
 OF_TOKENS = [name for name in CASES if name not in {*OF_KINDS, *OF_IMAGES}]
 ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 
