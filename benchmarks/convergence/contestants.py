@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
-from kaisa_optim.linalg.products import multiplies_in_half
+from kaisa_optim.linalg.precision import multiplies_in_half
 
 FEW = 1 << 18  # numbers of all matrices, up to which ours is the faster Muon on CPUs
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACMuon, Muon
-from kaisa_optim.linalg.products import multiplies_in_half
+from kaisa_optim.linalg.precision import multiplies_in_half
 
 from .tasks import DEFAULT, LONG, OFTEN, Task
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .products import Products, added, product, products_for
-
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
 # bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
@@ -79,32 +77,27 @@ def _towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool)
     """
     _, rows, columns = wide.shape
     x = wide.bfloat16() if in_half else wide
-    multiply, add = products_for(x, rows * rows * max(rows, columns))
     if not in_half and columns > _LONG * rows:
         for start in range(0, len(polynomials), _IN_A_ROW):
             some = polynomials[start : start + _IN_A_ROW]
-            gram = multiply(wide, wide.mT)
-            wide = multiply(orthogonalizer(gram, some, (multiply, add)), wide)
+            wide = torch.bmm(orthogonalizer(torch.bmm(wide, wide.mT), some), wide)
         return wide
     for a, b, c in polynomials:
-        gram = multiply(x, x.mT)
-        polynomial = add(gram, gram, gram, beta=b, alpha=c)
-        x = add(x, polynomial, x, beta=a, alpha=1)
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a, alpha=1)
     return x.to(wide.dtype)
 
 
-def orthogonalizer(
-    gram: Tensor, polynomials: Sequence[Polynomial], by: Products = (product, added)
-) -> Tensor:
+def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
-    multiply, add = by
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
-        factor = add(gram, gram, gram, beta=b, alpha=c)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        whole = factor if whole is None else multiply(whole, factor)
+        whole = factor if whole is None else torch.bmm(whole, factor)
         if left:
-            gram = multiply(factor, multiply(gram, factor))
+            gram = torch.bmm(factor, torch.bmm(gram, factor))
     assert whole is not None
     return whole
 

@@ -20,7 +20,7 @@ from ..comm import sharding
 from ..core.muon_groups import muon_step, takes_muon
 from ..core.options import Group
 from ..errors import invalid, invalid_because
-from ..linalg import orthogonal, precision, products
+from ..linalg import orthogonal, precision
 from .lamb import math_dtype, rate_for
 
 Coefficients = tuple[float, float, float]
@@ -168,7 +168,7 @@ class Muon(Optimizer):
                 ahead = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
             whole = [sharding.whole(x) for x in ahead]
             stacked = torch.stack([x.flatten(1) for x in whole])
-            fast = products.multiplies_in_half(torch.bfloat16, stacked)
+            fast = precision.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not orthogonal.narrow(stacked)
             with precision.full_precision(device.type), precision.without_autocast(device.type):
                 found = orthogonal.muon_step(stacked, muon_step(group), in_half).to(dtype)
