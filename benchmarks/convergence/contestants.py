@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from benchmarks.muon import Muon
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
-from kaisa_optim.linalg.products import multiplies_in_half
+from kaisa_optim.linalg.precision import multiplies_in_half
 
 FEW = 1 << 18  # numbers of all matrices, up to which ours is the faster Muon on CPUs
 

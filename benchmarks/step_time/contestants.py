@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.muon import Muon
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
-from kaisa_optim.linalg.products import multiplies_in_half
+from kaisa_optim.linalg.precision import multiplies_in_half
 
 from .tasks import DEFAULT, LONG, OFTEN, Task
 

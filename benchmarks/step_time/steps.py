@@ -183,7 +183,7 @@ def preconditioning(trainer: Trainer) -> int:
     trainer.forward_and_backward()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")
-        # The counter does not see oneDNN's products.
+        # Alike on all CPUs: where bfloat16 is fast, other products are taken.
         with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
             for optimizer in trainer.optimizers:
                 optimizer.step()

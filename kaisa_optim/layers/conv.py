@@ -13,9 +13,7 @@ from torch.nn import grad as of_weights
 
 from ..linalg.moments import (
     bordered,
-    moment_of_images,
     second_moment,
-    sums_images,
     symmetric,
     takes_halves,
 )
@@ -70,23 +68,6 @@ class _Spatial(Layer):
         columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
         # Copy channel by channel, as memory has them: this is fast, and suits the product.
         return (columns if rows_first else columns.contiguous()).permute(0, 2, 3, 1)
-
-    def _output_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, int, int]:
-        own_rows = type(self).output_rows is _Spatial.output_rows  # and not a subclass's
-        if own_rows and not reduce and not diagonal and grad.dtype == dtype:
-            images = self._batched(grad).unflatten(1, (self.blocks, self.outputs))
-            if sums_images(images):
-                images = images.flatten(3)
-                return moment_of_images(images), len(images), images.shape[3]
-        return super()._output_moment(x, grad, reduce=reduce, diagonal=diagonal, dtype=dtype)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
@@ -314,13 +295,14 @@ class ConvTransposeLayer(_Spatial):
         x, ones = rounded(x.to(dtype)), (1,) * self.dims
         patches = windows(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
         moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape, dtype=dtype)
-        sides = module.kernel_size, module.stride, module.dilation, module.padding
         for phase in itertools.product(*map(range, module.stride)):
             taps, positions = [], []
-            for q, k, s, d, p in zip(phase, *sides, strict=True):
-                met = [t for t in range(k) if (q + p - d * (k - 1 - t)) % s == 0]
+            for i, first in enumerate(phase):
+                k, s, d = module.kernel_size[i], module.stride[i], module.dilation[i]
+                start = first + int(module.padding[i]) - d * (k - 1)
+                met = [t for t in range(k) if (start + d * t) % s == 0]
                 taps.append(slice(met[0], None, s // math.gcd(s, d)) if met else slice(0))
-                positions.append(slice(q, None, s))
+                positions.append(slice(first, None, s))
             seen = patches[(_ALL, _ALL, *positions, *taps)]
             part = second_moment(_rows(seen, self.blocks).flatten(1, 2), dtype, diagonal=False)
             shape = self.in_shape[0], *seen.shape[2 + self.dims :]

@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .products import between, products_for
-
 
 def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
     """Return the trace over the dimension, ``[k]``."""
@@ -52,21 +50,38 @@ def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) 
     return (values_g.unsqueeze(2) * values_a.unsqueeze(1)).add_(damping)
 
 
+def _between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
+    """Return L M R, ``[k, g, a]``; a side that is ``None`` stands for the identity.
+
+    Sides in half precision are multiplied with M rounded to it; the result has M's dtype.
+    """
+    side = right if left is None else left
+    if side is not None and side.dtype != middle.dtype:
+        return _between(left, middle.to(side.dtype), right).to(middle.dtype)
+    if left is not None and right is not None:
+        g, a = middle.shape[1:]
+        rows, columns = left.shape[1], right.shape[2]
+        if g * columns * (a + rows) < rows * a * (g + columns):  # less work with M R first
+            return torch.bmm(left, torch.bmm(middle, right))
+    product = middle if left is None else torch.bmm(left, middle)
+    return product if right is None else torch.bmm(product, right)
+
+
 def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Return Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
-    return between(None if vectors_g is None else vectors_g.mT, gradient, vectors_a)
+    return _between(None if vectors_g is None else vectors_g.mT, gradient, vectors_a)
 
 
 def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
     """Return Q_G ∇ Q_Aᵀ."""
-    return between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
+    return _between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
 
 
 def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
     """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
     g = inverse_g if inverse_g.dim() == 3 else None
     a = inverse_a if inverse_a.dim() == 3 else None
-    out = between(g, gradient, None if a is None else a.mT)
+    out = _between(g, gradient, None if a is None else a.mT)
     if g is None:
         out = inverse_g[:, :, None] * out
     return out if a is not None else out * inverse_a[:, None, :]
@@ -77,13 +92,12 @@ def softened(directions: Tensor, root_g: Tensor, root_a: Tensor, kept: float) ->
 
     Directions in half precision are multiplied in it.
     """
-    g, a = directions.shape[1:]
-    shares = {"beta": kept, "alpha": 1 - kept}
-    _, add = products_for(directions, g * a * max(g, a))
     if root_g.dim() == 2:
         found = directions * root_g.mul(1 - kept).add_(kept)[:, :, None]
     else:
-        found = add(directions, root_g.to(directions.dtype), directions, **shares)
+        found = torch.baddbmm(
+            directions, root_g.to(directions.dtype), directions, beta=kept, alpha=1 - kept
+        )
     if root_a.dim() == 2:
         return found * root_a.mul(1 - kept).add_(kept)[:, None, :]
-    return add(found, found, root_a.to(found.dtype), **shares)
+    return torch.baddbmm(found, found, root_a.to(found.dtype), beta=kept, alpha=1 - kept)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .products import Products, added, product, products_for
-
 Polynomial = tuple[float, float, float]  # in a singular value s, a s + b s³ + c s⁵
 # The largest singular value begins at or below this. Beyond 1 the polynomials soon leave all
 # bounds, and bfloat16's rounding would take a matrix of rank one beyond 1.
@@ -78,28 +76,24 @@ def towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) 
     """
     _, rows, columns = wide.shape
     x = wide.bfloat16() if in_half else wide
-    multiply, add = products_for(x, rows * rows * max(rows, columns))
     if not in_half and columns > _LONG * rows:
-        gram = multiply(wide, wide.mT)
-        return multiply(orthogonalizer(gram, polynomials, (multiply, add)), wide)
+        gram = torch.bmm(wide, wide.mT)
+        return torch.bmm(orthogonalizer(gram, polynomials), wide)
     for a, b, c in polynomials:
-        gram = multiply(x, x.mT)
-        polynomial = add(gram, gram, gram, beta=b, alpha=c)
-        x = add(x, polynomial, x, beta=a, alpha=1)
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a, alpha=1)
     return x.to(wide.dtype)
 
 
-def orthogonalizer(
-    gram: Tensor, polynomials: Sequence[Polynomial], by: Products = (product, added)
-) -> Tensor:
+def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     """Return Q from X Xᵀ: Q X is X after these polynomials, one after the other."""
-    multiply, add = by
     whole: Tensor | None = None
     for left, (a, b, c) in zip(reversed(range(len(polynomials))), polynomials, strict=True):
-        factor = add(gram, gram, gram, beta=b, alpha=c)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        whole = factor if whole is None else multiply(whole, factor)
+        whole = factor if whole is None else torch.bmm(whole, factor)
         if left:
-            gram = multiply(factor, multiply(gram, factor))
+            gram = torch.bmm(factor, torch.bmm(gram, factor))
     assert whole is not None
     return whole

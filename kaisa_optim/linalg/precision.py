@@ -226,3 +226,24 @@ def _set(backend: Any, value: str) -> None:
     backend.fp32_precision = "none"
     if backend.fp32_precision != value:
         backend.fp32_precision = value
+
+
+def multiplies_in_half(dtype: torch.dtype, like: Tensor) -> bool:
+    """Return whether float32 matrices are multiplied with matrices of ``dtype`` in that dtype.
+
+    They are for bfloat16, on devices with instructions for bfloat16: other devices would take
+    longer. Float16 has too few exponents for preconditioned gradients.
+    """
+    if dtype != torch.bfloat16 or like.dtype != torch.float32:
+        return False
+    off = like.device.type == "cpu" and not torch._C._get_mkldnn_enabled()
+    return not off and _multiplies_brain_floats(like.device)
+
+
+@functools.cache
+def _multiplies_brain_floats(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(has())

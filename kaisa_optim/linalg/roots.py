@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .kronecker import least, mean_eigenvalue
 from .orthogonal import Polynomial, orthogonalizer
-from .products import product
 
 # One after the other, these take all singular values from 1.5e-4 to 1 to within 5e-6 of 1. The
 # first polynomial multiplies small values by 4, and takes no value above 0.1 to less than 0.1.
@@ -71,10 +70,10 @@ def _residual(lower: Tensor, roots: Tensor) -> Tensor:
     root of the condition number of F̂. S L is nearly orthogonal. S F̂ would be rounded far more, by
     the condition number of F̂.
     """
-    turn = product(roots, lower)
-    rest = product(turn, turn.mT)
+    turn = torch.bmm(roots, lower)
+    rest = torch.bmm(turn, turn.mT)
     rest.diagonal(dim1=1, dim2=2).sub_(1)
-    return product(rest, rest.mT).flatten(1).norm(dim=1).sqrt()
+    return torch.bmm(rest, rest.mT).flatten(1).norm(dim=1).sqrt()
 
 
 def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
@@ -136,14 +135,14 @@ def _triangle(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 def _polar(lower: Tensor) -> Tensor:
     """Return the polar factor of L."""
     # The spectral norm of L Lᵀ is at most each of these norms.
-    gram = product(lower, lower.mT)
+    gram = torch.bmm(lower, lower.mT)
     bound = torch.minimum(gram.flatten(1).norm(dim=1), gram.abs().sum(2).amax(1))
     scale = (_BELOW_ONE * bound.rsqrt())[:, None, None]
     polar, gram = lower * scale, gram.mul_(scale.square())
     for left, polynomial in zip(reversed(range(len(_POLYNOMIALS))), _POLYNOMIALS, strict=True):
-        polar = product(orthogonalizer(gram, [polynomial]), polar)
+        polar = torch.bmm(orthogonalizer(gram, [polynomial]), polar)
         if left:
-            gram = product(polar, polar.mT)
+            gram = torch.bmm(polar, polar.mT)
     return polar
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import invalid, invalid_because
-from ..linalg import eigen, kronecker, products, roots
+from ..linalg import eigen, kronecker, roots
 from ..optim.family import KFACAdam
 from . import hardware
 from .hardware import Hardware
@@ -65,7 +65,7 @@ def operations(device: str) -> dict[str, Callable[[Tensor], Any]]:
         return stack.new_full((len(stack),), _DAMPING)
 
     found: dict[str, Callable[[Tensor], Any]] = {
-        "products": lambda x: products.product(x, x),
+        "products": lambda x: torch.bmm(x, x),
         "roots": lambda x: roots.inverse_root(x, damping(x), diagonal=False),
         "eigenvectors": eigen.eigendecompose,
         "inverses": lambda x: kronecker.damped_inverse(x, damping(x)),

@@ -19,7 +19,7 @@ from benchmarks.convergence import contest, search, seconds
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.muon import Muon
-from kaisa_optim.linalg import products
+from kaisa_optim.linalg import precision
 
 
 def line(steps: int = 40) -> Task:
@@ -479,7 +479,7 @@ def test_our_muon_is_torchs():
 @with_muon
 @pytest.mark.parametrize(("width", "units"), [(512, True), (512, False), (511, True)])
 def test_muon_is_the_faster_of_torchs_and_ours(width, units, monkeypatch):
-    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: units)
+    monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device: units)
     (muon,) = CONTESTANTS["Muon"].build(
         nn.Sequential(nn.Linear(width, 512, bias=False)), {"lr": 0.1, "momentum": 0.9}, {}
     )

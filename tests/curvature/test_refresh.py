@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, products, roots
+from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
@@ -143,26 +143,26 @@ def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype
     """On devices with instructions for it; elsewhere, and in float16, matrices are only stored."""
     moved = []
     for has in (False, True):
-        monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device, has=has: has)
+        monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device, has=has: has)
         moved.append(one_step(method, inv_dtype=dtype)[1])
     rounded = norm_of_difference(moved[1], moved[0])
     assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
 
 
 def test_cpus_multiply_in_bfloat16_where_they_say_so():
-    products._multiplies_brain_floats.cache_clear()
+    precision._multiplies_brain_floats.cache_clear()
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     has = "avx512_bf16" in flags and torch.backends.mkldnn.is_available()
     like = torch.ones(2, 2)
-    assert products.multiplies_in_half(torch.bfloat16, like) == has
-    assert not products.multiplies_in_half(torch.float16, like)
+    assert precision.multiplies_in_half(torch.bfloat16, like) == has
+    assert not precision.multiplies_in_half(torch.float16, like)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not products.multiplies_in_half(torch.bfloat16, like)
+        assert not precision.multiplies_in_half(torch.bfloat16, like)
 
 
 @pytest.mark.parametrize("has", [True, False])
 def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypatch):
-    products._multiplies_brain_floats.cache_clear()
+    precision._multiplies_brain_floats.cache_clear()
     asked = []
 
     def supported(*, including_emulation: bool) -> bool:
@@ -171,16 +171,16 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    assert products._multiplies_brain_floats(torch.device("cuda", 1)) == has
+    assert precision._multiplies_brain_floats(torch.device("cuda", 1)) == has
     assert asked == [False]
-    products._multiplies_brain_floats.cache_clear()
+    precision._multiplies_brain_floats.cache_clear()
 
 
 def drifted(options: dict[str, Any], able: int) -> float:
     """How far this rank's weights are from rank 0's, where so many of the ranks can."""
     model = network(dtype=torch.float32)
     with mock.patch.object(
-        products, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
+        precision, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
     ):
         opt = KFACSGD(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
         train(model, opt, range(8))  # all ranks have the same batches
@@ -210,7 +210,7 @@ def drifted_after_a_move(before: int, after: int) -> float:
     opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
     for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
         has = mock.patch.object(
-            products, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
+            precision, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
         )
         with has:
             train(model, opt, steps)
@@ -255,13 +255,13 @@ def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
 
 
 def test_float64_gradients_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: True)
+    monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device: True)
     model = network(dtype=torch.float64)
     opt = KFACSGD(model, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
     before = values(model)
     train(model, opt, [0])
     taken = difference(before, model)
-    monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device: False)
+    monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device: False)
     again = network(dtype=torch.float64)
     opt = KFACSGD(again, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
     train(again, opt, [0])

@@ -23,8 +23,7 @@ from torch.utils import backend_registration
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import notes, stacks
-from kaisa_optim.layers import conv
-from kaisa_optim.linalg import products
+from kaisa_optim.linalg import precision
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -214,10 +213,7 @@ def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name):
 
 
 def _check_training(network: type[nn.Module], name: str) -> None:
-    # What a CPU multiplies image by image a device takes as rows: that is rounded otherwise, and
-    # Adam's directions in bases that any rounding turns would end elsewhere.
-    with mock.patch.object(conv, "sums_images", lambda images: False):
-        wanted, _ = train(network, CASES[name], 4, "cpu")
+    wanted, _ = train(network, CASES[name], 4, "cpu")
     got, found = train_there(network, CASES[name], 4)
     # Sums are split otherwise there, and directions in which factors are nearly alike turn by that.
     for key, value in wanted.items():
@@ -237,7 +233,7 @@ def test_products_in_bfloat16_are_taken_there_without_waiting(elsewhere, network
 
 
 def _check_halves(network: type[nn.Module], name: str) -> None:
-    with mock.patch.object(products, "_multiplies_brain_floats", lambda device: True):
+    with mock.patch.object(precision, "_multiplies_brain_floats", lambda device: True):
         wanted, _ = train(network, CASES[name], 5, "cpu", dtype=torch.float32)
         got, found = train_there(network, CASES[name], 5, dtype=torch.float32)
     for key, value in wanted.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim.layers import conv
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
-from kaisa_optim.linalg import moments
 from kaisa_optim.linalg.moments import second_moment
 
 
@@ -144,32 +142,6 @@ def test_what_was_set_to_a_list(name):
     assert torch.equal(said_by(layer, x, module(x).detach(), WAYS["all"]), expected)
 
 
-@pytest.fixture
-def products_by_parts(monkeypatch):
-    """From 192 columns on, however little there is to multiply."""
-    monkeypatch.setattr(moments, "_HALVED_MUCH", 0)
-
-
-@pytest.mark.parametrize("n", [191, 192, 257, 700])
-def test_half_of_a_wide_product_is_all_of_it(n, products_by_parts):
-    torch.manual_seed(0)
-    rows = torch.randn(2, 200, n, dtype=torch.float64)
-    moment = second_moment(rows, rows.dtype, diagonal=False)
-    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
-    quarter = -(-(n - 1) // 64) * 16
-    if n >= 192:  # one part is the other's copy
-        assert torch.equal(moment[:, quarter:, :quarter], moment[:, :quarter, quarter:].mT)
-
-
-@pytest.mark.parametrize("append_one", [False, True])
-@pytest.mark.parametrize("n", [191, 192, 259])  # under, at and unevenly over what goes by parts
-def test_wide_moments_by_parts_are_the_whole_product(n, append_one, products_by_parts):
-    rows = torch.randn(2, 80, n, dtype=torch.float64)
-    whole = F.pad(rows, (0, 1), value=1.0) if append_one else rows
-    moment = second_moment(rows, rows.dtype, diagonal=False, append_one=append_one)
-    torch.testing.assert_close(moment, whole.mT @ whole)
-
-
 @st.composite
 def transposed(draw):
     dims = draw(st.integers(1, 2))
@@ -225,58 +197,6 @@ def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, ker
     scale = expected.diagonal(dim1=1, dim2=2).sqrt()
     error = (moment - expected).abs() / (scale[:, :, None] * scale[:, None])
     assert error.max() < 1e-5
-
-
-GRADIENTS = {
-    "as torch leaves it": lambda g: g,
-    "channels last": lambda g: g.to(memory_format=torch.channels_last),
-    "some of the images": lambda g: torch.cat([g, g, g])[3:6],
-    "of one number": lambda g: torch.full_like(g, 0.5)[:1, :1, :1, :1].expand_as(g),
-    "an image without a batch": lambda g: g[0],
-}
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("lies", GRADIENTS)
-def test_a_gradients_moment_image_by_image_is_that_of_its_rows(lies, groups, monkeypatch):
-    module = nn.Conv2d(6, 12, 3, padding=1, groups=groups)
-    layer = ConvLayer("", module)
-    layer.trained = (True, True)
-    layer.cover(layer.trained)
-    torch.manual_seed(0)
-    grad = GRADIENTS[lies](torch.randn(3, 12, 8, 7, dtype=torch.float64))
-    ways = {"reduce": False, "diagonal": False, "dtype": torch.float64}
-    calls = []
-    by_images = conv.moment_of_images
-    monkeypatch.setattr(conv, "moment_of_images", lambda g: calls.append(g) or by_images(g))
-    moment, *counts = layer._output_moment(None, grad, **ways)
-    # Several groups that lie apart in each image would be copied.
-    assert len(calls) == (lies != "channels last" or groups == 1)
-    rows = layer.output_rows(None, grad)
-    assert counts == list(rows.shape[1:3])
-    rows = rows.flatten(1, 2)
-    torch.testing.assert_close(moment, rows.mT @ rows, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("shape", "slowly"),
-    [((12, 6, 7), False), ((192, 28, 28), False), ((12, 8, 7), True)],
-    ids=["few positions", "wide", "slow products"],
-)
-def test_where_a_gradients_rows_are_multiplied(shape, slowly, monkeypatch):
-    """Of few positions for each channel each image's product is large; that of wide rows is
-    halved; and oneDNN's, where torch's are slow, takes all rows at once."""
-    channels, *size = shape
-    layer = ConvLayer("", nn.Conv2d(1, channels, 3, padding=1))
-    layer.trained = (True, True)
-    layer.cover(layer.trained)
-    monkeypatch.setattr(conv, "moment_of_images", None)
-    monkeypatch.setattr(moments, "multiplies_slowly", lambda like: slowly)
-    torch.manual_seed(0)
-    grad = torch.randn(2, channels, *size, dtype=torch.float64)
-    moment, *_ = layer._output_moment(None, grad, reduce=False, diagonal=False, dtype=grad.dtype)
-    rows = grad.flatten(2).movedim(1, 2).flatten(0, 1)
-    torch.testing.assert_close(moment[0], rows.T @ rows)
 
 
 def test_a_subclass_with_rows_of_its_own_is_asked_for_them():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import PassSettings, kind_of
-from kaisa_optim.linalg import moments, products
+from kaisa_optim.linalg import moments
 
 HALVES = torch.bfloat16, torch.float16
 
@@ -60,14 +60,14 @@ def emulated(monkeypatch: Any) -> list[Any]:
 
 @pytest.mark.parametrize("append_one", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("count", "n"), [(700, 90), (900, 300), (1500, 300)])
+@pytest.mark.parametrize(("count", "n"), [(700, 90), (900, 300)])
 def test_a_device_that_multiplies_halves_into_float32(count, n, dtype, append_one, monkeypatch):
     asked = emulated(monkeypatch)
     x = rows(2, count, n, dtype=dtype)
     found = moments.second_moment(x, torch.float32, diagonal=False, append_one=append_one)
     wide = torch.cat([x.double(), torch.ones(2, count, append_one).double()], 2)
     assert off(found, wide.mT @ wide) < 1e-6
-    assert len(asked) == (4 if count == 1500 else 1)
+    assert len(asked) == 1
     asked.clear()
     moments.second_moment(x.double(), torch.float64, diagonal=False)
     moments.second_moment(x.float(), torch.float32, diagonal=False)
@@ -76,7 +76,7 @@ def test_a_device_that_multiplies_halves_into_float32(count, n, dtype, append_on
 
 
 def test_there_is_none_on_cpus():
-    assert not products._multiplies_into_float32(torch.bfloat16, torch.device("cpu"))
+    assert not moments._multiplies_into_float32(torch.bfloat16, torch.device("cpu"))
 
 
 # ---- layers ----

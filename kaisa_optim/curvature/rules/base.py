@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...layers import Layer
-from ...linalg import kronecker, moments, products
+from ...linalg import kronecker, moments, precision
 from ...plan.facts import Work
 from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
 from ..lengths import Length, OfBase
@@ -139,7 +139,7 @@ class Rule(ABC):
         if not (self.wants_half_products or self.dtype == torch.bfloat16):
             return False
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
-        return not all(products.multiplies_in_half(torch.bfloat16, one) for one in ones)
+        return not all(precision.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
     def _states(
         self, group: LayerGroup, name: str, members: list[Layer], like: Tensor
@@ -157,7 +157,7 @@ class Rule(ABC):
 
     def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
         if self.half_products is None:
-            return products.multiplies_in_half(dtype, like)
+            return precision.multiplies_in_half(dtype, like)
         # Do as agreed, even if this rank's device has changed: weights must not drift apart.
         return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
