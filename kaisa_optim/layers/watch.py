@@ -8,7 +8,9 @@ costs the same for many watched parameters as for one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -69,7 +71,7 @@ class Scope:
     ) -> None:
         self.layers = frozenset(layers)
         self.tap, self.note = tap, note
-        self.dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
+        self.checkpoints = running_checkpoints()
         # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
         self.known: dict[int, tuple[Tensor, Layer]] = {
             id(p): (p, layer)
@@ -83,8 +85,8 @@ class WatchMode(TorchFunctionMode):
     """Runs the watched modules of a thread, and taps the calls that use their scopes' weights.
 
     Scopes nest as modules do. Each use counts once, for the innermost scope that knows the weight.
-    Under a selective checkpoint that begins within a scope, calls run as they are: such a
-    checkpoint counts operations, and would not find the tap's own operations when it recomputes.
+    In a checkpoint that begins within a scope, calls run as they are: the checkpoint recomputes
+    them without the mode, and raises an error if they then save fewer tensors.
     """
 
     def __init__(self, around: Around) -> None:
@@ -108,7 +110,7 @@ class WatchMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         watch = WATCHED.get(func)
-        if watch is None or torch._C._len_torch_dispatch_stack() > self.scopes[-1].dispatch_modes:
+        if watch is None:
             return func(*args, **(kwargs or {}))
         return watch(self, func, args, kwargs or {})
 
@@ -119,8 +121,10 @@ class WatchMode(TorchFunctionMode):
         found = self.known(value)
         if found is None or not self._around.takes(found.layer):
             return None
-        within = torch._C._len_torch_dispatch_stack() <= found.scope.dispatch_modes
-        return found if within else None
+        if running_checkpoints() == found.scope.checkpoints:
+            return found
+        found.scope.note(found.layer)
+        return None
 
     def known(self, value: Tensor) -> Found | None:
         """Return the parameter, or its stand-in, that a tensor is or is a view of."""
@@ -215,6 +219,16 @@ class WatchMode(TorchFunctionMode):
             return out
         use = uses.TableUse(layer, padding, sign, crossed=own == 1)
         return self.tap(found, use, out, indices, _ALL)
+
+
+def running_checkpoints() -> int:
+    """Return how many calls of torch.utils.checkpoint's functions run."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
 
 
 def _trains(view: Tensor, base: Any) -> bool:
