@@ -24,7 +24,6 @@ from ..comm.sharding import is_sharded, waiting_gradients
 from ..errors import invalid_because
 from ..layers import Layer, Moments, PassSettings, Scope, Shared
 from ..layers.sampling import WHOLE, Sample
-from ..layers.saving import top_hooks
 from ..linalg.moments import unit_of
 from ..linalg.precision import statistics_precision, without_autocast
 from ..stages import stage
@@ -34,17 +33,17 @@ from .tap import (
     Covers,
     Drawn,
     FirstError,
-    Inputs,
     Passage,
     Tap,
     accumulates_into,
+    as_used,
     check_layout,
     has_tangent,
     is_checkpointed,
     is_substituted,
     is_transformed,
     passage,
-    tap_for_mode,
+    top_hooks,
 )
 from .uses import Uses
 from .witness import Witness
@@ -194,7 +193,6 @@ class Capture:
         self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
         self.witness = Witness(layers, self.errors)
         self._passes = ForwardPasses()
-        self._inputs = Inputs()
         # Autograd runs the backward pass of each GPU in a thread of its own.
         self._lock = threading.Lock()
         sharded = any(is_sharded(layer.weight) for layer in layers)
@@ -258,7 +256,6 @@ class Capture:
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit(module, args, output)
         self._passes.ends()
-        self._inputs.clear()
         self._watch_at(self.uses.noted())
 
     def _watch_at(self, places: Iterable[tuple[Layer, nn.Module]]) -> None:
@@ -283,7 +280,6 @@ class Capture:
         self._passes.break_off()
         self._passes.close_loose()
         self.shared.clear()
-        self._inputs.clear()
         self.backwards = self.draws = 0
         self.tapped = self.ran = False
         self.errors.error = None
@@ -401,7 +397,7 @@ class Capture:
             began = checkpointed.number
             layers = [x for x in layers if began > self._since[module, x.weight]]
         if layers and torch.is_grad_enabled() and self._concerns(layers):
-            scope = Scope(layers, tap_for_mode(self._tap))
+            scope = Scope(layers, self._tap)
         self.uses.watch(scope)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -446,7 +442,7 @@ class Capture:
         kept = layer.needs_input(covers) and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)
-        held = self._inputs.as_used(layer, x, WHOLE if whole else part) if kept else None
+        held = as_used(layer, x, WHOLE if whole else part) if kept else None
         probe = self._probe if gathers else None
         self.tapped |= gathers
         # The mark would raise the output's version, and a selective checkpoint that keeps the

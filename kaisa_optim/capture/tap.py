@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, Moments
 from ..layers.sampling import Part
-from ..layers.saving import UNKNOWN, pack_hook, saving_hooks, top_hooks
 from .forward_pass import ForwardPass
 
 Covers = tuple[bool, bool]
+# Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Tap(torch.autograd.Function):
@@ -98,40 +96,19 @@ class Call:
     drawn: Drawn = dataclasses.field(default_factory=Drawn)
 
 
-class Inputs:
-    """Inputs as layers use them; layers with one input, as query, key and value, share the copy."""
+def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
+    """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
 
-    def __init__(self) -> None:
-        # Replicas run in several threads: the last input and its copy change as one.
-        self._last: tuple[Any, Any, Tensor] | None = None
-
-    def as_used(self, layer: Layer, x: Tensor, part: Part) -> Tensor:
-        """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
-
-        Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
-        tensor in its place: later operations may then change the input in place.
-        """
-        device, dtype = x.device.type, x.dtype
-        cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
-        if cast and x.is_floating_point() and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-        elif not layer.keeps_another:
-            return x
-        if layer.keeps_another or dtype == x.dtype:
-            return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
-        # Tensors of inference mode count no versions.
-        asked = None if x.is_inference() else (x._version, dtype, part)
-        if asked is not None and self._last is not None:
-            of, known, copy = self._last
-            if of() is x and known == asked:
-                return copy
-        copy = part.of(x.detach()).to(dtype)
-        if asked is not None:
-            self._last = weakref.ref(x), asked, copy
-        return copy
-
-    def clear(self) -> None:
-        self._last = None
+    Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
+    tensor in its place: later operations may then change the input in place.
+    """
+    device, dtype = x.device.type, x.dtype
+    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+    if cast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif not layer.keeps_another:
+        return x
+    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
 
 
 def is_substituted(module: nn.Module, layer: Layer) -> bool:
@@ -204,35 +181,10 @@ def is_checkpointed() -> bool:
     Both runs must save the same tensors, though other layers may gather by then: under a
     checkpoint every output is tapped, and the record of the first forward decides.
     """
-    if top_hooks is not None and top_hooks(False) is None:
-        return False
-    hooks = saving_hooks()
-    return hooks in ("torch.utils.checkpoint", UNKNOWN)  # an idle tap holds nothing of its own
-
-
-def tap_for_mode(tap: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a tap for a function mode that begins now.
-
-    A checkpoint that begins later, within the watched forward, recomputes its calls without the
-    mode. It raises where the recomputation saves fewer tensors than the forward. So these taps save
-    their tensors past the checkpoint, and act as taps outside of any checkpoint.
-    """
-    entered = pack_hook()
-
-    def tapped(layer: Layer, output: Tensor, *call: Any) -> Tensor:
-        hook = pack_hook()
-        within = is_checkpointed() and (hook is not entered or hook is UNKNOWN)
-        if not within or not output.requires_grad or is_transformed():
-            return tap(layer, output, *call)
-        # A selective checkpoint that keeps the output compares its version.
-        with saved_tensors_hooks(_same, _same), _unsafe_preserve_version_counter(output):
-            return tap(layer, output, *call)
-
-    return tapped
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    if top_hooks is None:
+        return True  # torch 2.6 does not tell; an idle tap holds nothing of its own
+    hooks = top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def accumulates_into(parameter: Tensor) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, Scope, WatchMode
 from .forward_pass import ForwardPasses, running_modules
-from .tap import tap_for_mode
 
 
 class Uses:
@@ -31,7 +30,7 @@ class Uses:
     def search(self, tap: Callable[..., Tensor]) -> Scope:
         """Return a scope for the whole model's forward that taps other uses, and notes them."""
         self.searched = True
-        return Scope(self.sought, tap_for_mode(tap), self._note)
+        return Scope(self.sought, tap, self._note)
 
     def watch(self, scope: Scope | None) -> None:
         """Run the module whose call begins under the mode, if the module is watched."""

@@ -8,7 +8,9 @@ costs the same for many watched parameters as for one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -69,7 +71,7 @@ class Scope:
     ) -> None:
         self.layers = frozenset(layers)
         self.tap, self.note = tap, note
-        self.dispatch_modes = torch._C._len_torch_dispatch_stack()  # a selective checkpoint is one
+        self.checkpoints = running_checkpoints()
         # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
         self.known: dict[int, tuple[Tensor, Layer]] = {
             id(p): (p, layer)
@@ -83,8 +85,8 @@ class WatchMode(TorchFunctionMode):
     """Runs the watched modules of a thread, and taps the calls that use their scopes' weights.
 
     Scopes nest as modules do. Each use counts once, for the innermost scope that knows the weight.
-    Under a selective checkpoint that begins within a scope, calls run as they are: such a
-    checkpoint counts operations, and would not find the tap's own operations when it recomputes.
+    In a checkpoint that begins within a scope, calls run as they are: the checkpoint recomputes
+    them without the mode, and raises an error if they then save fewer tensors.
     """
 
     def __init__(self, around: Around) -> None:
@@ -108,7 +110,7 @@ class WatchMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         watch = WATCHED.get(func)
-        if watch is None or torch._C._len_torch_dispatch_stack() > self.scopes[-1].dispatch_modes:
+        if watch is None:
             return func(*args, **(kwargs or {}))
         return watch(self, func, args, kwargs or {})
 
@@ -119,8 +121,10 @@ class WatchMode(TorchFunctionMode):
         found = self.known(value)
         if found is None or not self._around.takes(found.layer):
             return None
-        within = torch._C._len_torch_dispatch_stack() <= found.scope.dispatch_modes
-        return found if within else None
+        if running_checkpoints() == found.scope.checkpoints:
+            return found
+        found.scope.note(found.layer)
+        return None
 
     def known(self, value: Tensor) -> Found | None:
         """Return the parameter, or its stand-in, that a tensor is or is a view of."""
@@ -202,19 +206,24 @@ class WatchMode(TorchFunctionMode):
         return self.table(found, out, indices, padding)
 
     def table(
-        self,
-        found: Found,
-        out: Tensor,
-        indices: Tensor,
-        padding: int | None = None,
-        sign: int = 1,
+        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
-        """Tap rows of the whole weight, which enter the output with a ``sign``."""
+        """Tap rows of the whole weight, which enter the output."""
         layer, own = found.layer, found.layer.input_dim
         if own is None or layer.blocks > 1 or layer.covers[1]:
             return out
-        use = uses.TableUse(layer, padding, sign, crossed=own == 1)
+        use = uses.TableUse(layer, padding, crossed=own == 1)
         return self.tap(found, use, out, indices, _ALL)
+
+
+def running_checkpoints() -> int:
+    """Return how many calls of torch.utils.checkpoint's functions run."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
 
 
 def _trains(view: Tensor, base: Any) -> bool:
@@ -272,11 +281,6 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return mode.product(found, out, left, uses.ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
         return mode.product(found, out, left, uses.StackedUse, 0)
-    found = mode.find(left)
-    if found is not None and left.dim() == 2 and right.dim() == 1:
-        return mode.product(found, out, right, uses.ProductUse, 1)
-    if found is not None and left.dim() == 2:
-        return mode.product(found, out, right, uses.ColumnsUse, 1)
     return out
 
 
@@ -353,12 +357,11 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
             found.layer.bias_apart = True
         # A sum with a matrix or with another parameter makes another table, and no rows.
         elif found is not None and isinstance(rows, Tensor) and mode.is_batch(rows):
-            minus = table is args[1] and func in _DIFFERENCES
-            out = _positions(mode, found, out, -1 if minus else 1)
+            out = _positions(mode, found, out)
     return out
 
 
-def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
+def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
     size = found.view.shape[-2:]
     if size != out.shape[-2:] or size.numel() != found.view.numel():
@@ -367,7 +370,7 @@ def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
     if place is None or place.transposed:
         return out
     indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    return mode.table(found, out, indices.expand(out.shape[:-1]), sign=sign)
+    return mode.table(found, out, indices.expand(out.shape[:-1]))
 
 
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -387,28 +390,20 @@ def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     layer, module = found.layer, found.layer.module
     if layer.bias is not None and (bias is None or bias.layer is not layer):
         return out
-    names = ("stride", "padding", "dilation", "groups")
-    own: Any = module
-    given = [
-        _spread(_argument(args, kwargs, 3 + i, name, 0 if name == "padding" else 1), layer.dims)
-        for i, name in enumerate(names)
-    ]
-    if given[3][0] != own.groups:
-        return out
-    as_built = own.padding_mode == "zeros" and all(
-        _spread(getattr(own, name), layer.dims) == value
-        for name, value in zip(names[:3], given[:3], strict=True)
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    as_built = module.padding_mode == "zeros" and all(
+        _spread(getattr(module, name), layer.dims)
+        == _spread(_argument(args, kwargs, 3 + i, name, default), layer.dims)
+        for i, (name, default) in enumerate(geometry.items())
     )
     x = _argument(args, kwargs, 0, "input")
-    use = layer if as_built else uses.ConvUse(layer, *given[:3])
-    return mode.tap(found, use, out, x, _ALL)
+    return mode.tap(found, layer, out, x, _ALL) if as_built else out
 
 
 def _spread(value: Any, dims: int) -> Any:
     return (value,) * dims if isinstance(value, int) else value
 
 
-_DIFFERENCES = torch.sub, torch.Tensor.sub, torch.Tensor.sub_
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
 WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
@@ -423,7 +418,6 @@ WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
     torch.index_select: _picked,
     torch.Tensor.index_select: _picked,
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
-    **dict.fromkeys(_DIFFERENCES, _added),
     **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
     torch._grouped_mm: _grouped,

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from kaisa_optim import Layer, register_layer
-from kaisa_optim.layers import saving
+from kaisa_optim.capture.tap import top_hooks
 from tests.capture.test_capture import Attends, assert_same, clean_run, convnet, fit, loss_of, mlp
 from tests.support.watch import (
     Watch,
@@ -57,7 +57,7 @@ def test_in_place_activations_after_every_kind(make, x):
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
 
 
-@pytest.mark.skipif(saving.top_hooks is None, reason="torch 2.6 can't walk past such functions")
+@pytest.mark.skipif(top_hooks is None, reason="torch 2.6 can't walk past such functions")
 @pytest.mark.parametrize("kind", ["linear, sequences", "attention", "attention, unbatched"])
 def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     # Of a view that is changed in place autograd copies the gradient, whole and in part.
@@ -164,7 +164,7 @@ def test_capture_keeps_no_extra_memory(kind):
     assert saved_bytes(net, x) == plain  # nor when statistics are not due
 
 
-@pytest.mark.skipif(saving.top_hooks is None, reason="torch 2.6 leaves idle taps in place")
+@pytest.mark.skipif(top_hooks is None, reason="torch 2.6 leaves idle taps in place")
 def test_nothing_is_saved_when_statistics_are_not_due():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     opt = exact(net, factor_update_steps=2, staggered=False)

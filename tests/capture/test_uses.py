@@ -269,20 +269,23 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
             return self.words(F.linear(x, self.words.weight).tanh())
 
     class Outer(nn.Module):
-        def __init__(self, checkpoints: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.inner, self.head, self.checkpoints = Inner(), nn.Linear(4, 2), checkpoints
+            self.inner, self.head = Inner(), nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.checkpoints:
-                return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
-            return self.head(self.inner(x))
+            return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
 
-    x = normal(6, 4).requires_grad_()
-    plain, found = (steps_of(seeded(lambda how=how: Outer(how)), x) for how in (False, True))
-    for step, wanted in zip(found, plain, strict=True):
-        for name, value in step.items():
-            assert_close(value, wanted[name], 1e-9, name)
+    net, rows = seeded(Outer), []
+    opt = exact(net, factor_update_steps=1)
+    kfac = opt.preconditioner
+    for _ in range(3):
+        opt.zero_grad()
+        loss_of(net(normal(6, 4).requires_grad_())).backward()
+        rows.append(kfac.sums.of_layer[kfac.layers["inner.words"]].count)
+        opt.step()
+    # The first pass finds the use; it recomputes it as it ran.
+    assert rows == [[12 if reentrant else 6], [12], [12]]
 
 
 class Checkpointed(nn.Module):
@@ -320,7 +323,7 @@ def test_a_checkpointed_model_trains_in_another_thread():
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()
-    assert not failed and opt.preconditioner.coverage().share == 1
+    assert not failed and set(opt.preconditioner.coverage().left) <= {"w"}
 
 
 def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():

@@ -72,31 +72,6 @@ def test_a_shared_moment_is_each_layers_own(way, passes, normalization, fraction
         assert (made, made_apart) == (3 * passes, 4 * passes)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_autocast_copies_an_input_once_for_all_layers(changes):
-    """Unless somebody writes into it between two of them."""
-    model = Projections("once")
-
-    def change(module: nn.Module, args: tuple[Tensor]) -> None:
-        if changes:
-            args[0].detach().add_(1)
-
-    model.key.register_forward_pre_hook(change)
-    opt = KFACSGD(model, lr=0.1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        made = []
-        real = LinearLayer.input_moment
-        patch.setattr(LinearLayer, "input_moment", lambda *a, **k: made.append(0) or real(*a, **k))
-        with torch.autocast("cpu", torch.bfloat16):
-            x = model.body(torch.randn(7, 5)).float().detach()
-            loss = model.project(x).square().sum()
-        loss.backward()
-    opt.step()
-    # Query and key have a bias, value has none.
-    assert len(made) == (3 if changes else 2)
-
-
 def test_another_part_of_an_input_is_another_moment():
     model = Projections("once").double()
     opt = KFACSGD(model, lr=0.1, skip_layers="body|value", statistics_fraction=0.5)
