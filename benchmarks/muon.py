@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from kaisa_optim.linalg import orthogonal
-from kaisa_optim.linalg.products import multiplies_in_half
+from kaisa_optim.linalg.precision import multiplies_in_half
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
 
