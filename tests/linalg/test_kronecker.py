@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaisa_optim.linalg import kronecker
-from tests.linalg.test_orthogonal import sizes
 from tests.support.training import assert_near
+
+sizes = st.integers(1, 9)
 
 
 @given(sizes, sizes, st.integers(0, 99), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
