@@ -170,7 +170,7 @@ class Muon(Optimizer):
             stacked = torch.stack([x.flatten(1) for x in whole])
             fast = precision.multiplies_in_half(torch.bfloat16, stacked)
             in_half = fast and not orthogonal.narrow(stacked)
-            with precision.full_precision(device.type), precision.without_autocast(device.type):
+            with precision.full_precision(), precision.without_autocast(device.type):
                 found = orthogonal.muon_step(stacked, muon_step(group), in_half).to(dtype)
             matrices = (x.view(p.shape) for x, p in zip(found, some, strict=True))
             directions = [sharding.laid_out(x, some[0]) for x in matrices]
