@@ -25,7 +25,7 @@ from ..errors import invalid_because
 from ..layers import Layer, Moments, PassSettings, Scope, Shared
 from ..layers.sampling import WHOLE, Sample
 from ..linalg.moments import unit_of
-from ..linalg.precision import statistics_precision, without_autocast
+from ..linalg.precision import full_precision, without_autocast
 from ..stages import stage
 from .forward_pass import NUMBERS, ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
@@ -483,8 +483,7 @@ class Capture:
         layer, covers, device = passage.layer, passage.covers, grad.device.type
         dtype = torch.promote_types(passage.own.dtype, torch.float32)
         how = PassSettings(self._reduce, dtype, call.blocks, call.part)
-        in_half = x is not None and x.dtype in (torch.bfloat16, torch.float16)
-        precision = statistics_precision(self._precision, device, in_half=in_half)
+        precision = full_precision(self._precision)
         with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
             if drawing is not None:
                 if call.gathers:

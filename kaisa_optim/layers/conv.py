@@ -17,7 +17,7 @@ from ..linalg.moments import (
     symmetric,
     takes_halves,
 )
-from ..linalg.precision import rounded
+from ..linalg.precision import lowered
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch. GPUs
@@ -164,15 +164,13 @@ def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) ->
     Patches are copied as they lie in memory, tap after tap. Only the smaller moment is reordered.
     """
     dims, channels = (patches.dim() - 2) // 2, patches.shape[1]
-    taps = patches.shape[2 + dims :].numel()
-    rows = patches.movedim(1, -1).reshape(1, -1, taps * channels)
-    moment = second_moment(rows, dtype, diagonal=False)
-    sides = taps, channels
-    moment = moment.view(*sides, *sides).permute(1, 0, 3, 2).reshape_as(moment)
-    if not append_one:
-        return moment
-    total = rows.sum(1, dtype=dtype).view(sides).mT.reshape(1, -1)
-    return bordered(moment, total, rows.shape[1])
+    n = channels * patches.shape[2 + dims :].numel()
+    rows = patches.movedim(1, -1).reshape(1, -1, n)
+    moment = second_moment(rows, dtype, diagonal=False, append_one=append_one)
+    order = torch.arange(n, device=rows.device).view(-1, channels).mT.flatten()
+    if append_one:
+        order = F.pad(order, (0, 1), value=n)
+    return moment[:, order[:, None], order]
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -214,11 +212,10 @@ class ConvLayer(_Spatial):
         assert isinstance(module, _Conv)
         taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
         shares = taps > 1 and module.stride[0] == 1 and positions >= apart * (taps - 1)
-        if not shares or takes_halves(x):
+        if not shares or takes_halves(x) or lowered():
             return super()._moment(x, grad, append_one, dtype)
-        x = rounded(x.to(dtype))
         sizes = module.kernel_size, module.stride, module.dilation
-        images = windows(self._padded(x), *((1, *of_dims[1:]) for of_dims in sizes))
+        images = windows(self._padded(x).to(dtype), *((1, *of_dims[1:]) for of_dims in sizes))
         images = images.unflatten(1, (self.blocks, -1))
         positions_of, kernel = range(4, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
         images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)
@@ -243,7 +240,7 @@ class ConvLayer(_Spatial):
         moment = moment.view(-1, *sides, *sides).permute(0, 2, 1, 3, 5, 4, 6).reshape(-1, n, n)
         if not append_one:
             return symmetric(moment)
-        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
         return bordered(symmetric(moment), total, grad[:, 0].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -290,9 +287,10 @@ class ConvTransposeLayer(_Spatial):
         Along a dimension of stride s, a tap meets elements at every s-th position, and zeros at the
         others: only taps that meet elements at the same positions have a product.
         """
-        module = self.module
+        module, ones = self.module, (1,) * self.dims
         assert isinstance(module, _ConvTranspose)
-        x, ones = rounded(x.to(dtype)), (1,) * self.dims
+        if lowered():
+            return super()._moment(x, grad, append_one, dtype)
         patches = windows(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
         moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape, dtype=dtype)
         for phase in itertools.product(*map(range, module.stride)):
@@ -312,7 +310,7 @@ class ConvTransposeLayer(_Spatial):
         moment = symmetric(moment.flatten(2))
         if not append_one:
             return moment
-        total = self._sums(x.sum(0, keepdim=True), grad)[0]
+        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
         return bordered(moment, total, grad[:, 0].numel())
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:

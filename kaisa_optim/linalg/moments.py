@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .precision import rounded
+from .precision import lowered
 
 _MUCH = 1 << 22  # multiplications from which hardware for half precision pays
 _LEAST = 64  # rows, and columns, from which it pays
@@ -51,9 +51,8 @@ def second_moment(
         moment = _into_float32(rows.mT, rows)
     else:
         rows = rows.to(dtype)
-        if append_one:  # the sums of the border must be of rounded rows, too
-            rows = rounded(rows)
-        if append_one and rows.numel() <= _FEW:
+        # Beside products of rounded rows, sums of exact rows could make an indefinite moment.
+        if append_one and (rows.numel() <= _FEW or lowered()):
             rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
         moment = torch.bmm(rows.mT, rows)
     if append_one:

@@ -838,20 +838,6 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     assert snapshot() == chosen
 
 
-def test_a_setting_that_is_inherited_stays_inherited(settings):
-    """A later change of the general setting must still reach the backends."""
-    if not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("this torch has no fp32_precision")
-    torch.backends.fp32_precision = "tf32"
-    chosen = snapshot()
-    with precision.full_precision():
-        assert not {"tf32", "bf16"} & set(snapshot())
-    assert snapshot() == chosen
-    torch.backends.fp32_precision = "ieee"
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
-
-
 def test_settings_come_back_after_an_error(settings):
     torch.set_float32_matmul_precision("medium")
     chosen = snapshot()

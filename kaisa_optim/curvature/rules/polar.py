@@ -61,7 +61,7 @@ class PolarRule(TriangleRule):
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Polynomials need full precision, unless they are multiplied in bfloat16."""
         half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
-        return nullcontext() if half else precision.full_precision(device.type)
+        return nullcontext() if half else precision.full_precision()
 
     def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
         """Return the residuals of a root, with the average of now."""
