@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..linalg.moments import second_moment
 from .base import Layer, Moments, PassSettings
-from .conv import ConvLayer
 from .embedding import EmbeddingLayer
 from .linear import SequenceRows
 
@@ -104,7 +102,7 @@ class ProductUse(SequenceRows, Use):
 
 
 class ColumnsUse(ProductUse):
-    """The weight times columns ``[..., features, columns]``."""
+    """The weight times columns ``[..., features, columns]``, as in Mamba."""
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return super().input_rows(x.mT, grad)
@@ -178,14 +176,9 @@ class TableUse(Use, EmbeddingLayer):
 
     reads_input = True
 
-    def __init__(self, primary: Layer, padding: int | None, sign: int, *, crossed: bool) -> None:
+    def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
         self._padding_row = padding
-        self._sign = sign  # with which the rows enter the call's result
-
-    def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        part = super().gradient(x, grad)
-        return None if part is None else self._sign * part
 
     def _tokens(self, x: Tensor) -> Tensor:
         # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
@@ -208,23 +201,3 @@ class TableUse(Use, EmbeddingLayer):
             x, grad, reduce=reduce, diagonal=True, append_one=append_one, dtype=dtype
         )
         return moment if diagonal else torch.diag_embed(moment)
-
-
-class ConvUse(ConvLayer):
-    """A convolution with another stride, padding or dilation than its module has."""
-
-    def __init__(self, primary: ConvLayer, stride: Any, padding: Any, dilation: Any) -> None:
-        own: Any = primary.module
-        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[primary.dims - 1]
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation}
-        sizes = own.in_channels, own.out_channels, own.kernel_size
-        twin = kind(*sizes, **geometry, groups=own.groups, bias=False, device="meta")
-        super().__init__(primary.name, twin)
-        self.weight, self.bias, self.trained = primary.weight, primary.bias, primary.trained
-        self.covers, self.number, self.wide = primary.covers, primary.number, primary.wide
-        self.shared = primary.shared
-        self._primary = primary
-
-    @property
-    def primary(self) -> Layer:
-        return self._primary

@@ -206,18 +206,13 @@ class WatchMode(TorchFunctionMode):
         return self.table(found, out, indices, padding)
 
     def table(
-        self,
-        found: Found,
-        out: Tensor,
-        indices: Tensor,
-        padding: int | None = None,
-        sign: int = 1,
+        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
-        """Tap rows of the whole weight, which enter the output with a ``sign``."""
+        """Tap rows of the whole weight, which enter the output."""
         layer, own = found.layer, found.layer.input_dim
         if own is None or layer.blocks > 1 or layer.covers[1]:
             return out
-        use = uses.TableUse(layer, padding, sign, crossed=own == 1)
+        use = uses.TableUse(layer, padding, crossed=own == 1)
         return self.tap(found, use, out, indices, _ALL)
 
 
@@ -287,9 +282,7 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if found is not None and right.dim() == 3 and left.dim() == 3:
         return mode.product(found, out, left, uses.StackedUse, 0)
     found = mode.find(left)
-    if found is not None and left.dim() == 2 and right.dim() == 1:
-        return mode.product(found, out, right, uses.ProductUse, 1)
-    if found is not None and left.dim() == 2:
+    if found is not None and left.dim() == 2 <= right.dim():
         return mode.product(found, out, right, uses.ColumnsUse, 1)
     return out
 
@@ -367,12 +360,11 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
             found.layer.bias_apart = True
         # A sum with a matrix or with another parameter makes another table, and no rows.
         elif found is not None and isinstance(rows, Tensor) and mode.is_batch(rows):
-            minus = table is args[1] and func in _DIFFERENCES
-            out = _positions(mode, found, out, -1 if minus else 1)
+            out = _positions(mode, found, out)
     return out
 
 
-def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
+def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
     size = found.view.shape[-2:]
     if size != out.shape[-2:] or size.numel() != found.view.numel():
@@ -381,7 +373,7 @@ def _positions(mode: WatchMode, found: Found, out: Tensor, sign: int) -> Tensor:
     if place is None or place.transposed:
         return out
     indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    return mode.table(found, out, indices.expand(out.shape[:-1]), sign=sign)
+    return mode.table(found, out, indices.expand(out.shape[:-1]))
 
 
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -401,28 +393,20 @@ def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     layer, module = found.layer, found.layer.module
     if layer.bias is not None and (bias is None or bias.layer is not layer):
         return out
-    names = ("stride", "padding", "dilation", "groups")
-    own: Any = module
-    given = [
-        _spread(_argument(args, kwargs, 3 + i, name, 0 if name == "padding" else 1), layer.dims)
-        for i, name in enumerate(names)
-    ]
-    if given[3][0] != own.groups:
-        return out
-    as_built = own.padding_mode == "zeros" and all(
-        _spread(getattr(own, name), layer.dims) == value
-        for name, value in zip(names[:3], given[:3], strict=True)
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    as_built = module.padding_mode == "zeros" and all(
+        _spread(getattr(module, name), layer.dims)
+        == _spread(_argument(args, kwargs, 3 + i, name, default), layer.dims)
+        for i, (name, default) in enumerate(geometry.items())
     )
     x = _argument(args, kwargs, 0, "input")
-    use = layer if as_built else uses.ConvUse(layer, *given[:3])
-    return mode.tap(found, use, out, x, _ALL)
+    return mode.tap(found, layer, out, x, _ALL) if as_built else out
 
 
 def _spread(value: Any, dims: int) -> Any:
     return (value,) * dims if isinstance(value, int) else value
 
 
-_DIFFERENCES = torch.sub, torch.Tensor.sub, torch.Tensor.sub_
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
 WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
@@ -437,7 +421,6 @@ WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
     torch.index_select: _picked,
     torch.Tensor.index_select: _picked,
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
-    **dict.fromkeys(_DIFFERENCES, _added),
     **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
     torch._grouped_mm: _grouped,

@@ -230,18 +230,6 @@ def test_hooks_end_with_the_optimizer():
     assert not net.first.weight._backward_hooks
 
 
-def test_a_table_that_is_subtracted_makes_its_gradient():
-    class Places(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places = nn.Embedding(7, 4), nn.Parameter(normal(5, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.words(x) - self.places
-
-    assert elsewhere(seeded(Places), TOKENS, plain) == ({}, [])
-
-
 def _twice(capture: Capture, layer: Layer, output: Tensor, *call) -> Tensor:
     return TAP(capture, layer, TAP(capture, layer, output, *call), *call)
 

@@ -18,13 +18,13 @@ from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.watch import assert_close, exact, normal, seeded, taken
 
 
-def test_a_convolution_with_another_padding_than_its_modules():
+def test_a_convolution_that_pads_its_input_itself():
     class Padded(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
             return F.conv2d(F.pad(x, (1, 0, 1, 0)), self.weight, self.bias, self.stride, 0)
 
     x = normal(5, 2, 4, 4)
-    net, twin = seeded(lambda: Padded(2, 3, 2, padding=1)), seeded(lambda: nn.Conv2d(2, 3, 2))
+    net, twin = seeded(lambda: Padded(2, 3, 2)), seeded(lambda: nn.Conv2d(2, 3, 2))
     twin.load_state_dict(net.state_dict())
     head = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(48, 2)).double()
     found = stepped(nn.Sequential(net, copy.deepcopy(head)), x)
@@ -54,7 +54,7 @@ def test_an_unknown_use_is_told_after_the_first_step():
     "use",
     [
         lambda inner, x: F.linear(x, inner.weight, inner.bias),
-        lambda inner, x: (inner.weight @ x.T + inner.bias[:, None]).T,
+        lambda inner, x: x @ inner.weight.T + inner.bias,
     ],
 )
 def test_a_weight_used_outside_of_its_module_is_found_around_it(use):

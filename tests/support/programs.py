@@ -31,13 +31,12 @@ class Rows(NamedTuple):
     first: int  # where the outputs begin, if the use has some of them
     block: int
     bias: bool  # the use adds the bias of the matrix's layer
-    sign: int
 
     def g(self) -> Tensor:
         grad = self.output.grad
         if grad is None:
             grad = torch.zeros_like(self.output)
-        rows = grad.reshape(-1, grad.shape[-1]) * self.sign
+        rows = grad.reshape(-1, grad.shape[-1])
         return F.pad(rows, (self.first, self.outputs - self.first - rows.shape[1]))
 
 
@@ -84,7 +83,6 @@ class Program(nn.Module):
         first: int = 0,
         block: int | None = 0,  # None: a convolution's
         bias: bool = False,
-        sign: int = 1,
     ) -> Tensor:
         """Note the rows of a use; return its output, whose gradient will be known."""
         if self.notes is None or not output.requires_grad or not parameter.requires_grad:
@@ -92,9 +90,7 @@ class Program(nn.Module):
         zero = torch.zeros_like(output, requires_grad=True)
         a = a.detach().clone().reshape(-1, a.shape[-1])
         outputs = len(parameter) if block is None else parameter.shape[-2:][1 - input_dim]
-        self.notes.append(
-            Rows(parameter, input_dim, a, zero, outputs, first, block or 0, bias, sign)
-        )
+        self.notes.append(Rows(parameter, input_dim, a, zero, outputs, first, block or 0, bias))
         return output + zero
 
     # ---- how it trains ----
@@ -321,14 +317,13 @@ def table(program: Program, part: Part, name: str, depth: int) -> Move:
         if how in ("+", "reversed +", "-", "+="):
             if h.dim() < 3:
                 return h
-            sign = -1 if how == "-" else 1
             if how == "+=":
                 out = h.clone()
                 out += p
             else:
                 out = {"+": h + p, "reversed +": p + h, "-": h - p}[how]
             at = torch.arange(POSITIONS).expand(h.shape[:-1])
-            return program.note(p, 0, one_hot(at, p), out, sign=sign)
+            return out if how == "-" else program.note(p, 0, one_hot(at, p), out)
         at = torch.arange(len(h)) % POSITIONS - int(how == "[-1]")
         rows = {
             "embedding": lambda: F.embedding(at, p),
