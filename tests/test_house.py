@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "kaisa_optim").rglob("*.py"))
 CONTRACT = ROOT / "tests" / "CONTRACT.md"
 
 MOST_ATTRIBUTES_OF_A_CLASS = 20
-LARGER = {"Capture", "CoveredModule"}  # classes that still have more attributes, with their bases
+LARGER = {"Capture", "Layer"}  # classes that still have more attributes, with their bases
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 

@@ -80,8 +80,18 @@ class Shared:
             self.clear()
 
 
-class CoveredModule:
-    """One module: its trained parameters, and the sizes of its factors."""
+class Layer:
+    """One covered module: how its tensors become rows and its gradient a matrix.
+
+    A kind for a module of your own is a subclass under :func:`register_layer` that sets
+    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
+    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
+    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
+    for kinds that store their parameters differently or know a shorter way to a moment.
+
+    The factors' sizes follow ``covers``: a frozen bias appends no 1; a frozen weight leaves only
+    the 1 in A.
+    """
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # the papers' normalization divides rows by the positions
@@ -107,6 +117,7 @@ class CoveredModule:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
+    crossed = False  # a call's A enters the primary's G, and the call's G the primary's A
     bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
     tied = False  # the weight has uses in both directions, plain and crossed ones
@@ -171,15 +182,13 @@ class CoveredModule:
             self.trained[1] and bias is not None and bias.requires_grad,
         )
 
-    def same_place(self, other: CoveredModule) -> bool:
+    def same_place(self, other: Layer) -> bool:
         """Return whether both stand for the same parameters of the same module."""
         return (
             self.module is other.module and self.weight is other.weight and self.bias is other.bias
         )
 
-
-class RowsOfModule(CoveredModule):
-    """The rows of a module's input, and of its output gradient."""
+    # ---- rows of one call ----
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return rows a, without the bias's 1, of a module's input (and its output's gradient)."""
@@ -239,9 +248,7 @@ class RowsOfModule(CoveredModule):
         """Return whether statistics need the module's input in the backward pass."""
         return covers[0]
 
-
-class MomentsOfRows(RowsOfModule):
-    """Moments of a module's rows; a kind that knows a shorter way overrides them."""
+    # ---- moments of rows; a kind that knows a shorter way overrides them ----
 
     def moments(
         self,
@@ -324,19 +331,7 @@ class MomentsOfRows(RowsOfModule):
         a = a.mean(2, dtype=dtype) if reduce else a.flatten(1, 2)
         return second_moment(a, dtype, diagonal=diagonal, append_one=append_one)
 
-
-class Layer(MomentsOfRows):
-    """One covered module: how its tensors become rows and its gradient a matrix.
-
-    A kind for a module of your own is a subclass under :func:`register_layer` that sets
-    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
-    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
-    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
-    for kinds that store their parameters differently or know a shorter way to a moment.
-
-    The factors' sizes follow ``covers``: a frozen bias appends no 1; a frozen weight leaves only
-    the 1 in A.
-    """
+    # ---- the kind ----
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -372,11 +367,6 @@ class Layer(MomentsOfRows):
     def primary(self) -> Layer:
         """The layer whose statistics a call enters: itself, or the layer whose weight it uses."""
         return self
-
-    @property
-    def crossed(self) -> bool:
-        """Return whether a call's A enters the primary's G, and the call's G the primary's A."""
-        return False
 
     @property
     def adds_bias(self) -> bool:

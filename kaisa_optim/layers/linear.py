@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from .base import _KINDS, Layer, RowsOfModule, register_layer
+from .base import _KINDS, Layer, register_layer
 
 
 def as_sequences(tensor: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def as_sequences(tensor: Tensor) -> Tensor:
     return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
-class SequenceRows(RowsOfModule):
+class SequenceRows(Layer):
     """Rows of a product with a matrix: the last dimension holds the features."""
 
     cast_by_autocast = True
@@ -34,7 +34,7 @@ class SequenceRows(RowsOfModule):
 
 
 @register_layer(nn.Linear)
-class LinearLayer(SequenceRows, Layer):
+class LinearLayer(SequenceRows):
     in_papers = True
     watchable = True
     input_dim = 1

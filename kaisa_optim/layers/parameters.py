@@ -33,7 +33,7 @@ NORMS = nn.LayerNorm, nn.RMSNorm
 SCALES = "scales or shifts entries: the base optimizer steps it"
 
 
-class MatrixLayer(SequenceRows, Layer):
+class MatrixLayer(SequenceRows):
     """A matrix, or a stack of them such as experts', that multiplies rows.
 
     Its use is watched in the forward of the modules that hold it.

@@ -31,7 +31,7 @@ class Use(Layer):
         self.trained, self.covers, self.names = primary.trained, primary.covers, primary.names
         self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
         self.shared = primary.shared
-        self._primary, self._crossed = primary, crossed
+        self._primary, self.crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs
         self.in_shape = (outputs if crossed else inputs,)
         self.outputs = inputs if crossed else outputs
@@ -41,18 +41,14 @@ class Use(Layer):
         return self._primary
 
     @property
-    def crossed(self) -> bool:
-        return self._crossed
-
-    @property
     def adds_bias(self) -> bool:
-        return not self._crossed
+        return not self.crossed
 
     def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
-        return self._is_diagonal("g" if self._crossed else "a", covers)
+        return self._is_diagonal("g" if self.crossed else "a", covers)
 
     def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
-        return self._is_diagonal("a" if self._crossed else "g", covers)
+        return self._is_diagonal("a" if self.crossed else "g", covers)
 
     def _is_diagonal(self, side: str, covers: tuple[bool, bool]) -> bool:
         of = self._primary
@@ -75,7 +71,7 @@ class ProductUse(SequenceRows, Use):
 
     @property
     def adds_bias(self) -> bool:
-        return not self._crossed and (self.biased or self._primary.bias_apart)
+        return not self.crossed and (self.biased or self._primary.bias_apart)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         rows = super().output_rows(x, grad)
@@ -94,11 +90,27 @@ class ProductUse(SequenceRows, Use):
     ) -> Moments:
         bare = covers[0], covers[1] and self.adds_bias
         moments = super().moments(x, grad, bare, how, known_a)
-        if bare == covers or not (self._crossed or known_a is None):
+        if bare == covers or not (self.crossed or known_a is None):
             return moments
-        moment = moments.g if self._crossed else moments.a  # the primary's A
+        moment = moments.g if self.crossed else moments.a  # the primary's A
         wider = torch.nn.functional.pad(moment, (0, 1) if moment.dim() == 2 else (0, 1, 0, 1))
-        return moments._replace(g=wider) if self._crossed else moments._replace(a=wider)
+        return moments._replace(g=wider) if self.crossed else moments._replace(a=wider)
+
+
+class ColumnsUse(ProductUse):
+    """The weight times columns ``[..., features, columns]``, as in Mamba."""
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        return super().input_rows(x.mT, grad)
+
+    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
+        return super().output_rows(x, grad.mT)
+
+    def unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def row_dims(self, output: Tensor) -> tuple[int, ...]:
+        return (1,) if output.dim() == 2 else (0,)
 
 
 class StackedUse(ProductUse):

@@ -281,6 +281,9 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return mode.product(found, out, left, uses.ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
         return mode.product(found, out, left, uses.StackedUse, 0)
+    found = mode.find(left)
+    if found is not None and left.dim() == 2 <= right.dim():
+        return mode.product(found, out, right, uses.ColumnsUse, 1)
     return out
 
 
