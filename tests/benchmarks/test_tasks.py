@@ -275,17 +275,6 @@ def test_accumulated_micro_batches_are_one_batch(cls):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
 
 
-def test_images_weigh_alike_in_uneven_micro_batches():
-    task = dataclasses.replace(tasks.fashion(16, 3), network=lambda: nn.Linear(20, 20))
-    images = flat()[:5].float() / 255
-    torch.manual_seed(0)
-    model = task.network()
-    step = [(part, part) for part in (images[:1], images[1:])]
-    search.backward(task, model, [torch.optim.SGD(model.parameters(), 1.0)], step)
-    expected = torch.autograd.grad(task.loss(model(images), images), model.weight)[0]
-    torch.testing.assert_close(model.weight.grad, expected)
-
-
 def test_measuring_averages_over_terms_and_scores_on_the_last_part():
     task = tasks.TASKS["masked"]
     task = dataclasses.replace(task, measured=lambda step: iter(step))
@@ -301,12 +290,6 @@ def test_measuring_averages_over_terms_and_scores_on_the_last_part():
     assert loss_again == loss
     x, y = step[0]
     assert other == pytest.approx((model(x).argmax(-1) == y)[y != -100].double().mean().item())
-
-
-def test_dice():
-    target = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).view(3, 1, 2, 2)
-    found = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).view(3, 1, 2, 2)
-    assert tasks._dice(2 * found - 1, target).item() == pytest.approx((2 / 5 + 1 + 0) / 3)
 
 
 # ---- networks ----
