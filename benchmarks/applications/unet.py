@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import data as sets
-from benchmarks.convergence.tasks import Pairs, cropped
+from benchmarks.convergence.tasks import Pairs, cropped, dice
 from benchmarks.networks import UNet
 
 from .arguments import Defaults, kaisa, tell_terms
@@ -65,11 +65,8 @@ def generated(count: int) -> Pairs:
 
 def overlap(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over images of Dice and IoU; 1 for an image where both areas are empty."""
-    found = (out > 0).float()
-    common = (found * target).sum((1, 2, 3))
-    areas = (found + target).sum((1, 2, 3))
-    dice = torch.where(areas > 0, 2 * common / areas.clamp(min=1), 1.0)
-    return dice.sum(), (dice / (2 - dice)).sum()
+    found = dice(out, target)
+    return found.sum(), (found / (2 - found)).sum()
 
 
 def measure(model: nn.Module, held: Pairs, crop: int, ranks: Ranks) -> dict[str, float]:

@@ -290,11 +290,11 @@ def _centres(data: Pairs) -> Iterator[Batch]:
         yield _scaled(images), masks.float()
 
 
-def _dice(out: Tensor, target: Tensor) -> Tensor:
-    """Twice the common area over the sum of both, of an image; 1 where both are empty."""
+def dice(out: Tensor, target: Tensor) -> Tensor:
+    """Twice the common area over the sum of both, of each image; 1 where both are empty."""
     found = (out > 0).float()
     common, sums = ((t.sum((1, 2, 3))) for t in (found * target, found + target))
-    return torch.where(sums > 0, 2 * common / sums.clamp(min=1), 1.0).mean()
+    return torch.where(sums > 0, 2 * common / sums.clamp(min=1), 1.0)
 
 
 def unet(size: int, steps: int) -> Task:
@@ -309,7 +309,7 @@ def unet(size: int, steps: int) -> Task:
         steps,
         max(1, steps // 8),
         {"loss_terms": "positions"},
-        score=Score("Dice", _dice),
+        score=Score("Dice", lambda out, target: dice(out, target).mean()),
         pace=4,
     )
 

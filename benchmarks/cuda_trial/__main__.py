@@ -38,7 +38,6 @@ PARTS = {
     "gpt2": Part(steps.gpt2, 2.0, 0.7),
     "bert-large": Part(steps.bert_large, 2.5, 1.0),
     "convergence": Part(convergence.run, 3.0, 1.0),
-    "protocol": Part(convergence.protocol, 60.0, 20.0),
 }
 
 

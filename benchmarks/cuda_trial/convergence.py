@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import data as sets
-from benchmarks.convergence import paper
 from benchmarks.convergence.contestants import CONTESTANTS
 from benchmarks.convergence.search import train
 from benchmarks.convergence.tasks import TASKS, Pairs
@@ -80,17 +78,3 @@ def _data(settings: Settings) -> tuple[Pairs, Pairs]:
         return pair[0].to(settings.device), pair[1].to(settings.device)
 
     return there(train_), there(test)
-
-
-def protocol(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The papers' ResNet-32, SGD and ours, to the end or until the trial's time is over."""
-    if settings.data is None:
-        yield {"skipped": "the papers' protocol needs --data"}
-        return
-    place = paper.Place(0, 1, settings.device)
-    part = 1_000 if settings.rehearse else 1
-    data = paper.shortened(sets.cifar10(settings.data), part)
-    for name in ("SGD", "KFACSGD, 10/20"):
-        kept = Path("/tmp") / f"cuda_trial_{name}.pt"
-        curve = paper.train(paper.ROWS[name], data, place, 0, part, kept)
-        yield {"row": name, "reached": paper.reaches(curve, paper.TARGET), "last": curve[-1]}

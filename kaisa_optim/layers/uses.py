@@ -109,8 +109,8 @@ class ColumnsUse(ProductUse):
     def unbatched(self, x: Tensor) -> bool:
         return False
 
-    def row_dims(self, output: Tensor) -> tuple[int, ...]:
-        return (1,) if output.dim() == 2 else (0,)
+    def example_dim(self, output: Tensor) -> int | None:
+        return 1 if output.dim() == 2 else 0
 
 
 class StackedUse(ProductUse):

@@ -81,14 +81,6 @@ def test_smoke(name, optimizer, tmp_path):
         assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-def test_each_option_is_told(capsys):
-    with pytest.raises(SystemExit):
-        cifar.main(["--help"])
-    told = capsys.readouterr().out
-    for name in arguments.KFAC:
-        assert f"--{name} " in told
-
-
 # ---- exact resume ----
 
 SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD")
@@ -201,13 +193,6 @@ def test_options_keep_their_names_and_types():
     assert settings["inv_dtype"] is torch.bfloat16 and settings["kl_clip"] is None
     assert settings["skip_layers"] == ["^a", "Norm"] and settings["assignment"] == "layer-wise"
     assert settings["staggered"] == 2 and settings["betas"] == (0.8, 0.9)
-
-
-def test_the_command_of_a_result_names_no_folder_of_the_machine():
-    given = ("--data", "/a/b", "--out", "/c", "--quiet", "--lr", "0.1")
-    assert parsed(*given).command == "--data FOLDER --lr 0.1"
-    given = ("--weights", "/a/runs/phase1/last.pt", "--vocab", "phase1/vocab.txt")
-    assert arguments._told(given) == "--weights phase1/last.pt --vocab phase1/vocab.txt"
 
 
 def test_an_option_that_the_optimizer_lacks_is_refused(capsys):

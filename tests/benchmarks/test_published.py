@@ -50,8 +50,3 @@ def test_gains_over_sgd_are_near_the_published_ones():
     for row in rows():
         if "ahead" in row.what:
             assert row.predicted == pytest.approx(row.published, abs=2 if "opt" in row.what else 5)
-
-
-def test_the_broadcast_of_eigenvectors_is_the_larger_one():
-    (ratio,) = [row for row in rows() if "broadcast" in row.what]
-    assert 2 < ratio.predicted < 7

@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import os
-import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,15 +51,6 @@ def test_bert_large_is_the_published_one():
     encoder = (network.words, network.places, network.kinds, network.norm, network.blocks)
     assert sum(map(parameters, encoder)) + parameters(nn.Linear(1024, 1024)) == 335_141_888
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
-
-
-def test_all_tokens_of_bert_see_all():
-    torch.manual_seed(0)
-    network = Bert(vocabulary=10, length=8, width=64, layers=1).double()
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    other = tokens.clone()
-    other[0, 5] = 1  # a later token, which is not predicted
-    assert not torch.allclose(network(tokens)[0, 0], network(other)[0, 0])
 
 
 @pytest.mark.parametrize("name", [name for name, task in SHORT.items() if task.half])
@@ -137,31 +126,6 @@ def test_a_contestant_trains_in_a_process_of_its_own():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="ended with code 7"):
                 apart(end)
-
-
-def test_a_process_that_fails_at_its_start():
-    nobody = contextlib.closing(Apart("resnet32", True, "nobody", "cpu", (2, 4), 1))
-    with nobody as apart, pytest.raises(RuntimeError, match="ended with code 1"):
-        apart.run(1)
-
-
-def resident() -> int:
-    """Bytes that this process has in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def kept_of(trainer: Trainer, size: int) -> float:
-    """The part of so many bytes that a process has after it has freed them."""
-    before = resident()
-    block = torch.ones(size, dtype=torch.uint8)
-    del block
-    return (resident() - before) / size
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-def test_the_process_keeps_what_is_freed():
-    with contextlib.closing(Apart("resnet32", True, "SGD", "cpu", (2, 4), 1)) as apart:
-        assert apart(kept_of, 1 << 28) > 0.9
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
@@ -258,12 +222,6 @@ def test_the_papers_code_stands_beside_ours_in_its_precision():
     results.append(measured("kfac-pytorch, bfloat16", 5.0))
     steps.set_beside(results)
     assert [one.beside for one in results] == [0.25, 0.2, None, None]
-
-
-def test_without_the_papers_code_nothing_is_beside_it():
-    results = [measured("SGD", 0.0), measured("KFACSGD", 1.0)]
-    steps.set_beside(results)
-    assert results[1].beside is None
 
 
 def test_a_machine_that_is_faster_by_now_is_no_stage():

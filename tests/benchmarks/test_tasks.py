@@ -6,23 +6,20 @@ import dataclasses
 import json
 import pickle
 import struct
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import data as sets
 from benchmarks import fixed_memory
-from benchmarks.convergence import paper, search, tasks
+from benchmarks.convergence import search, tasks
 from benchmarks.convergence.contestants import CONTESTANTS
 from benchmarks.networks import CifarResNet, Transformer, UNet
 from kaisa_optim import KFACLAMB, KFACSGD
-from tests.support.ranks import run
 
 # ---- loaders ----
 
@@ -278,17 +275,6 @@ def test_accumulated_micro_batches_are_one_batch(cls):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
 
 
-def test_images_weigh_alike_in_uneven_micro_batches():
-    task = dataclasses.replace(tasks.fashion(16, 3), network=lambda: nn.Linear(20, 20))
-    images = flat()[:5].float() / 255
-    torch.manual_seed(0)
-    model = task.network()
-    step = [(part, part) for part in (images[:1], images[1:])]
-    search.backward(task, model, [torch.optim.SGD(model.parameters(), 1.0)], step)
-    expected = torch.autograd.grad(task.loss(model(images), images), model.weight)[0]
-    torch.testing.assert_close(model.weight.grad, expected)
-
-
 def test_measuring_averages_over_terms_and_scores_on_the_last_part():
     task = tasks.TASKS["masked"]
     task = dataclasses.replace(task, measured=lambda step: iter(step))
@@ -304,12 +290,6 @@ def test_measuring_averages_over_terms_and_scores_on_the_last_part():
     assert loss_again == loss
     x, y = step[0]
     assert other == pytest.approx((model(x).argmax(-1) == y)[y != -100].double().mean().item())
-
-
-def test_dice():
-    target = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).view(3, 1, 2, 2)
-    found = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).view(3, 1, 2, 2)
-    assert tasks._dice(2 * found - 1, target).item() == pytest.approx((2 / 5 + 1 + 0) / 3)
 
 
 # ---- networks ----
@@ -391,55 +371,3 @@ def test_settings_of_a_kept_result_train_at_todays_batches(tmp_path, monkeypatch
 
 def nuclei_many(count):
     return torch.zeros(count, 3, 130, 130).byte(), torch.zeros(count, 1, 130, 130).byte()
-
-
-# ---- the papers' protocol ----
-
-
-def test_the_papers_learning_rates():
-    sgd, kfac = paper.ROWS["SGD"], paper.ROWS["KFACSGD, papers', 1/10"]
-    # Over 0.1 × 4: from 0.1 up within five epochs.
-    rates = [sgd.rate(epoch, 4, 1) for epoch in (0, 2.5, 5, 99.9, 100, 150)]
-    assert rates == pytest.approx([0.25, 0.625, 1, 1, 0.1, 0.01])
-    rates = [kfac.rate(epoch, 1, 1) for epoch in (0, 34.9, 35, 75, 90)]
-    assert rates == pytest.approx([1, 1, 0.1, 0.01, 0.001])
-    assert kfac.rate(0.7, 1, 50) == pytest.approx(0.1)  # as after 35 of all epochs
-    assert (sgd.epochs, kfac.epochs) == (200, 100)
-
-
-def test_a_target_is_reached_where_an_epoch_ends_at_it():
-    curve = [(1, 2.0, 1.0, 0.5), (2, 4.0, 0.9, 0.7), (3, 6.0, 0.8, 0.6)]
-    assert paper.reaches(curve, 0.55) == (2, 4.0) and paper.reaches(curve, 0.71) is None
-    lines = paper.table({"a": curve}, 0.71)
-    assert "- " in lines[1] and "70.00%" in lines[1] and "60.00%" in lines[1]
-
-
-@pytest.mark.parametrize("name", ["SGD", "KFACSGD, papers', 1/10", "KFACSGD, 10/100"])
-def test_a_protocol_that_was_broken_off_goes_on(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "BATCH", 16)
-    data, place = (pictures(), pictures()), paper.Place(0, 1, "cpu")
-    row = dataclasses.replace(paper.ROWS[name], epochs=100)
-    half = dataclasses.replace(row, epochs=50)
-    whole = paper.train(row, data, place, 0, 50, tmp_path / "whole.pt")
-    first = paper.train(half, data, place, 0, 50, tmp_path / "parts.pt")
-    both = paper.train(row, data, place, 0, 50, tmp_path / "parts.pt")
-    assert len(first) == 1 and [p[0] for p in both] == [1, 2] and both[0] == first[0]
-    assert [p[2:] for p in both] == [p[2:] for p in whole]
-
-
-def shared_protocol(name, folder):
-    images, labels = pictures()
-    place = paper.Place(dist.get_rank(), 2, "cpu")
-    data = (images, labels), (images[:50], labels[:50])
-    row, kept = dataclasses.replace(paper.ROWS[name], epochs=100), folder / "run.pt"
-    with mock.patch.object(paper, "BATCH", 16):
-        first = paper.train(dataclasses.replace(row, epochs=50), data, place, 0, 50, kept)
-        both = paper.train(row, data, place, 0, 50, kept)
-    return first[0][3], [p[3] for p in both]
-
-
-@pytest.mark.parametrize("name", ["SGD", "KFACSGD, 1/10"])
-def test_two_ranks_share_the_protocol_and_its_checkpoint(name, tmp_path):
-    (one, both), (other, both_there) = run(2, shared_protocol, name, tmp_path)
-    # Of 50 images: what one rank alone counts of its half is another number.
-    assert one == other and both == both_there and both[0] == one and len(both) == 2

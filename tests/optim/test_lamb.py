@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import MultiplicativeLR
 
 import kaisa_optim.optim.lamb as lamb_module
 from kaisa_optim.optim.lamb import LAMB
@@ -137,45 +136,16 @@ def compare(opt: LAMB, ref: Reference, tolerance: float = 1e-12) -> None:
                 )
 
 
-def run_both(
-    opt: LAMB, ref: Reference, steps: int = 3, tolerance: float = 1e-12, zero: bool = False
-) -> None:
+def run_both(opt: LAMB, ref: Reference, steps: int = 3, tolerance: float = 1e-12) -> None:
     for step in range(steps):
         grads = set_grads(opt, step)
-        if zero:
-            opt.param_groups[0]["params"][-1].grad.zero_()
-            grads = read_grads(opt)
         opt.step()
         ref.step(grads)
         compare(opt, ref, tolerance)
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, None])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_written_equations(
-    adam_w_mode: bool, weight_decay: float, max_grad_norm: float | None
-) -> None:
-    for averaging, nvlamb, correction, maximize in itertools.product([True, False], repeat=4):
-        options: dict[str, Any] = {
-            "lr": 0.05,
-            "betas": (0.8, 0.95),
-            "adam_w_mode": adam_w_mode,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "grad_averaging": averaging,
-            "use_nvlamb": nvlamb,
-            "bias_correction": correction,
-            "maximize": maximize,
-        }
-        params = parameters(SHAPES)
-        params[1].data.zero_()  # a zero-norm parameter and a zero gradient: trust ratio 1
-        opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
-        run_both(opt, ref, zero=True)
-
-
-def test_the_options_that_the_product_varies_matter() -> None:
-    """Control: the product could pass with a wrong reference if an option were ignored."""
+def test_each_option_matters() -> None:
+    """Control: the reference could share a fault by which an option is ignored."""
     base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
     changes: list[dict[str, Any]] = [
         {},
@@ -215,20 +185,6 @@ def test_defaults_are_those_of_apex() -> None:
     opt = LAMB(params)
     assert {key: opt.defaults[key] for key in DEFAULTS} == DEFAULTS
     run_both(opt, Reference([{"params": params}]))
-
-
-def test_clipping_is_over_all_groups() -> None:
-    params = parameters(SHAPES)
-    groups: list[dict[str, Any]] = [
-        {"params": params[:2], "lr": 0.1, "weight_decay": 0.0, "betas": (0.5, 0.6)},
-        {"params": params[2:4], "adam_w_mode": False, "grad_averaging": False, "eps": 0.01},
-        {"params": params[4:], "max_grad_norm": None, "bias_correction": False},
-    ]
-    opt, ref = LAMB(copy.copy(groups), lr=0.02, eps=0.1), Reference(groups)
-    for group in ref.groups:
-        group["lr"] = group["lr"] if group["lr"] == 0.1 else 0.02
-        group["eps"] = group["eps"] if group["eps"] == 0.01 else 0.1
-    run_both(opt, ref)
 
 
 @st.composite
@@ -321,18 +277,22 @@ def test_half_precision_moments_are_rounded_once_from_float32() -> None:
         assert torch.equal(opt.state[p]["exp_avg"].float(), expected)
 
 
-def test_mixed_dtypes_in_one_group() -> None:
+def of_mixed_dtypes(tolerances: float, **options: Any) -> None:
+    """Step once, as the reference; the clip norm of float64 gradients is float64."""
     dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float32]
     params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False}
     opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
     grads = set_grads(opt, 0)
     opt.step()
     ref.step(grads)
     for p, expected in zip(params, ref.groups[0]["params"], strict=True):
-        # The clip norm of float64 gradients is float64, whatever else is in the list.
-        tolerance = 1e-6 if p.dtype == torch.float64 else 2 * torch.finfo(p.dtype).eps
+        least = 1e-6 if p.dtype == torch.float64 else 0.0
+        tolerance = max(least, tolerances, 2 * torch.finfo(p.dtype).eps)
         np.testing.assert_allclose(p.detach().double().numpy(), expected, rtol=tolerance)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    of_mixed_dtypes(0.0, lr=0.01, weight_decay=0.1, adam_w_mode=False)
 
 
 def test_layouts() -> None:
@@ -426,26 +386,18 @@ def test_loads_a_checkpoint_with_apex_keys() -> None:
     assert all(g["step"] == 2 and not g["maximize"] for g in other.param_groups)
 
 
-def test_closure_schedulers_and_hooks() -> None:
+def test_a_closure_is_called_with_gradients() -> None:
     (p,) = parameters([(3,)])
     opt = LAMB([p], lr=0.1)
-    scheduler = MultiplicativeLR(opt, lambda _: 0.5)
-    calls: list[str] = []
-    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
-    opt.register_step_post_hook(lambda *_: calls.append("post"))
 
     def closure() -> Any:
         opt.zero_grad()
         loss = p.square().sum()
         torch.autograd.backward(loss)
-        calls.append("closure")
         return loss
 
     expected = p.detach().square().sum()
-    assert torch.equal(opt.step(closure), expected)
-    assert calls == ["pre", "closure", "post"] and p.grad is not None
-    scheduler.step()
-    assert opt.param_groups[0]["lr"] == 0.05
+    assert torch.equal(opt.step(closure), expected) and p.grad is not None
 
 
 # Dynamo imports torch's own modules, and one of them warns.
@@ -691,16 +643,6 @@ def test_apex_call(amp: FakeAmp) -> None:
         assert torch.equal(p.grad, g)
 
 
-@pytest.mark.usefixtures("cpu_suits")
-def test_apex_options_default_and_on(amp: FakeAmp) -> None:
-    opt = LAMB(parameters([(2,)], torch.float32))
-    for step in range(2):
-        set_grads(opt, step)
-        opt.step()
-    assert amp.calls[1][3:12] == (1e-3, 0.9, 0.999, 1e-6, 2, 1, 0.01, 1, 1)
-    assert amp.calls[1][13:] == (1.0, False)
-
-
 @pytest.mark.usefixtures("cpu_suits", "amp")
 def test_backends_agree_and_share_their_state() -> None:
     for mode, averaging, decay, limit in itertools.product(
@@ -732,17 +674,9 @@ def test_backends_agree_and_share_their_state() -> None:
 
 @pytest.mark.usefixtures("cpu_suits")
 def test_buckets_choose_for_themselves(amp: FakeAmp) -> None:
-    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float32]
-    params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
-    opt, ref = LAMB(params), Reference([{"params": params}])
-    grads = set_grads(opt, 0)
-    opt.step()
-    ref.step(grads)
+    of_mixed_dtypes(1e-6)
     taken = {p.dtype: len(call[2][1]) for call in amp.calls for p in call[2][1]}
     assert taken == {torch.float32: 2, torch.float16: 1}
-    for p, expected in zip(params, ref.groups[0]["params"], strict=True):
-        tolerance = max(1e-6, 2 * torch.finfo(p.dtype).eps)
-        np.testing.assert_allclose(p.detach().double().numpy(), expected, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("cpu_suits", "amp")
@@ -774,18 +708,29 @@ def objection(p: torch.Tensor, lr: Any = 0.1, **others: torch.Tensor) -> str | N
 
 
 def test_what_suits_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cuda", "cuda:3"):  # past the device, the next objection is the dtype
+        stub = types.SimpleNamespace(device=torch.device(device), dtype=torch.int32)
+        answer = lamb_module._apex_objection([stub], [], [], [], 0.1)  # type: ignore[list-item]
+        assert answer == "torch.int32 parameters"
     assert objection(torch.ones(2)) == "parameters on cpu"
     monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "meta")
+
+    class Marked(torch.Tensor):
+        pass
 
     def meta(*shape: int, **kwargs: Any) -> torch.Tensor:
         return torch.empty(*shape, device="meta", **kwargs)
 
-    assert objection(meta(2**31 - 1)) is None
-    assert objection(meta(2, dtype=torch.float16)) is None
-    assert objection(meta(2, 3, 4, 5).to(memory_format=torch.channels_last)) is None
-    assert objection(meta(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)) is None
-    assert objection(torch.nn.Parameter(meta(2))) is None
+    for suits in (
+        meta(2**31 - 1),
+        meta(2, dtype=torch.float16),
+        meta(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        meta(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+        torch.nn.Parameter(meta(2)),
+    ):
+        assert objection(suits) is None
     refused = {
+        "subclasses": [objection(meta(2).as_subclass(Marked))],
         "elements": [objection(meta(2**31)), objection(meta(0))],
         "float64": [objection(meta(2, dtype=torch.float64))],
         "bfloat16": [objection(meta(2, dtype=torch.bfloat16))],
@@ -797,19 +742,3 @@ def test_what_suits_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for part, answers in refused.items():
         assert all(part in str(answer) for answer in answers), (part, answers)
-
-
-def test_tensor_subclasses_do_not_suit_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Marked(torch.Tensor):
-        pass
-
-    monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "cpu")
-    assert objection(torch.ones(2)) is None
-    assert "subclasses" in str(objection(torch.ones(2).as_subclass(Marked)))
-
-
-def test_apex_is_for_cuda() -> None:
-    for device in ("cuda", "cuda:3"):  # past the device, the next objection is the dtype
-        stub = types.SimpleNamespace(device=torch.device(device), dtype=torch.int32)
-        answer = lamb_module._apex_objection([stub], [], [], [], 0.1)  # type: ignore[list-item]
-        assert answer == "torch.int32 parameters"

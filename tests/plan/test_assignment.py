@@ -146,20 +146,11 @@ def grids(draw, most=24):
 
 @st.composite
 def models(draw, most=30):
-    count = draw(st.integers(0, most))
     sizes = st.one_of(st.integers(1, 5000), st.sampled_from([1, 64, 65, 576, 1024]))
-    tasks = [
-        Task(
-            f"layer{i}",
-            draw(sizes),
-            draw(sizes),
-            draw(st.booleans()),
-            draw(st.booleans()),
-            draw(st.sampled_from([1, 1, 1, 8])),
-        )
-        for i in range(count)
-    ]
-    return tasks
+    blocks = st.sampled_from([1, 1, 1, 8])
+    layer = st.tuples(sizes, sizes, st.booleans(), st.booleans(), blocks)
+    layers = draw(st.lists(layer, max_size=most))
+    return [Task(f"layer{i}", *each) for i, each in enumerate(layers)]
 
 
 small_costs = st.one_of(
@@ -209,10 +200,6 @@ def test_every_divisor_of_the_world_is_reached_by_its_fraction(world):
         assert make_grid(Hybrid(float(f"{workers / world:.4g}")), world).workers == workers
 
 
-def test_rounding_does_not_lose_a_worker():
-    assert make_grid(Hybrid(2 / 98), 98) == Grid(98, 2)
-
-
 @pytest.mark.parametrize("world", range(1, 130))
 def test_a_fraction_makes_a_grid_or_an_error_whose_remedies_work(world):
     for percent in range(0, 101, 3):
@@ -230,24 +217,17 @@ def test_a_fraction_makes_a_grid_or_an_error_whose_remedies_work(world):
             assert grid.workers == max(1, round(percent / 100 * world))
 
 
-def test_the_three_strategies_grids():
-    for world in (1, 2, 8, 60):
-        assert make_grid(LayerWise(), world) == Grid(world, 1)
-        assert make_grid(Opt(), world) == Grid(world, world)
-        assert make_grid(Hybrid(0), world) == Grid(world, 1)
-        assert make_grid(Hybrid(1), world) == Grid(world, world)
-    assert make_grid(Hybrid(), 8) == Grid(8, 4)
+class Two(WorkAssignment):
+    """A strategy that a user writes."""
+
+    def gradient_workers(self, world):
+        return 2
 
 
 def test_one_rank_is_a_grid_whatever_the_strategy_says():
-    class Pairs(WorkAssignment):
-        def gradient_workers(self, world):
-            return 2
-
-    for strategy in (Pairs(), LayerWise(), Opt(), Hybrid(0.3)):
-        assert make_grid(strategy, 1) == Grid(1, 1)
-        assert make_grid(strategy, 1, 0.7) == Grid(1, 1)
-    assert make_grid(Pairs(), 6) == Grid(6, 2)
+    for strategy in (Two(), LayerWise(), Opt(), Hybrid(0.3)):
+        assert make_grid(strategy, 1) == make_grid(strategy, 1, 0.7) == Grid(1, 1)
+    assert make_grid(Two(), 6) == Grid(6, 2)
 
 
 # What the user asks for
@@ -310,27 +290,17 @@ def test_bad_fractions_are_named_with_the_remedy(value, asked):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("wrong", [LayerWise, Hybrid, Opt, Linear])
-def test_a_class_for_an_instance(wrong):
-    with pytest.raises(ValueError, match=rf"Invalid assignment: .*instance: {wrong.__name__}\(\)"):
-        choose(wrong)
-
-
-@pytest.mark.parametrize("wrong", ["layerwise", "", "OPT", 3, 0.5, True, object, int])
+@pytest.mark.parametrize(
+    "wrong",
+    [LayerWise, Hybrid, Opt, Linear, "layerwise", "", "OPT", 3, 0.5, True, object, int],
+)
 def test_an_unknown_assignment(wrong):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="Invalid assignment: ") as error:
         choose(wrong)
-    for text in (f"Invalid assignment: {wrong!r}", '"layer-wise", "hybrid", "opt"'):
-        assert text in str(error.value)
-
-
-def test_a_fraction_that_does_not_divide_lists_those_that_do():
-    with pytest.raises(ValueError) as error:
-        make_grid(Hybrid(0.4), 8)
-    assert str(error.value) == (
-        "Invalid grad_worker_fraction: 0.4 makes 3 of 8 ranks gradient workers, and 3 does not "
-        "divide 8; use 2/8 = 0.25 or 4/8 = 0.5"
-    )
+    texts = [f"Invalid assignment: {wrong!r}", '"layer-wise", "hybrid", "opt"']
+    if isinstance(wrong, type) and issubclass(wrong, WorkAssignment):
+        texts = [f"it must be an instance: {wrong.__name__}()"]
+    assert all(text in str(error.value) for text in texts)
 
 
 def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
@@ -424,7 +394,8 @@ def test_names_and_the_order_of_equal_layers_do_not_matter(tasks, grid, colocate
     assert [*assign(Hybrid(), swapped, grid, colocate).values()] == placed
 
 
-# The package's own __init__ imports torch.
+WAYS = ((7, 7, True), (8, 4, False), (12, 12, False), (64, 1, None))
+# The package's own __init__ imports torch, which is refused.
 ALONE = f"""
 import json, sys, types
 class Refuse:
@@ -434,47 +405,29 @@ sys.meta_path.insert(0, Refuse())
 package = sys.modules['kaisa_optim'] = types.ModuleType('kaisa_optim')
 package.__path__ = [{str(Path(assignment.__file__).parents[1])!r}]
 from kaisa_optim.plan import assignment as alone
-"""
-
-PLAN = """
 tasks = [alone.Task(*task) for task in json.load(sys.stdin)]
 for strategy in (alone.LayerWise(), alone.Opt()):
-    for world, workers, colocate in ((7, 7, True), (8, 4, False), (12, 12, False), (64, 1, None)):
+    for world, workers, colocate in {WAYS}:
         print(alone.assign(strategy, tasks, alone.Grid(world, workers), colocate))
 """
 
 
-@pytest.mark.parametrize("model", ["resnet50"])
-def test_all_processes_find_the_same_whatever_their_hash_seed(model):
-    here = []
-    for strategy in (LayerWise(), Opt()):
-        for world, workers, together in (
-            (7, 7, True),
-            (8, 4, False),
-            (12, 12, False),
-            (64, 1, None),
-        ):
-            here.append(assign(strategy, MODELS[model], Grid(world, workers), together))
-    for seed in ("0", "1", "4711"):
-        run = subprocess.run(
-            [sys.executable, "-c", ALONE + PLAN],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            input=json.dumps(MODELS[model]),
-            capture_output=True,
-            text=True,
-        )
-        assert run.stderr == ""
-        assert run.stdout.splitlines() == [str(plan) for plan in here]
-
-
-def test_no_torch():
-    use = """
-task = alone.Task('x', 3, 4)
-print('torch' in sys.modules, alone.assign(alone.Opt(), [task], alone.Grid(2, 2)))
-"""
-    run = subprocess.run([sys.executable, "-c", ALONE + use], capture_output=True, text=True)
+@pytest.mark.parametrize("seed", ["0", "1", "4711"])
+def test_all_processes_find_the_same_whatever_their_hash_seed(seed):
+    tasks = MODELS["resnet50"]
+    here = [
+        str(assign(strategy, tasks, Grid(world, workers), together))
+        for strategy, (world, workers, together) in itertools.product((LayerWise(), Opt()), WAYS)
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        input=json.dumps(tasks),
+        capture_output=True,
+        text=True,
+    )
     assert run.stderr == ""
-    assert run.stdout == "False {'x': Placement(a=1, g=0)}\n"
+    assert run.stdout.splitlines() == here
 
 
 # Balance
@@ -490,14 +443,6 @@ def test_the_fullest_rank_has_at_most_a_third_more_than_in_the_best_balance(cost
     assert peak <= (4 / 3 - 1 / (3 * ranks)) * best * NEARLY
     mixed = rnd.sample(costs, len(costs))  # the order of the costs changes no peak
     assert peak_of(mixed, load, balance(mixed, load)) == pytest.approx(peak, rel=1e-12)
-
-
-def test_longest_first_at_its_worst_is_grahams_bound():
-    for ranks in (2, 3, 4):
-        costs = [float(c) for c in range(2 * ranks - 1, ranks, -1) for _ in (0, 1)]
-        costs += [float(ranks)] * 3
-        assert peak_of(costs, [0.0] * ranks, balance(costs, [0.0] * ranks)) == 4 * ranks - 1
-        assert optimum(costs, [0.0] * ranks) == 3 * ranks
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -545,16 +490,6 @@ def test_a_thousand_layers_on_4096_ranks(workers):
         assert peak == max(items(Hybrid(), tasks, colocate))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8, 64])
-def test_a_thousand_layers_on_64_ranks(workers):
-    rnd = random.Random(workers)
-    tasks = named([(rnd.randint(64, 5000), rnd.randint(64, 5000)) for _ in range(1000)])
-    for colocate in (True, False) if workers > 1 else (True,):
-        placed = assign(Hybrid(), tasks, Grid(64, workers), colocate)
-        held = loads(Hybrid(), tasks, placed, 64)
-        assert max(held) <= 1.01 * sum(held) / 64
-
-
 # Layers that come later
 
 
@@ -576,16 +511,14 @@ def test_later_layers_go_where_there_is_room(first, second, grid, colocate):
         assert peak <= peak_of(costs, old, balance(costs, old)) * NEARLY
 
 
-@pytest.mark.parametrize(("grid", "colocate"), [(Grid(4, 1), True), (Grid(4, 4), False)])
-def test_a_busy_rank_gets_nothing(grid, colocate):
-    tasks = named([(5, 5)] * 3)
-    placed = assign(Opt(), tasks, grid, colocate, [0.0, 0.0, 1e9, 0.0])
-    assert {r for ranks in placed.values() for r in ranks} == {0, 1, 3}
-
-
-def test_a_busy_column_gets_nothing():
-    placed = assign(Opt(), named([(5, 5)] * 3), Grid(4, 2), False, [0.0, 1e9, 0.0, 1e9])
-    assert {r for ranks in placed.values() for r in ranks} == {0, 2}
+@pytest.mark.parametrize(
+    ("workers", "colocate", "busy", "taken"),
+    [(1, True, [2], {0, 1, 3}), (4, False, [2], {0, 1, 3}), (2, False, [1, 3], {0, 2})],
+)
+def test_a_busy_rank_or_column_gets_nothing(workers, colocate, busy, taken):
+    load = [1e9 if rank in busy else 0.0 for rank in range(4)]
+    placed = assign(Opt(), named([(5, 5)] * 3), Grid(4, workers), colocate, load)
+    assert {r for ranks in placed.values() for r in ranks} == taken
 
 
 def test_the_load_has_one_number_for_each_rank():
@@ -596,22 +529,15 @@ def test_the_load_has_one_number_for_each_rank():
 # Strategies that users write
 
 
-class Mine(WorkAssignment):
+class Mine(Two):
     def __init__(self, answer=None):
         self.answer = answer
-
-    def gradient_workers(self, world):
-        return 2
 
     def place(self, tasks, grid, *, colocate, load):
         return self.answer
 
 
 def test_a_strategy_needs_only_its_gradient_workers():
-    class Two(WorkAssignment):
-        def gradient_workers(self, world):
-            return 2
-
     tasks = named([(3, 4), (5, 6), (7, 8), (9, 10)])
     grid = make_grid(choose(Two()), 4)
     placed = assign(Two(), tasks, grid)
@@ -664,11 +590,7 @@ def test_an_own_place_is_followed_and_told_all():
         ([(0, 0), 1], True, ["Mine.place put 'layer1' at 1;", "return Placement(a, g)"]),
         ([(0, 0), (1, 1, 1)], True, ["Mine.place put 'layer1' at (1, 1, 1);"]),
         ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1' with its A on rank 4", "from 0 to 3"]),
-        (
-            [(0, 0), (0, -1)],
-            False,
-            ["put 'layer1' with its G on rank -1", "from 0 to 3"],
-        ),
+        ([(0, 0), (0, -1)], False, ["put 'layer1' with its G on rank -1", "from 0 to 3"]),
         ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0' with its G on rank 1.0"]),
         ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0' with its A on rank True"]),
         ([(0, 0), (0, 2)], True, ["'layer1' on ranks 0 and 2", "colocate_factors=False"]),
@@ -697,8 +619,3 @@ def test_a_wrong_cost_names_the_strategy_and_the_layer(answer):
 def test_names_differ():
     with pytest.raises(ValueError, match="Invalid tasks: two are named 'fc'"):
         assign(Opt(), [Task("fc", 1, 2), Task("x", 1, 2), Task("fc", 3, 4)], Grid(2, 2))
-
-
-def test_gradient_workers_must_be_written():
-    with pytest.raises(TypeError, match="gradient_workers"):
-        WorkAssignment()

@@ -267,19 +267,6 @@ def train_alone(plan: Plan) -> Trained:
     return Trained(values(model), first, kept(opt))
 
 
-def train_share(plan: Plan) -> tuple[nn.Module, Any]:
-    """Train on this rank's share of every batch, without a wrapper; return model and optimizer."""
-    model = network(plan.network, dtype=plan.dtype)
-    opt = build(plan, model, model, **plan.spread)
-    for step in range(plan.steps):
-        opt.zero_grad()
-        for x, y, weight in micro_batches(plan, step, dist.get_rank()):
-            (F.cross_entropy(model(x), y) * weight).backward()
-        average(model.parameters())
-        opt.step()
-    return model, opt
-
-
 def train(plan: Plan) -> Trained:
     """On a rank: its share of every batch."""
     rank = dist.get_rank()

@@ -317,10 +317,3 @@ def tap_rows(taps: Taps, loss: Tensor, bias: bool = True) -> dict[str, tuple[Ten
             x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
         rows[label] = (x[None], g[None])
     return rows
-
-
-def dense_metric(g: Tensor, damping: float) -> Tensor:
-    """Return (G / ḡ + λI)^-½, by an eigendecomposition."""
-    mean = g.trace() / len(g)
-    values, vectors = torch.linalg.eigh(g / (1 if mean == 0 else mean))
-    return vectors @ (values + damping).rsqrt().diag() @ vectors.T
