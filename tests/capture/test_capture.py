@@ -6,14 +6,12 @@ import contextlib
 import copy
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -88,55 +86,23 @@ def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
 # ---------------------------------------------------------------- several uses, freezing
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-def test_module_used_several_times_in_one_forward():
-    net = seeded(Twice)
-    opt = check_step(net, fit(normal(5, 4)), ["layer", "out"], 5.0)
-    # A second pass, with a gradient in place, adds to the first.
-    opt.zero_grad()
-    opt = exact(net)
-    halves = normal(3, 4, seed=1), normal(4, 4, seed=2)
-
-    def train(model: nn.Module) -> None:
-        for x in halves:
-            (loss_of(model(x)) / 2).backward()
-
-    wanted = expected(net, train, "layer", 7.0)
-    train(net)
-    opt.step()
-    assert_factors(opt, "layer", wanted)
-
-
-def test_module_used_a_different_number_of_times_in_each_pass():
+@pytest.mark.parametrize("times", [(2,), (2, 2), (3, 1)])
+def test_a_module_used_several_times_in_each_pass(times):
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor, times: int) -> Tensor:
-            for _ in range(times):
+        def forward(self, x: Tensor, count: int) -> Tensor:
+            for _ in range(count):
                 x = torch.tanh(self.layer(x))
             return x
 
     def train(model: nn.Module) -> None:
-        for times in (3, 1):
-            (loss_of(model(normal(2, 4), times)) / 2).backward()
+        for i, count in enumerate(times):
+            (loss_of(model(normal(2 + i, 4, seed=i), count)) / len(times)).backward()
 
-    net = seeded(Loop)
-    watch = Watch(twin := copy.deepcopy(net), "layer")
-    train(twin)
-    a, _ = rows_of(twin.layer, watch.trained("layer"))
-    assert a.shape[1] == 8
-    check_step(net, train, ["layer"], 4.0)
+    check_step(seeded(Loop), train, ["layer"], float(sum(range(2, 2 + len(times)))))
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -290,35 +256,6 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
             assert_close(actual, wanted, 2e-6, name)
 
 
-def test_bf16_parameters_have_float32_factors_and_keep_their_dtype():
-    torch.manual_seed(2)
-    net = nn.Sequential(nn.Linear(4, 3)).bfloat16()
-    x = torch.randn(16, 4).bfloat16()
-    opt = exact(net, momentum=0.9)
-    out = net(x)
-    out.float().square().sum(1).mean().backward()
-    opt.step()
-    a, _ = opt.preconditioner.factors("0")
-    rows = torch.cat([x.double(), torch.ones(16, 1, dtype=torch.float64)], 1)
-    assert a.dtype == torch.float32
-    assert_close(a, (rows.T @ rows / 16)[None], 1e-6)
-    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    assert {p.grad.dtype for p in net.parameters()} == {torch.bfloat16}
-
-
-def test_users_low_precision_matmul_setting_is_kept():
-    saved = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        net = mlp().float()
-        opt = exact(net)
-        fit(normal(6, 4).float())(net)
-        opt.step()
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(saved)
-
-
 # ---------------------------------------------------------------- empty batches
 
 
@@ -392,6 +329,11 @@ class Block(nn.Module):
         return self.second(after)
 
 
+def under(reentrant: bool | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a part under a checkpoint, or, with None, without one."""
+    return part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
+
+
 class Deep(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -403,10 +345,7 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            if self.reentrant is None:
-                x = x + block(x)
-            else:
-                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + under(self.reentrant, block, x)
         return self.head(x)
 
     def hidden_alive(self) -> int:
@@ -418,19 +357,60 @@ DEEP = ["stem", "blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1
 both_checkpoints = pytest.mark.parametrize("reentrant", [False, True])
 
 
+class Again(nn.Module):
+    """The last use comes first in the backward pass, before any gradient has arrived."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(under(self.reentrant, self.part, self.part(x)))
+
+
+class Encoder(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stem, self.reentrant = nn.Linear(4, 4), reentrant
+        self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return under(self.reentrant, self.block, self.stem(x))
+
+
+# What is built, the shape of an example, and how many layers there are.
+CHECKPOINTED: dict[str, tuple[Callable[[bool | None], nn.Module], tuple[int, ...], int]] = {
+    "blocks": (Deep, (4,), 6),
+    "one of several uses": (Again, (4,), 1),
+    "attention": (Encoder, (5, 4), 5),
+    "the model": (lambda reentrant: Deep(None), (4,), 6),
+}
+
+
 @both_checkpoints
-def test_checkpointing_gives_the_same_factors(reentrant):
+@pytest.mark.parametrize("what", CHECKPOINTED)
+def test_checkpointing_gives_the_same_factors(reentrant, what):
+    make, shape, count = CHECKPOINTED[what]
+
     def run(kind: bool | None):
-        net = seeded(lambda: Deep(kind))
+        net = seeded(lambda: make(kind))
         opt = exact(net, factor_update_steps=2, inv_update_steps=2)
         for i in range(4):  # steps that are due for statistics and steps that are not
             opt.zero_grad()
             for size in (3, 2):
-                (loss_of(net(normal(size, 4, seed=i))) / 2).backward()
+                x = normal(size, *shape, seed=i).requires_grad_()
+                out = under(kind if what == "the model" else None, net, x)
+                (loss_of(out) / 2).backward()
             opt.step()
         return net, opt
 
-    assert_same(run(reentrant), run(None), DEEP)
+    plain = run(None)
+    names = list(plain[1].preconditioner.layers)
+    assert len(names) == count
+    assert_same(run(reentrant), plain, names)
 
 
 def in_another_thread(backward: Callable[[], None]) -> None:
@@ -490,36 +470,27 @@ def test_checkpointing_still_saves_memory(reentrant, when):
 
 
 @both_checkpoints
-def test_checkpointing_with_the_forward_paused(reentrant):
+@pytest.mark.parametrize("paused", ["forward", "backward"])
+def test_a_forward_decides_what_its_checkpoints_gather(reentrant, paused):
+    nets = [seeded(lambda kind=kind: Deep(kind)) for kind in (None, reentrant)]
+    plain, opt = (exact(net) for net in nets)
     x = normal(5, 4)
-    net = seeded(lambda: Deep(reentrant))
-    opt = exact(net)
-    with opt.preconditioner.paused():
-        out = net(x)
-    loss_of(out).backward()  # computes the blocks again, not paused by now
+    with opt.preconditioner.paused() if paused == "forward" else contextlib.nullcontext():
+        out = nets[1](x)
+    with opt.preconditioner.paused() if paused == "backward" else contextlib.nullcontext():
+        loss_of(out).backward()  # computes the blocks again
+    if paused == "backward":
+        fit(x)(nets[0])
+        plain.step()
+        opt.step()
+        assert_same((nets[1], opt), (nets[0], plain), DEEP)
+        return
     assert opt.preconditioner.memory_usage()["pending"] == 0
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in nets[1].named_parameters()}
     with pytest.warns(UserWarning, match="no statistics"):
-        steps = taken(opt, net)
+        steps = taken(opt, nets[1])
     for name, gradient in gradients.items():
         assert_close(steps[name], gradient, 1e-12, name)
-
-
-@both_checkpoints
-def test_checkpointing_with_the_backward_paused(reentrant):
-    # The forward decides.
-    x = normal(5, 4)
-    plain = seeded(lambda: Deep(None))
-    clean = exact(plain)
-    fit(x)(plain)
-    clean.step()
-    net = seeded(lambda: Deep(reentrant))
-    opt = exact(net)
-    out = net(x)
-    with opt.preconditioner.paused():
-        loss_of(out).backward()
-    opt.step()
-    assert_same((net, opt), (plain, clean), DEEP)
 
 
 @pytest.mark.parametrize("due", [True, False])
@@ -543,81 +514,6 @@ def test_checkpointing_where_what_is_due_changes_before_the_backward(due):
     else:
         assert opt.preconditioner.memory_usage()["pending"] == 0
     assert_factors(opt, "blocks.0.first", before)
-
-
-@both_checkpoints
-def test_checkpoint_around_the_whole_model(reentrant):
-    def train(model: nn.Module) -> None:
-        for size in (5, 2):
-            x = normal(size, 4).requires_grad_()
-            (loss_of(checkpoint(model, x, use_reentrant=reentrant)) / 2).backward()
-
-    def plainly(model: nn.Module) -> None:
-        for size in (5, 2):
-            (loss_of(model(normal(size, 4))) / 2).backward()
-
-    net = mlp()
-    wanted = {name: expected(net, plainly, name, 7.0) for name in ("0", "2")}
-    opt = exact(net)
-    train(net)
-    opt.step()
-    for name, factors in wanted.items():
-        assert_factors(opt, name, factors)
-
-
-@both_checkpoints
-def test_checkpointing_a_module_used_several_times(reentrant):
-    class Again(nn.Module):
-        def __init__(self, kind: bool | None) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.kind = kind
-
-        def part(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x))
-
-        def forward(self, x: Tensor) -> Tensor:
-            # The last use comes first in the backward pass, before any gradient has arrived.
-            x = self.part(x)
-            if self.kind is None:
-                return self.part(self.part(x))
-            return self.part(checkpoint(self.part, x, use_reentrant=self.kind))
-
-    x = normal(5, 4)
-    plain = seeded(lambda: Again(None))
-    wanted = expected(plain, fit(x), "layer", 5.0)
-    net = seeded(lambda: Again(reentrant))
-    opt = exact(net)
-    fit(x)(net)
-    opt.step()
-    assert_factors(opt, "layer", wanted)
-
-
-@both_checkpoints
-def test_checkpointing_attention(reentrant):
-    class Attends(nn.Module):
-        def __init__(self, kind: bool | None) -> None:
-            super().__init__()
-            self.stem = nn.Linear(4, 4)
-            self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-            self.kind = kind
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            if self.kind is None:
-                return self.block(x)
-            return checkpoint(self.block, x, use_reentrant=self.kind)
-
-    runs = []
-    for kind in (None, reentrant):
-        net = seeded(lambda kind=kind: Attends(kind))
-        opt = exact(net)
-        fit(normal(3, 5, 4))(net)
-        opt.step()
-        runs.append((net, opt))
-    names = list(runs[0][1].preconditioner.layers)
-    assert "block.self_attn.in_proj" in names and "block.linear1" in names
-    assert_same(*runs, names)
 
 
 class OwnUses(nn.Module):
@@ -738,9 +634,6 @@ def test_selective_checkpointing(kind, keeps):
     assert_same(*runs, ["0"])
 
 
-# ---------------------------------------------------------------- memory of the forward pass
-
-
 # ---------------------------------------------------------------- wrappers
 
 
@@ -753,51 +646,6 @@ def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match=r"model: nn\.DataParallel .* Distributed"):
         net._replicate_for_data_parallel()(normal(6, 4))
     assert not opt.preconditioner.sums.of_layer
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("given", ["wrapped", "parameters and wrapped", "inner"])
-def test_distributed_data_parallel(one_process, given):
-    x = normal(6, 4)
-    net = mlp()
-    wrapped = nn.parallel.DistributedDataParallel(net)
-    if given == "parameters and wrapped":
-        opt = exact(wrapped.parameters(), model=wrapped)
-    else:
-        opt = exact(wrapped if given == "wrapped" else net)
-    assert list(opt.preconditioner.layers) == ["0", "2"]
-    for _ in range(2):  # the second pass finds the reducer's buckets in place
-        opt.zero_grad()
-        with wrapped.no_sync():
-            (loss_of(wrapped(x[:2])) / 2).backward()
-        (loss_of(wrapped(x[2:])) / 2).backward()
-        opt.step()
-    plain = mlp()
-    clean = exact(plain)
-    for _ in range(2):
-        clean.zero_grad()
-        for part in (x[:2], x[2:]):
-            (loss_of(plain(part)) / 2).backward()
-        clean.step()
-    assert_same((net, opt), (plain, clean))
-
-
-def test_layer_called_without_the_model_around_it():
-    net = mlp()
-    x = normal(6, 4)
-
-    def train(model: nn.Module) -> None:
-        for part in (x[:4], x[4:]):
-            (loss_of(model[2](torch.tanh(model[0](part)))) / 2).backward()
-
-    check_step(net, train, ["0", "2"], 6.0)
 
 
 def test_forward_that_raises_leaves_no_trace():
@@ -1017,33 +865,6 @@ def test_terms_as_a_number_set_for_each_step():
     assert seen == pytest.approx([2.5, 7.0, 6.0])
 
 
-def test_terms_as_a_callable_of_the_step():
-    net = mlp()
-    opt = exact(net, lr=0.0, loss_terms=lambda step: 10.0 * (step + 1), factor_update_steps=1)
-    x = normal(6, 4)
-    unit = expected(net, fit(x), "0", 1.0)
-    seen = []
-    for _ in range(3):
-        opt.zero_grad()
-        fit(x)(net)
-        opt.step()
-        seen.append(terms_of(opt, "0", unit))
-    # Running averages of 10, 20 and 30 at decay 0.95.
-    weights = [[1.0], [0.95, 1.0], [0.95**2, 0.95, 1.0]]
-    wanted = [sum(w * 10 * (i + 1) for i, w in enumerate(line)) / sum(line) for line in weights]
-    assert seen == pytest.approx(wanted)
-
-
-def test_loss_reduction_sum_has_one_term():
-    net = mlp()
-
-    def train(model: nn.Module) -> None:
-        for size in (4, 2):
-            (loss_of(model(normal(size, 4))) * size).backward()
-
-    check_step(net, train, ["0", "2"], 1.0, loss_reduction="sum")
-
-
 # ---------------------------------------------------------------- counts
 
 
@@ -1061,36 +882,6 @@ def test_accumulation_over_any_number_of_backward_passes(sizes):
     whole = clean_run(x)
     for name in ("0", "2"):
         assert_factors(opt, name, whole[1].preconditioner.factors(name))
-
-
-@pytest.mark.parametrize("shape", [(4,), (3, 4)], ids=["rows", "sequences"])
-def test_expand_counts_each_position(shape):
-    net = mlp()
-
-    def train(model: nn.Module) -> None:
-        for size in (3, 2):
-            (loss_of(model(normal(size, *shape))) / 2).backward()
-
-    check_step(net, train, ["0", "2"], 5.0, weight_sharing="expand")
-
-
-def test_reduce_counts_each_example():
-    net = mlp()
-    parts = normal(3, 2, 4), normal(2, 6, 4, seed=1)
-
-    def train(model: nn.Module) -> None:
-        for x in parts:
-            (loss_of(model(x)) / 2).backward()
-
-    watch = Watch(twin := copy.deepcopy(net), "0")
-    train(twin)
-    opt = exact(net, weight_sharing="reduce")
-    train(net)
-    opt.step()
-    a = torch.cat([x.mean(1) for x, _ in watch.trained("0")])
-    g = torch.cat([grad.sum(1) for _, grad in watch.trained("0")])
-    a = torch.cat([a, torch.ones(5, 1, dtype=a.dtype)], 1)
-    assert_factors(opt, "0", factors_of(a[None], g[None], 5.0))
 
 
 def test_forwards_before_one_backward_are_one_batch():
@@ -1174,20 +965,6 @@ def test_terms_are_those_of_all_passes_whosever_turn_it_is():
         assert_factors(opt, name, wanted)
 
 
-def test_a_turn_without_a_pass_through_its_layer_is_no_error():
-    net = seeded(Heads)
-    opt = exact(net, lr=0.01, factor_update_steps=3, staggered=True)
-
-    def step(head: str) -> None:
-        opt.zero_grad(set_to_none=False)
-        loss_of(net(normal(5, 4), head)).backward()
-        opt.step()
-
-    for head in ("left", "right", "right", "left", "right", "right"):
-        step(head)
-    assert opt.preconditioner.steps == 6
-
-
 def test_hooks_that_are_lost_later_are_noticed_within_an_interval():
     net = seeded(Heads)
     opt = exact(net, lr=0.1, factor_update_steps=3, staggered=True)
@@ -1203,31 +980,22 @@ def test_hooks_that_are_lost_later_are_noticed_within_an_interval():
             opt.step()
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor", "callable", "scaler", "disabled scaler"])
+@pytest.mark.parametrize(
+    "kind", ["number", "large", "tensor", "callable", "scaler", "disabled scaler"]
+)
 def test_grad_scaler_option(kind):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind != "disabled scaler")
-    scale = 1.0 if kind == "disabled scaler" else 64.0
-    given = {"number": 64.0, "tensor": torch.tensor(64.0), "callable": lambda: 64.0}
-    net = mlp()
-    x = normal(6, 4)
+    scale = {"disabled scaler": 1.0, "large": 2.0**50}.get(kind, 64.0)
+    given = {"number": 64.0, "tensor": torch.tensor(64.0), "callable": lambda: 64.0, "large": scale}
+    dtype = torch.float32 if kind == "large" else torch.float64  # its square must not overflow
+    net, x = mlp().to(dtype), normal(6, 4).to(dtype)
     opt = exact(net, grad_scaler=given.get(kind, scaler))
     (loss_of(net(x)) * scale).backward()
     for p in net.parameters():
         p.grad.div_(scale)
     opt.step()
-    assert_same((net, opt), clean_run(x))
-
-
-def test_grad_scaler_of_very_large_scale_does_not_overflow_on_the_way():
-    net = mlp().float()
-    x = normal(6, 4).float()
-    opt = exact(net, grad_scaler=2.0**50)
-    (loss_of(net(x)) * 2.0**50).backward()
-    for p in net.parameters():
-        p.grad.div_(2.0**50)
-    opt.step()
-    wanted = clean_run(x, lambda: mlp().float())[1].preconditioner.factors("0")
-    assert_factors(opt, "0", wanted, 1e-6)
+    clean = clean_run(x, lambda: mlp().to(dtype))
+    assert_same((net, opt), clean, rtol=1e-6 if kind == "large" else 1e-12)
 
 
 # ---------------------------------------------------------------- statistics and their gradients
@@ -1349,31 +1117,6 @@ def test_the_other_half_of_a_gan(freeze):
         assert (pending == 0) == freeze
 
 
-def test_two_optimizers_on_parts_of_one_model():
-    x = normal(6, 4)
-    net = mlp()
-    body = exact(net[0].parameters(), model=net, factor_update_steps=1, inv_update_steps=1)
-    head = exact(net[2].parameters(), model=net, factor_update_steps=2, inv_update_steps=2)
-    assert list(body.preconditioner.layers) == ["0"]
-    assert list(head.preconditioner.layers) == ["2"]
-    assert not body.preconditioner.uncovered and not head.preconditioner.uncovered
-    other = mlp()
-    whole = exact(other, factor_update_steps=1, inv_update_steps=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for opts, model in (((body, head), net), ((whole,), other)):
-            fit(x)(model)
-            for opt in opts:
-                opt.step()
-    assert_same((net, body), (other, whole), ["0"])
-    assert_factors(head, "2", whole.preconditioner.factors("2"))
-    # One of them may drop its half; the other's stays.
-    fit(x)(net)
-    body.zero_grad()
-    assert body.preconditioner.memory_usage()["pending"] == 0
-    assert head.preconditioner.steps == 1
-
-
 @pytest.mark.parametrize("kind", ["swa", "ema", "deepcopy"])
 def test_averaged_models_are_not_dragged_along(kind):
     x = normal(6, 4)
@@ -1401,18 +1144,6 @@ def test_averaged_models_are_not_dragged_along(kind):
     gc.collect()
     assert gone() is None
     assert averaged(x).shape == (6, 3)
-
-
-def test_groups_added_later_are_captured_once():
-    net = mlp()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt = exact(net[0].parameters(), model=net)
-        opt.add_param_group({"params": list(net[2].parameters())})
-    x = normal(6, 4)
-    fit(x)(net)
-    opt.step()
-    assert_same((net, opt), clean_run(x))
 
 
 # ---------------------------------------------------------------- a model that calls itself

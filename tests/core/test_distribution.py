@@ -224,14 +224,6 @@ def test_every_fraction_takes_the_same_steps_of_each_base(world, name, optimizer
     assert_alike(check_spreads(plan, fractions(world)))
 
 
-def test_the_clip_is_active_where_it_is_drawn():
-    eigen = PAPERS["eigen"]
-    plan = Plan(even(2, 2), "tokens", options={**eigen, "kl_clip": 1e-5}, steps=1)
-    free = dataclasses.replace(plan, options={**eigen, "kl_clip": None})
-    ranks = [run(2, train, p)[0].parameters for p in (plan, free)]
-    assert error(*ranks) > 1e-3
-
-
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums_of_terms_are_one_term_a_rank(world):
     sizes = even(world, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaisa_optim import KFACSGD, KFACAdam, with_kfac
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.core.options import DEFAULT, OPTIONS, SETTABLE, Options, check
 from tests.support.ranks import run
 from tests.support.training import EVERY_STEP, assert_near, batch, network
@@ -142,7 +142,7 @@ def test_a_conflict_may_also_come_by_a_setting():
         kfac.loss_terms = 4
 
 
-# ---- options of the papers, and of some bases ----
+# ---- options of the papers ----
 
 
 OF_PAPERS = [name for name, option in OPTIONS.items() if option.of_papers]
@@ -167,31 +167,8 @@ def test_directions_have_no_use_for_options_of_the_papers(name):
 
 
 def test_no_option_of_the_papers_is_forgotten():
-    assert set(OF_PAPERS) == {
-        "kl_clip",
-        "kl_clip_lr",
-        "damping_split",
-        "compute_eigenvalue_outer_product",
-        "loss_terms",
-        "loss_reduction",
-        "grad_scaler",
-        "normalization",
-    }
-
-
-def test_nesterov_is_the_bases_own():
-    own = KFACSGD(network(), lr=0.1, momentum=0.9, nesterov=True)
-    assert own.param_groups[0]["nesterov"] is True
-    model = network()
-    group = {"params": model.parameters(), "nesterov": True}
-    assert KFACSGD([group], lr=0.1, momentum=0.9, model=model).param_groups[0]["nesterov"] is True
-
-    class Passing(torch.optim.SGD):
-        def __init__(self, params, lr, **rest):
-            super().__init__(params, lr, **rest)
-
-    passed = with_kfac(Passing)(network(), lr=0.1, momentum=0.9, nesterov=True)
-    assert passed.param_groups[0]["nesterov"] is True
+    names = "kl_clip kl_clip_lr damping_split compute_eigenvalue_outer_product loss_terms"
+    assert {*names.split(), "loss_reduction", "grad_scaler", "normalization"} == set(OF_PAPERS)
 
 
 # ---- what follows from other options ----
@@ -266,19 +243,10 @@ def test_ranks_compare_what_they_must_have_alike():
     assert Options().described()["grad_scaler"] is None
 
 
-# ---- where options may be set, and callables ----
-
-
 def test_one_option_is_checked_alone():
     assert check("factor_update_steps", 3.0) == 3 and check("damping", 1) == 1.0
     with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
         check("kl_clip", lambda step: 0.1)
-
-
-# ---- documentation ----
-
-
-# ---- names that there are not ----
 
 
 # ---- several ranks ----

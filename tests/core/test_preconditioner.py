@@ -43,6 +43,7 @@ from tests.support.watch import (
 
 STEPS = 5
 ROWS = 24  # of a batch, over all ranks
+SINGLE = torch.float32
 
 
 def rank() -> int:
@@ -107,6 +108,16 @@ def learn(
     opt.step()
 
 
+def trains(options: dict[str, Any]) -> list[Tensor]:
+    """Take plain steps; of options, ``make`` builds the model."""
+    options = dict(options)
+    model = ddp(options.pop("make", net)())
+    opt = optimizer(model, **options)
+    for i in range(STEPS):
+        learn(model, opt, i)
+    return weights(model)
+
+
 Situation = Callable[[dict[str, Any]], list[Tensor]]
 
 
@@ -150,23 +161,29 @@ class Twice(nn.Module):
         return last(torch.tanh(middle(torch.tanh(middle(torch.tanh(first(x)))))))
 
 
-def used_twice(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(Twice())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i)
-    return weights(model)
+class Crossed(nn.Module):
+    """Every other rank runs its branches the other way round."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
 
-@every_strategy
-def test_a_module_used_twice_in_one_forward(strategy: str) -> None:
-    compare(used_twice, strategy)
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [self.left, self.right]
+        if rank() % 2:
+            branches.reverse()
+        first, second = (torch.tanh(branch(x)) for branch in branches)
+        return self.last(first * second)
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    reentrant = False
+
+    def __init__(self) -> None:
         super().__init__()
-        self.model, self.reentrant = net(), reentrant
+        self.model = net()
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.model[0](x))
@@ -174,29 +191,18 @@ class Checkpointed(nn.Module):
         return self.model[4](x)
 
 
-def reentrant(options: dict[str, Any]) -> list[Tensor]:
-    return _checkpointed(True, options)
-
-
-def not_reentrant(options: dict[str, Any]) -> list[Tensor]:
-    return _checkpointed(False, options)
-
-
-def _checkpointed(reentrant: bool, options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(Checkpointed(reentrant))
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i)
-    return weights(model)
+class Reentrant(Checkpointed):
+    reentrant = True
 
 
 @every_strategy
-@pytest.mark.parametrize("situation", [reentrant, not_reentrant])
-def test_activation_checkpointing(situation: Situation, strategy: str) -> None:
-    compare(situation, strategy)
+@pytest.mark.parametrize("make", [Twice, Crossed, Checkpointed, Reentrant])
+def test_layers_that_are_called_otherwise_than_once_in_order(make: Any, strategy: str) -> None:
+    compare(trains, strategy, make=make)
 
 
 def looks_first(options: dict[str, Any]) -> list[Tensor]:
+    """A forward pass in training mode under ``no_grad`` comes before the real one."""
     model = ddp(net())
     opt = optimizer(model, **options)
     for i in range(STEPS):
@@ -204,11 +210,6 @@ def looks_first(options: dict[str, Any]) -> list[Tensor]:
             model(whole(50 + i)[0])
         learn(model, opt, i)
     return weights(model)
-
-
-@every_strategy
-def test_a_training_forward_under_no_grad_before_the_real_one(strategy: str) -> None:
-    compare(looks_first, strategy)
 
 
 def evaluates(options: dict[str, Any]) -> list[Tensor]:
@@ -231,24 +232,14 @@ def evaluates(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-@every_strategy
-def test_one_rank_evaluates_between_steps(strategy: str) -> None:
-    compare(evaluates, strategy)
-
-
 def pauses(options: dict[str, Any]) -> list[Tensor]:
+    """Some steps have no statistics."""
     model = ddp(net())
     opt = optimizer(model, **options)
     for i in range(STEPS):
         with opt.preconditioner.paused() if i in (0, 3) else nullcontext():
             learn(model, opt, i)
     return weights(model)
-
-
-@every_strategy
-@pytest.mark.filterwarnings("ignore:layer .* no statistics")
-def test_steps_whose_statistics_are_paused(strategy: str) -> None:
-    compare(pauses, strategy)
 
 
 # ---- steps that are left out ----
@@ -269,6 +260,7 @@ def test_a_step_before_any_gradient_is_not_counted():
 
 
 def skips(options: dict[str, Any]) -> list[Tensor]:
+    """A backward pass has no step."""
     model = ddp(net())
     opt = optimizer(model, **options)
     for i in range(STEPS):
@@ -279,29 +271,7 @@ def skips(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-@every_strategy
-def test_a_backward_pass_without_its_step(strategy: str) -> None:
-    compare(skips, strategy)
-
-
 def scales(options: dict[str, Any]) -> list[Tensor]:
-    return _scaled(options)[0]
-
-
-def scales_and_tells(options: dict[str, Any]) -> list[Tensor]:
-    """What all ranks know of the factors where all of them precondition all layers."""
-    kfac = _scaled(options)[1].preconditioner
-    views = [view for layer in kfac.layers.values() for view in sorted_views(kfac, layer)]
-    return [
-        view.clone() for name, view in views if name.endswith(("values", "root"))
-    ]  # signs may differ
-
-
-def sorted_views(kfac: Any, layer: Any) -> list[tuple[str, Tensor]]:
-    return sorted(kfac.store.applied.views(layer), key=lambda item: item[0])
-
-
-def _scaled(options: dict[str, Any]) -> tuple[list[Tensor], KFACSGD]:
     """In step 2 one rank's batch has an infinity, and no rank steps."""
     model = ddp(net())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
@@ -316,98 +286,23 @@ def _scaled(options: dict[str, Any]) -> tuple[list[Tensor], KFACSGD]:
         scaler.update()
     assert scaler.get_scale() == 2.0**11
     assert opt.preconditioner.steps == STEPS - 1
-    return weights(model), opt
-
-
-def scales_not(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i)
     return weights(model)
-
-
-def scales_in_vain(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-    opt = optimizer(model, grad_scaler=scaler, **options)
-    for i in range(STEPS):
-        x, y = part(i)
-        opt.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.step(opt)
-        scaler.update()
-    return weights(model)
-
-
-@every_strategy
-def test_a_grad_scaler_that_skips_one_step(strategy: str) -> None:
-    compare(scales, strategy)
-
-
-def test_a_skipped_step_leaves_no_trace_in_the_factors() -> None:
-    compare(scales_and_tells, "opt")
-
-
-@every_strategy
-def test_a_scaled_loss_changes_nothing(strategy: str) -> None:
-    ranks, spread = STRATEGIES[strategy]
-    results = run(ranks, scales_in_vain, spread)
-    expected = run(ranks, scales_not, spread)
-    for result in results:
-        assert_near(result, expected[0])
-        assert_same(result, results[0])
-    compare(scales_in_vain, strategy)
-
-
-# ---- state ----
 
 
 def asks_for_its_state(options: dict[str, Any]) -> list[Tensor]:
-    """Only one rank asks: nothing may be exchanged for it."""
+    """Only one rank saves or copies: nothing may be exchanged for it."""
     model = ddp(net())
     opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i, before_step=lambda: opt.state_dict() if rank() == 0 else None)
+
+    def ask() -> None:
         if rank() == 0:
             opt.state_dict()
+            copy.deepcopy(opt)
+
+    for i in range(STEPS):
+        learn(model, opt, i, before_step=ask)
+        ask()
     return weights(model)
-
-
-@every_strategy
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_one_rank_saves_between_backward_and_step(strategy: str) -> None:
-    compare(asks_for_its_state, strategy)
-
-
-def resumes(options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Each rank saves its share and loads it; with what would have come without."""
-    results = []
-    for interrupted in (False, True):
-        # Not wrapped: a new wrapper cuts its first buckets otherwise, and sums have other bits.
-        model = net()
-        opt = optimizer(model, momentum=0.9, **options)
-        for i in range(8):
-            if interrupted and i == 3:
-                saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
-                model = net()
-                opt = optimizer(model, momentum=0.9, **options)
-                model.load_state_dict(saved[0])
-                opt.load_state_dict(saved[1])
-            learn(model, opt, i, before_step=lambda model=model: average(model))
-        results.append(weights(model))
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("options", [{}, {"factor_update_steps": 2, "inv_update_steps": 4}])
-@every_strategy
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_each_rank_goes_on_from_its_own_state(strategy: str, options: dict[str, Any]) -> None:
-    ranks, spread = STRATEGIES[strategy]
-    results = run(ranks, resumes, {**options, **spread})
-    for straight, resumed in results:
-        assert_same(resumed, straight)
-        assert_same(straight, results[0][0])
 
 
 # ---- layers that a step does not use ----
@@ -470,28 +365,6 @@ def test_layer_unused_in_this_batch(method):
     assert_factors(opt, "left", expected)
 
 
-def test_layer_unused_from_now_on():
-    net = seeded(Sides)
-    opt = exact(net, lr=0.05, factor_update_steps=1, inv_update_steps=2)
-    x = normal(6, 4)
-    for _ in range(2):
-        opt.zero_grad()
-        (loss_of(net(x, "left")) + loss_of(net(x, "right"))).backward()
-        opt.step()
-    before = net.right.weight.detach().clone()
-    losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(8):
-            opt.zero_grad()
-            loss = loss_of(net(x, "left"))
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-    assert torch.equal(net.right.weight, before)
-
-
 def test_layer_unused_in_this_batch_with_a_zero_gradient():
     net = seeded(Sides)
     opt = exact(net, factor_update_steps=1, inv_update_steps=1)
@@ -510,85 +383,6 @@ def test_layer_unused_in_this_batch_with_a_zero_gradient():
 # ---- ranks that do not run the same ----
 
 
-class Heads(nn.Module):
-    """Rank 0 trains one head, all others the other; one process does so with their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(4, 6)
-        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
-        self.double()
-
-    def forward(self, x: Tensor, ranks: int) -> Tensor:
-        x = torch.tanh(self.body(x))
-        if world() > 1:
-            return self.heads[min(rank(), 1)](x)
-        first, *others = x.chunk(ranks)
-        return torch.cat([self.heads[0](first), self.heads[1](torch.cat(others))])
-
-
-def own_heads(options: dict[str, Any]) -> list[Tensor]:
-    return _own_heads(False, options)
-
-
-def own_heads_wrapped(options: dict[str, Any]) -> list[Tensor]:
-    return _own_heads(True, options)
-
-
-def _own_heads(wrap: bool, options: dict[str, Any]) -> list[Tensor]:
-    ranks = options["ranks"]
-    options = {name: value for name, value in options.items() if name != "ranks"}
-    model: nn.Module = Heads()
-    if wrap:
-        model = ddp(model, find_unused_parameters=True)
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        x, y = part(i)
-        opt.zero_grad()
-        F.mse_loss(model(x, ranks), y).backward()
-        if not wrap:
-            average(model)
-        opt.step()
-    return weights(model)
-
-
-@every_strategy
-@pytest.mark.parametrize("situation", [own_heads, own_heads_wrapped])
-def test_ranks_that_use_different_layers(situation: Situation, strategy: str) -> None:
-    compare(situation, strategy, ranks=STRATEGIES[strategy][0])
-
-
-def own_order(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(Crossed())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i)
-    return weights(model)
-
-
-class Crossed(nn.Module):
-    """Every other rank runs them the other way round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = [self.left, self.right]
-        if rank() % 2:
-            branches.reverse()
-        first, second = (torch.tanh(branch(x)) for branch in branches)
-        return self.last(first * second)
-
-
-@every_strategy
-def test_ranks_that_use_the_same_layers_in_another_order(strategy: str) -> None:
-    compare(own_order, strategy)
-
-
 def without_rows(options: dict[str, Any]) -> list[Tensor]:
     """The last rank has no rows; the loss is a share of the mean over all."""
     model = ddp(net())
@@ -605,9 +399,14 @@ def without_rows(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
+SITUATIONS = [looks_first, evaluates, pauses, skips, scales, asks_for_its_state, without_rows]
+
+
 @every_strategy
-def test_an_empty_batch_on_one_rank(strategy: str) -> None:
-    compare(without_rows, strategy)
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.filterwarnings("ignore:layer .* no statistics", "ignore:state_dict")
+def test_ranks_take_the_steps_of_one_process(situation: Situation, strategy: str) -> None:
+    compare(situation, strategy)
 
 
 def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:
@@ -782,51 +581,12 @@ def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None
     assert not torch.allclose(newer.double(), older.double())
 
 
-def test_a_state_without_notes_on_inverses_goes_on_as_it_was() -> None:
-    """Those who looked have left none, as older states have none."""
-    models = []
-    for drop in (False, True):
-        model = net()
-        opt = optimizer(model, **INVERSES)
-        for i in range(4):
-            learn(model, opt, i)
-        state, opt = opt.state_dict(), optimizer(model, **INVERSES)
-        for entry in state["state"].values() if drop else ():
-            for key in [key for key in entry if str(key).endswith("stale")]:
-                del entry[key]
-        opt.load_state_dict(state)
-        for i in range(4, 8):
-            learn(model, opt, i)
-        models.append(weights(model))
-    assert_same(models[1], models[0])
-
-
 def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
     restarted, plain = failing(1, {}, restarts=True), failing(1, {})
     assert_same([*restarted[0][:-1], *restarted[0][-1]], [*plain[0][:-1], *plain[0][-1]])
 
 
-# ---- two optimizers, and half precision ----
-
-
-def two_optimizers(options: dict[str, Any]) -> list[Tensor]:
-    """Two models side by side, in one group each, of the same ranks."""
-    models = [ddp(net()), ddp(Crossed())]
-    groups = [dist.new_group(), dist.new_group()] if world() > 1 else [None, None]
-    opts = [optimizer(m, process_group=g, **options) for m, g in zip(models, groups, strict=True)]
-    for i in range(STEPS):
-        for model, opt in zip(models, opts, strict=True):
-            x, y = part(i)
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-        for opt in opts:
-            opt.step()
-    return [w for model in models for w in weights(model)]
-
-
-@every_strategy
-def test_two_optimizers_side_by_side(strategy: str) -> None:
-    compare(two_optimizers, strategy)
+# ---- half precision ----
 
 
 def autocast(options: dict[str, Any]) -> list[Tensor]:
@@ -847,19 +607,11 @@ def test_autocast(strategy: str) -> None:
     compare(autocast, strategy, near=(2e-2, 2e-2))
 
 
-def in_float32(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net(torch.float32))
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        learn(model, opt, i)
-    return weights(model)
-
-
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [("polar", torch.bfloat16), ("eigen", torch.bfloat16), ("inverse", torch.float16)],
 )
 @every_strategy
 def test_second_order_state_in_half(strategy: str, method: str, dtype: torch.dtype) -> None:
-    options = {"inv_dtype": dtype, "compute_method": method}
-    compare(in_float32, strategy, near=(5e-2, 5e-2), **options)
+    options = {"inv_dtype": dtype, "compute_method": method, "make": functools.partial(net, SINGLE)}
+    compare(trains, strategy, near=(5e-2, 5e-2), **options)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,23 +15,18 @@ from tests.support.cluster import (
     Plan,
     Trained,
     assert_alike,
-    build,
     error,
     even,
-    micro_batches,
     train,
     train_alone,
 )
-from tests.support.cluster import average as average_gradients
 from tests.support.cluster import network as network_of
 from tests.support.ranks import run
 from tests.support.training import (
     assert_same,
     backward,
     batch,
-    difference,
     network,
-    values,
 )
 from tests.support.training import early as refreshing_early
 from tests.support.training import train as train_plainly
@@ -183,66 +176,3 @@ def test_ranks_take_the_steps_of_one_process(name, assignment):
 def train_with_early_steps(plan: Plan, alone: bool = False) -> Trained:
     with refreshing_early(*EARLY):
         return train_alone(plan) if alone else train(plan)
-
-
-def received(
-    plan: Plan, early: tuple[int, ...]
-) -> tuple[list[Counter[str]], dict[str, int], dict[str, float]]:
-    """What arrived here in each step; what the account says of a step of all; the means."""
-    rank = dist.get_rank()
-    model = network_of(plan.network)
-    with refreshing_early(*early):
-        opt = build(plan, model, model, **plan.spread)
-    kfac, found = opt.preconditioner, []
-    for step in range(plan.steps):
-        opt.zero_grad()
-        for x, y, weight in micro_batches(plan, step, rank):
-            (F.cross_entropy(model(x), y) * weight).backward()
-        average_gradients(model.parameters())
-        before = Counter(kfac.ranks.received)
-        opt.step()
-        found.append(Counter(kfac.ranks.received) - before)
-    account = kfac.view.account
-    both = account.price(account.plan(average=account.names, refresh=account.names))[rank]
-    return found, both, kfac.communication_volume()
-
-
-def test_what_travels():
-    """An early refresh brings what a step of all brings, and other steps bring what they did."""
-    plan = Plan(
-        even(2, 2), "images", options={**FREE, **INTERVALS}, spread={"assignment": "layer-wise"}
-    )
-    pairs = zip(run(2, received, plan, ()), run(2, received, plan, EARLY), strict=True)
-    for (plain, both, volume), (other, same, again) in pairs:
-        assert volume == again and both == same
-        for i, (without, found) in enumerate(zip(plain, other, strict=True)):
-            if i in EARLY:
-                assert found == +Counter({k: n for k, n in both.items() if k != "total"})
-            else:
-                assert found == without
-
-
-# ---- state ----
-
-
-@pytest.mark.parametrize("saved", [1, 2, 3, 5])
-def test_a_checkpoint_goes_on_bit_for_bit(saved, tmp_path):
-    def make() -> tuple[nn.Module, Any]:
-        model = network()
-        with refreshing_early(*EARLY):
-            return model, KFACSGD(model, lr=0.1, momentum=0.9, **INTERVALS, **FREE)
-
-    model, opt = make()
-    train_plainly(model, opt, range(saved))
-    torch.save([model.state_dict(), opt.state_dict()], tmp_path / "state")
-    copied_model, copied = copy.deepcopy((model, opt))
-    train_plainly(model, opt, range(saved, 9))
-    other, resumed = make()
-    weights, state = torch.load(tmp_path / "state", weights_only=True)
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    for m, o in ((other, resumed), (copied_model, copied)):
-        before = values(m)
-        train_plainly(m, o, range(saved, 9))
-        assert all(d.any() for d in difference(before, m).values())
-        assert_same(m, model)
