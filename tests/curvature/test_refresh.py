@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACMuon
 from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, roots
+from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
@@ -282,14 +282,14 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
         return values(model)
 
     whole, batches = trained(), []
-    real = decompose.attempt
+    real = refresh.attempt
     monkeypatch.setattr(refresh, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
 
     def counted(m: Tensor, *rest: Any, **options: Any) -> Any:
         batches.append(len(m))
         return real(m, *rest, **options)
 
-    monkeypatch.setattr(decompose, "attempt", counted)
+    monkeypatch.setattr(refresh, "attempt", counted)
     assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
     assert len(batches) > 2 and max(batches) < 5
 
@@ -724,6 +724,65 @@ def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
     model.used = (0, 1, 2)
     train(model, opt, [1])  # not due for the others
     assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
+
+
+# ---- what is flagged, and what is raised ----
+
+
+def diagonals() -> Tensor:
+    return torch.eye(3).mul(torch.arange(1.0, 5.0)[:, None, None]).contiguous()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("damping", [None, torch.ones(4)], ids=["bare", "damped"])
+def test_a_factor_that_fails_is_flagged_beside_the_others(damping, raises):
+    seen = []
+
+    def solve(factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        seen.append(len(factors))
+        failed = (factors.diagonal(0, 1, 2)[:, 0] - 3).abs() < 1e-3
+        if raises and failed.any():
+            raise torch.linalg.LinAlgError("planted")
+        found = (2 * factors).masked_fill(failed[:, None, None], torch.nan)
+        return (found,) if damping is not None else (found[..., 0], found)
+
+    results, good = refresh.attempt(diagonals(), damping, solve, diagonal=False)
+    assert seen == ([4, 1, 1, 1, 1] if raises else [4])
+    assert good.tolist() == [True, True, False, True] and len(results) == 1 + (damping is None)
+    assert torch.equal(results[-1][good], 2 * diagonals()[good]) and results[-1][2].isnan().any()
+
+
+def of_cusolver(status: str, call: str) -> RuntimeError:
+    return RuntimeError(f"cusolver error: CUSOLVER_STATUS_{status}, when calling `{call}( ... )`")
+
+
+SYEVD, CREATE = "cusolverDnSsyevd", "cusolverDnCreate"
+FAILURES = [torch.linalg.LinAlgError("planted"), of_cusolver("EXECUTION_FAILED", SYEVD)]
+OTHERS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    of_cusolver("ALLOC_FAILED", SYEVD),
+    of_cusolver("INTERNAL_ERROR", CREATE),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+@pytest.mark.parametrize("error", [None, *OTHERS], ids=str)
+@pytest.mark.parametrize("before", [0, 1])
+def test_errors_of_solvers_are_failures_and_others_are_raised(failure, error, before):
+    """At once, or in an attempt after one."""
+    calls = []
+
+    def solve(*_):
+        calls.append(1)
+        raise failure if error is None or len(calls) <= before else error
+
+    if error is None:
+        _, good = refresh.attempt(diagonals(), None, solve, diagonal=False)
+        assert not good.any() and len(calls) == 1 + len(good)
+        return
+    with pytest.raises(RuntimeError) as found:
+        refresh.attempt(diagonals(), None, solve, diagonal=False)
+    assert found.value is error and len(calls) == before + 1
 
 
 # ---- the user's float32 settings ----
