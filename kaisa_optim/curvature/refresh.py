@@ -8,13 +8,13 @@ ranks learn of a failure in the next step's exchange.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import decompose
 from ..linalg.precision import full_precision
 from ..plan.routes import chunks, grouped
 from ..plan.step_plan import FAILED, REJECTED, RefreshReport, StepPlan
@@ -37,6 +37,12 @@ from .stacks import (
 _AT_ONCE_ON_CPUS = 1 << 20
 _AT_ONCE = 1 << 24
 _MORE_DAMPING = 3  # a multiple, after a failure
+# Failures of cuSOLVER's algorithms come as plain errors, too; a lack of memory does not count.
+_OF_CUSOLVER = re.compile(
+    r"cusolver error: CUSOLVER_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)(?!.*cusolverDnCreate)", re.S
+)
+_Results = tuple[Tensor, ...]
+_Solve = Callable[[Tensor, Tensor | None, bool], _Results]  # of factors, damping, and diagonal
 
 
 class Refresher:
@@ -128,7 +134,7 @@ class Refresher:
             average = average.double()
             shift = None if shift is None else _MORE_DAMPING * shift.double()
         solve, diagonal = self._rule.solve, stack.key.diagonal
-        results, good = decompose.attempt(average, shift, solve, diagonal=diagonal)
+        results, good = attempt(average, shift, solve, diagonal=diagonal)
         all_good = not attempts and bool(good.all())
         fine = None if all_good else good
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
@@ -173,6 +179,32 @@ class Refresher:
 
     def forget_answers(self) -> None:
         self._notes.clear()
+
+
+def attempt(
+    factors: Tensor, damping: Tensor | None, solve: _Solve, *, diagonal: bool
+) -> tuple[_Results, Tensor]:
+    """Decompose a batch; return the results and a flag of success for each, on the device.
+
+    If a solver raises, the factors are decomposed one by one: it stops at one factor for all.
+    """
+    try:
+        results = solve(factors, damping, diagonal)
+    except RuntimeError as error:
+        of_solver = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+        if not of_solver and not _OF_CUSOLVER.match(str(error)):
+            raise
+        results = (torch.full_like(factors, torch.nan),)
+        if damping is None:
+            results = torch.full_like(factors[..., 0], torch.nan), *results
+        for i in range(len(factors)) if len(factors) > 1 else ():
+            shift = None if damping is None else damping[i : i + 1]
+            single, _ = attempt(factors[i : i + 1], shift, solve, diagonal=diagonal)
+            for result, part in zip(results, single, strict=True):
+                result[i] = part[0]
+    if diagonal:
+        return results, (factors.isfinite() & results[0].isfinite()).all(1)
+    return results, torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0)
 
 
 def _rejections(owned: Factors, names: set[str]) -> dict[str, bool]:

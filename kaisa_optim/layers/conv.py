@@ -221,19 +221,20 @@ class ConvLayer(_Spatial):
         images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)
         images = images.flatten(3).contiguous()  # [groups, C·other taps, rows, other positions]
 
-        def product(first: int, stop: int, shift: int) -> Tensor:
-            left, right = images[:, :, first:stop], images[:, :, first + shift : stop + shift]
-            return left.flatten(2) @ right.flatten(2).mT
+        def rows(start: int, stop: int) -> Tensor:
+            return images[:, :, start:stop].flatten(2)
 
         n, side = self.inputs, images.shape[1]
         moment = images.new_empty(self.blocks, taps, side, taps, side)
         for count in range(taps):
             shift, last = count * apart, (taps - 1 - count) * apart
-            shared = product(last, positions, shift)
+            shared = rows(last, positions) @ rows(last + shift, positions + shift).mT
             for tap in range(taps - count):
-                first = tap * apart
-                block = shared + product(first, last, shift)
-                block += product(positions, positions + first, shift)
+                block, first = shared, tap * apart
+                for start, stop in ((first, last), (positions, positions + first)):
+                    if start < stop:
+                        right = rows(start + shift, stop + shift)
+                        block = torch.baddbmm(block, rows(start, stop), right.mT)
                 moment[:, tap + count, :, tap] = block.mT
                 moment[:, tap, :, tap + count] = block
         sides = taps, self.in_shape[0], side // self.in_shape[0]

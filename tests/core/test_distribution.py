@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
 from kaisa_optim.comm.agreement import alike, checksum
 from kaisa_optim.comm.ranks import Ranks, ReduceItem
+from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
-from kaisa_optim.linalg import decompose
 from tests.support.cluster import (
     CLASSES,
     INPUTS,
@@ -805,7 +805,7 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
     """What this rank does in a step that gathers and refreshes everything, in its order."""
     seen: list[str] = []
     exchange, precondition = Ranks._exchange, PolarRule.apply
-    attempt = decompose.attempt
+    attempt = refresh.attempt
 
     class Waiting:
         def __init__(self, kind: str, work: Any) -> None:
@@ -835,7 +835,7 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
     with (
         mock.patch.object(Ranks, "_exchange", exchanged),
         mock.patch.object(PolarRule, "apply", preconditioned),
-        mock.patch.object(decompose, "attempt", decomposed),
+        mock.patch.object(refresh, "attempt", decomposed),
     ):
         opt.step()
     return seen

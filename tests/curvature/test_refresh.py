@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACMuon
 from kaisa_optim.curvature import refresh
-from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, precision, roots
+from kaisa_optim.layers import base as layer_base
+from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.ranks import run
 from tests.support.training import (
@@ -120,10 +121,20 @@ def norm_of_difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("dtype", SIZES)
 def test_storage_of_second_order_state(dtype, method, monkeypatch):
     seen = spy_on_decompositions(monkeypatch)
-    _, moved = one_step(method, inv_dtype=dtype)
+    opt, moved = one_step(method, inv_dtype=dtype)
     _, reference = one_step(method)
     assert set(seen) <= {torch.float32, torch.float64}
     assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
+    usage, size = opt.preconditioner.memory_usage(), SIZES[dtype]
+    squares = 5 * 5 + 6 * 6 + 7 * 7 + 3 * 3
+    if method == "polar" or "inverse" in method:
+        assert usage["roots" if method == "polar" else "inverses"] == squares * size
+        assert "eigenvectors" not in usage
+    else:
+        assert usage["eigenvectors"] == squares * size
+        assert usage["eigenvalues"] == (5 + 6 + 7 + 3) * 4
+    assert usage.get("eigenvalue_products", 0) == (method == "outer product") * (30 + 21) * size
+    assert usage["factors"] == squares * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,10 +179,11 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
 def drifted(options: dict[str, Any], able: int) -> float:
     """How far this rank's weights are from rank 0's, where so many of the ranks can."""
     model = network(dtype=torch.float32)
+    cls = KFACSGD if options else KFACMuon
     with mock.patch.object(
         precision, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
     ):
-        opt = KFACSGD(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
+        opt = cls(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
         train(model, opt, range(8))  # all ranks have the same batches
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     first = mine.clone()
@@ -183,7 +195,7 @@ def drifted(options: dict[str, Any], able: int) -> float:
 @pytest.mark.parametrize(
     "options",
     [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
-    ids=["eigen", "stored in half", "polar"],
+    ids=["eigen", "polar", "muon"],
 )
 @pytest.mark.parametrize("able", [0, 1, 2])
 def test_ranks_multiply_in_bfloat16_only_together(options, able):
@@ -225,8 +237,9 @@ def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **ALWAYS["inverse"]),
         lambda m: KFACSGD(m, lr=0.1, **ALWAYS["polar"]),
+        lambda m: KFACMuon(m, lr=0.01),
     ],
-    ids=["eigen", "inverse", "polar"],
+    ids=["eigen", "inverse", "polar", "muon"],
 )
 def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
     """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
@@ -269,14 +282,14 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
         return values(model)
 
     whole, batches = trained(), []
-    real = decompose.attempt
+    real = refresh.attempt
     monkeypatch.setattr(refresh, "_AT_ONCE_ON_CPUS", 2 * 6 * 7)
 
     def counted(m: Tensor, *rest: Any, **options: Any) -> Any:
         batches.append(len(m))
         return real(m, *rest, **options)
 
-    monkeypatch.setattr(decompose, "attempt", counted)
+    monkeypatch.setattr(refresh, "attempt", counted)
     assert_near(trained(), whole, rtol=1e-10, atol=1e-12)
     assert len(batches) > 2 and max(batches) < 5
 
@@ -497,6 +510,17 @@ def test_without_older_state_the_gradient_is_raw_or_the_root_the_identity(method
         assert_near(moved.double(), wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_other_errors_are_not_swallowed(method, planted):
+    model, opt, *_ = pair_of_runs(method, planted)
+
+    def fails(matrices: Tensor) -> bool:
+        raise MemoryError
+
+    planted.fails = fails
+    with pytest.raises(MemoryError):
+        train(model, opt, [0])
+
+
 # ---- statistics that are not finite ----
 
 
@@ -583,6 +607,20 @@ def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method)
         assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
+def test_broken_statistics_for_ever_raise():
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=1e-9, compute_method="eigen", max_failures=2)
+    for i in range(2):
+        opt.zero_grad()
+        overflow(model, i)
+        opt.step()
+    opt.zero_grad()
+    overflow(model, 2)
+    with pytest.raises(RuntimeError, match="failed, 3 in a row"):
+        opt.step()
+
+
 # ---- when layers are refreshed ----
 
 
@@ -662,6 +700,21 @@ def test_unstaggered_refreshes_all_at_once(interval):
     assert seen == [NAMES if step % interval == 0 else set() for step in range(7)]
 
 
+def test_factors_between_their_updates_do_not_change():
+    model = network()
+    with early():
+        opt = KFACSGD(model, lr=0.1, factor_update_steps=3, staggered=False, inv_update_steps=10)
+    seen = []
+    train(model, opt, range(7), lambda i: seen.append(factors(opt)))
+    for step in range(1, 7):
+        same = all(
+            torch.equal(a, b)
+            for name in seen[step]
+            for a, b in zip(seen[step][name], seen[step - 1][name], strict=True)
+        )
+        assert same == (step % 3 != 0)
+
+
 def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
     model = Parts()
     model.used = (0, 1)
@@ -671,6 +724,65 @@ def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
     model.used = (0, 1, 2)
     train(model, opt, [1])  # not due for the others
     assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
+
+
+# ---- what is flagged, and what is raised ----
+
+
+def diagonals() -> Tensor:
+    return torch.eye(3).mul(torch.arange(1.0, 5.0)[:, None, None]).contiguous()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("damping", [None, torch.ones(4)], ids=["bare", "damped"])
+def test_a_factor_that_fails_is_flagged_beside_the_others(damping, raises):
+    seen = []
+
+    def solve(factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
+        seen.append(len(factors))
+        failed = (factors.diagonal(0, 1, 2)[:, 0] - 3).abs() < 1e-3
+        if raises and failed.any():
+            raise torch.linalg.LinAlgError("planted")
+        found = (2 * factors).masked_fill(failed[:, None, None], torch.nan)
+        return (found,) if damping is not None else (found[..., 0], found)
+
+    results, good = refresh.attempt(diagonals(), damping, solve, diagonal=False)
+    assert seen == ([4, 1, 1, 1, 1] if raises else [4])
+    assert good.tolist() == [True, True, False, True] and len(results) == 1 + (damping is None)
+    assert torch.equal(results[-1][good], 2 * diagonals()[good]) and results[-1][2].isnan().any()
+
+
+def of_cusolver(status: str, call: str) -> RuntimeError:
+    return RuntimeError(f"cusolver error: CUSOLVER_STATUS_{status}, when calling `{call}( ... )`")
+
+
+SYEVD, CREATE = "cusolverDnSsyevd", "cusolverDnCreate"
+FAILURES = [torch.linalg.LinAlgError("planted"), of_cusolver("EXECUTION_FAILED", SYEVD)]
+OTHERS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    of_cusolver("ALLOC_FAILED", SYEVD),
+    of_cusolver("INTERNAL_ERROR", CREATE),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+@pytest.mark.parametrize("error", [None, *OTHERS], ids=str)
+@pytest.mark.parametrize("before", [0, 1])
+def test_errors_of_solvers_are_failures_and_others_are_raised(failure, error, before):
+    """At once, or in an attempt after one."""
+    calls = []
+
+    def solve(*_):
+        calls.append(1)
+        raise failure if error is None or len(calls) <= before else error
+
+    if error is None:
+        _, good = refresh.attempt(diagonals(), None, solve, diagonal=False)
+        assert not good.any() and len(calls) == 1 + len(good)
+        return
+    with pytest.raises(RuntimeError) as found:
+        refresh.attempt(diagonals(), None, solve, diagonal=False)
+    assert found.value is error and len(calls) == before + 1
 
 
 # ---- the user's float32 settings ----
@@ -732,6 +844,38 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
+def test_reduced_float32_stays_out_of_factors_and_decompositions(choice, settings, monkeypatch):
+    seen: list[list[Any]] = []
+
+    def spied(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(snapshot())
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(eigen, "eigendecompose", spied(eigen.eigendecompose))
+    monkeypatch.setattr(layer_base, "second_moment", spied(layer_base.second_moment))
+    reference = network(dtype=torch.float32)
+    expected_opt = KFACSGD(reference, lr=0.1, **EVERY_STEP)
+    train(reference, expected_opt, range(2))
+    CHOICES[choice]()
+    chosen = snapshot()
+    seen.clear()
+    model = network(dtype=torch.float32)
+    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, range(2))
+    assert len(seen) >= 12
+    for state in seen:
+        assert not {"tf32", "bf16"} & set(state)
+        assert state[-1] == "highest"
+    assert snapshot() == chosen
+    assert_near(factors(opt), factors(expected_opt), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
 def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, monkeypatch):
     """Nor does autocast come in, under which some call step()."""
     seen: list[Any] = []
@@ -745,7 +889,7 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     CHOICES[choice]()
     chosen = snapshot()
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.01)
+    opt = KFACMuon(model, lr=0.01)
     train(model, opt, range(1))
     with torch.autocast("cpu", torch.bfloat16):
         opt.step()
