@@ -102,7 +102,7 @@ $(ZOO)/ready: zoo-constraints.txt $(REQUIREMENTS)
 
 zoo: $(ZOO)/ready
 	OMP_NUM_THREADS=1 PROGRAMS=$(PROGRAMS) $(ZOO)/bin/python -m pytest tests/capture/test_programs.py
-	OMP_NUM_THREADS=1 $(ZOO)/bin/python -m tests.integrations.zoo $(ZOO_ARGS)
+	OMP_NUM_THREADS=1 $(ZOO)/bin/python -m benchmarks.zoo $(ZOO_ARGS)
 
 # Apart from test: to measure coverage takes half as long again.
 coverage: override TEST_ARGS += --cov --cov-report=term --cov-fail-under=97

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kaisa_optim.linalg import orthogonal
@@ -80,3 +80,13 @@ class Muon(torch.optim.Optimizer):
             if name not in self.state[p]:
                 self.state[p][name] = torch.zeros_like(p)
         return [self.state[p][name] for p in params]
+
+
+def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return matrices and kernels inside of the network, which Muon takes, and the rest."""
+    hidden: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, p in model.named_parameters():
+        outer = p.dim() < 2 or name.startswith(("head", "words", "places"))
+        (rest if outer else hidden).append(p)
+    return hidden, rest

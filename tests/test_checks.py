@@ -16,20 +16,6 @@ def test_callables_that_keep_their_arguments_to_themselves():
     assert opt.param_groups[0]["damping"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("value", "real", "whole"),
-    [
-        (1, True, True),
-        (2.5, True, False),
-        (2.0, True, True),
-        (True, False, False),
-        ("1", False, False),
-    ],
-)
-def test_numbers(value, real, whole):
-    assert (checks.is_real(value), checks.is_whole(value)) == (real, whole)
-
-
 def test_flags_and_callables_are_named_with_what_they_must_be():
     assert checks.check_flag("x", False) is False and checks.check_flag("x", None, True) is None
     for none, rest in ((False, "$"), (True, ", or None for what follows from other options$")):

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from benchmarks.convergence.search import now
+from benchmarks.convergence.search import WARMUP, now, share_of_rate
 from benchmarks.machine import describe
 from kaisa_optim.optim.mixin import KFACMixin
 
@@ -123,18 +123,8 @@ def draws(options: argparse.Namespace, ranks: Ranks, step: int) -> Iterator[torc
         yield seeded(options.seed, number, ranks.rank)
 
 
-def warm_cosine(steps: int, warm: float = 0.05, end: float = 0.0) -> Callable[[int], float]:
-    """Return the share of the peak rate by step: up in a line, then down along a cosine."""
-    first = max(1, round(warm * steps))
-
-    def rate(step: int) -> float:
-        if step < first:
-            return (step + 1) / first
-        part = min(1.0, (step - first) / max(1, steps - first))
-        turned = torch.pi * torch.tensor(part, dtype=torch.float64)
-        return end + (1 - end) * 0.5 * (1 + torch.cos(turned).item())
-
-    return rate
+def warm_cosine(steps: int, warm: float = WARMUP) -> Callable[[int], float]:
+    return lambda step: share_of_rate(step, steps, warm)
 
 
 def papers_rate(world: int, steps: int, decays: Sequence[int]) -> Callable[[int], float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.muon import Muon
+from benchmarks.muon import Muon, hidden_and_rest
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.linalg.precision import multiplies_in_half
 
@@ -86,7 +86,7 @@ def _params(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     """All parameters, in one group; in two where some have a rate of their own."""
     if "lr_rest" not in config:
         return [{"params": list(model.parameters())}]
-    hidden, rest = _hidden(model)
+    hidden, rest = hidden_and_rest(model)
     return [{"params": hidden}, {"params": rest, "lr": config["lr_rest"]}]
 
 
@@ -123,7 +123,7 @@ def _betas(config: Config) -> tuple[float, float]:
 
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     """For matrices and kernels inside of the network; AdamW for the rest, as its users do."""
-    hidden, rest = _hidden(model)
+    hidden, rest = hidden_and_rest(model)
     settings = {"lr": config["lr"], "momentum": config["momentum"], "weight_decay": 0.0}
     optimizers = [_as_matrices(_fastest_muon(hidden), hidden, **settings)]
     if rest:
@@ -155,16 +155,6 @@ def _as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -
 
     optimizer.register_step_pre_hook(lend)
     return optimizer
-
-
-def _hidden(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Matrices and kernels inside of the network, and the rest."""
-    hidden: list[Tensor] = []
-    rest: list[Tensor] = []
-    for name, p in model.named_parameters():
-        outer = name.startswith(("words", "places", "head")) or p.dim() < 2
-        (rest if outer else hidden).append(p)
-    return hidden, rest
 
 
 def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:

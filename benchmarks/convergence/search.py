@@ -67,7 +67,9 @@ class Training:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the base optimizer updates these")
             self.optimizers = one.build(self.model, config, task.kfac)
-        self.schedules = [LambdaLR(o, lambda step: _rate(step, steps)) for o in self.optimizers]
+        self.schedules = [
+            LambdaLR(o, lambda step: share_of_rate(step, steps)) for o in self.optimizers
+        ]
 
     def step(self) -> None:
         backward(self.task, self.model, self.optimizers, next(self.batches), self.device)
@@ -127,11 +129,12 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def _rate(step: int, steps: int) -> float:
-    warm = max(1, round(WARMUP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+def share_of_rate(step: int, steps: int, warm: float = WARMUP) -> float:
+    """Return the share of the peak rate: up in a line, then down along a cosine."""
+    first = max(1, round(warm * steps))
+    if step < first:
+        return (step + 1) / first
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - first) / max(1, steps - first))))
 
 
 class Store:

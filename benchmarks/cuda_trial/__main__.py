@@ -26,14 +26,12 @@ import torch
 
 from benchmarks.machine import describe
 
-from . import convergence, decompositions, proofs, steps, waits
+from . import convergence, proofs, steps
 from .parts import Part, Record, run
 from .settings import Settings
 
 PARTS = {
     "proofs": Part(proofs.run, 2.0, 0.7),
-    "waits": Part(waits.run, 1.0, 0.3),
-    "decompositions": Part(decompositions.run, 1.0, 0.3),
     "resnet50": Part(steps.resnet50, 2.5, 0.7),
     "gpt2": Part(steps.gpt2, 2.0, 0.7),
     "bert-large": Part(steps.bert_large, 2.5, 1.0),

@@ -1,15 +1,14 @@
 """What a K-FAC step costs beside its base optimizer's, and beside peers' steps.
 
-    python -m benchmarks.step_time [--short] [--parts steps ranks scaling]
+    python -m benchmarks.step_time [--short] [--parts steps ranks]
         [--tasks resnet32 transformer] [--only NAME ...] [--threads N] [--steps N]
         [--device cpu|cuda] [--out DIRECTORY]
 
 Parts: "steps" compares whole steps, their stages and their memory: each class beside its base at
 the default intervals, 10/20, then KFACSGD beside the papers' methods and peers at the papers'
-intervals; "ranks" their growth from one rank to several; "scaling" the cost against the number of
-layers and their width. Peers are kfac-pytorch (``import kfac``), SOAP from pytorch-optimizer, and
-torch's Muon; those that are not installed are named. With --out, each part leaves its results with
-the machine's description as JSON, and a plot.
+intervals; "ranks" their growth from one rank to several. Peers are kfac-pytorch (``import kfac``),
+SOAP from pytorch-optimizer, and torch's Muon; those that are not installed are named. With --out,
+each part leaves its results with the machine's description as JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ import torch
 
 from benchmarks.machine import describe
 
-from . import ranks, scaling, steps
+from . import ranks, steps
 from .contestants import EVERYONE
 from .report import Settings
 from .tasks import FITTING, TASKS
 
-OF_TASKS = ("steps", "ranks")
-PARTS = {"steps": steps.run, "ranks": ranks.run, "scaling": scaling.run}
-ON_CUDA = ("steps", "scaling")
+PARTS = {"steps": steps.run, "ranks": ranks.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--short", action="store_true", help="tiny networks, to try it out")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all that the device has")
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="of steps and ranks")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="that are measured")
     parser.add_argument(
         "--only", nargs="+", choices=list(EVERYONE), help="of whole steps, beside the bases"
     )
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of the part of that name")
     parser.add_argument("--out", type=Path, help="where to keep the results")
     options = parser.parse_args(arguments)
-    possible = ON_CUDA if options.device == "cuda" else tuple(PARTS)
+    possible = ("steps",) if options.device == "cuda" else tuple(PARTS)
     parts = options.parts or possible
     if impossible := set(parts).difference(possible):
         parser.error(f"--device cuda has no part {', '.join(sorted(impossible))}; use --device cpu")
@@ -76,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures += report.figures
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            chosen = list(options.tasks or ()) if part in OF_TASKS else []
-            chosen += ["short"] if settings.short else []
+            chosen = [*(options.tasks or ()), *(["short"] if settings.short else [])]
             name = "_".join(["step_time", part, settings.device, *chosen])
             record = {
                 "machine": where,

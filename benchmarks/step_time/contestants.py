@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.muon import Muon
+from benchmarks.muon import Muon, hidden_and_rest
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.linalg.precision import multiplies_in_half
 
@@ -196,16 +196,6 @@ def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[A
     """Take the matrices and kernels inside of the network; AdamW takes the rest."""
     hidden, rest = hidden_and_rest(model)
     return [Muon([{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-3}], lr=0.02)]
-
-
-def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return matrices and kernels inside of the network, which Muon takes, and the rest."""
-    hidden: list[Tensor] = []
-    rest: list[Tensor] = []
-    for name, p in model.named_parameters():
-        outer = p.dim() < 2 or name.startswith(("head", "words", "places"))
-        (rest if outer else hidden).append(p)
-    return hidden, rest
 
 
 class Preconditioner:

@@ -56,21 +56,14 @@ def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(parts, "time", clock)
     monkeypatch.setattr(parts, "_receive", receive)
-    monkeypatch.setattr(
-        trial,
-        "PARTS",
-        {
-            "proofs": Part(fails, 10, 0),
-            "waits": Part(hangs, 10, 0),
-            "gpt2": Part(goes_well, 10, 0),
-        },
-    )
-    chosen = ["--parts", "proofs", "waits", "gpt2"]
+    made = {"proofs": fails, "resnet50": hangs, "gpt2": goes_well}
+    monkeypatch.setattr(trial, "PARTS", {name: Part(run, 10, 0) for name, run in made.items()})
+    chosen = ["--parts", "proofs", "resnet50", "gpt2"]
     assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
     kept = recorded(tmp_path)["parts"]
     assert {name: part["state"] for name, part in kept.items()} == {
         "proofs": "failed",
-        "waits": "cut off",
+        "resnet50": "cut off",
         "gpt2": "done",
     }
     assert "planted" in kept["proofs"]["error"]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
-from benchmarks.step_time import ranks, scaling, steps
+from benchmarks.step_time import ranks, steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import BASES, OURS, Trainer, ours, takes_part
 from benchmarks.step_time.report import Figure
@@ -263,38 +263,32 @@ def test_hybrid_assignments_need_four_ranks():
     assert ranks.assignments(4) == {"layer-wise": 0.25, "opt": 1.0, "hybrid 1/2": 0.5}
 
 
-# ---- scaling ----
-
-
-def test_exponents_of_power_laws():
-    sizes = (64, 128, 256, 512)
-    assert scaling.exponent(sizes, [3 * n**2.5 for n in sizes]) == pytest.approx(2.5)
-    costs = {n: scaling.Cost(1.0, 1000 + n**3) for n in sizes}
-    whole, last = scaling.exponents(costs)
-    assert last == pytest.approx(math.log2((1000 + 512**3) / (1000 + 256**3)))
-    assert whole < last < 3
-    assert math.isnan(scaling.exponent(sizes, [1.0, -0.1, 2.0, 4.0]))
-
-
-def test_sizes_grow_one_at_a_time():
-    found = scaling.sizes(short=False)
-    assert [count for count, _ in found["layers"].values()] == [12, 24, 48, 96]
-    assert len({width for _, width in found["layers"].values()}) == 1
-    assert len({count for count, _ in found["width"].values()}) == 1
-    network = scaling.Equal(*found["layers"][12])
-    assert {layer.weight.shape for layer in network.layers} == {(128, 128)}
-    assert len(network.layers) == 12
-
-
 # ---- the command ----
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Who was to be measured in each call, which takes no time."""
+    calls = []
+
+    def measure(task, names, intervals, settings):
+        calls.append(names)
+        return [steps.Measured(name, 1.0, 1.0, 0.0, peak_mb=0.0) for name in names]
+
+    monkeypatch.setattr(steps, "measure", measure)
+    monkeypatch.setattr(steps, "add_peaks", lambda results, peak_of, times: None)
+    return calls
+
+
+SHORTLY = ["--short", "--parts", "steps", "--threads", "1", "--tasks", "transformer"]
+
+
+@pytest.mark.usefixtures("asked")
 def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--short", "--parts", "scaling", "--threads", "1"]
-    benchmark.main([*arguments, "--out", "kept"])
+    benchmark.main([*SHORTLY, "--out", "kept"])
     shown = capsys.readouterr().out
-    stem = "step_time_scaling_cpu_short"
+    stem = "step_time_steps_cpu_transformer_short"
     names = [f"{stem}.{kind}" for kind in ("json", "png")]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
     record = json.loads((tmp_path / "kept" / f"{stem}.json").read_text())
@@ -302,7 +296,7 @@ def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys
     assert record["settings"]["short"] and record["settings"]["threads"] == 1
     assert record["summary"] and all(f"  {line}\n" in shown for line in record["summary"])
     assert "wanted" not in "".join(record["summary"])
-    benchmark.main(["--short", "--parts", "scaling", "--threads", "1"])
+    benchmark.main(SHORTLY)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
@@ -312,18 +306,9 @@ def test_parts_that_a_device_has_not_are_named(capsys):
     assert "--device cuda has no part ranks; use --device cpu" in capsys.readouterr().err
 
 
-def test_some_may_be_measured_alone(monkeypatch):
-    asked = []
-
-    def measure(task, names, intervals, settings):
-        asked.append(names)
-        return [steps.Measured(name, 1.0, 1.0, 0.0, peak_mb=0.0) for name in names]
-
-    monkeypatch.setattr(steps, "measure", measure)
-    monkeypatch.setattr(steps, "add_peaks", lambda results, peak_of, times: None)
-    arguments = ["--short", "--parts", "steps", "--tasks", "transformer", "--only"]
-    benchmark.main([*arguments, "KFACSGD, inverse", "kfac-pytorch"])
+def test_some_may_be_measured_alone(asked):
+    benchmark.main([*SHORTLY, "--only", "KFACSGD, inverse", "kfac-pytorch"])
     alone = ["SGD", "KFACSGD, inverse"]
     assert all(names in (alone, [*alone, "kfac-pytorch"]) for names in asked) and asked
     with pytest.raises(SystemExit):
-        benchmark.main([*arguments, "KFACSDG"])
+        benchmark.main([*SHORTLY, "--only", "KFACSDG"])

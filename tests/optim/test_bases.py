@@ -21,6 +21,7 @@ from kaisa_optim.curvature.lengths import (
     Stepped,
 )
 from tests.optim.bases import by_name, give, gradients
+from tests.optim.test_conformance import CASES
 from tests.support.training import (
     ANEW,
     assert_near,
@@ -46,16 +47,8 @@ BASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "RMSprop": (optim.RMSprop, {"lr": SMALL / 10}),
 }
 # Bases whose own step is taken back.
-OTHERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "RAdam": (optim.RAdam, {"lr": 0.03}),
-    "NAdam": (optim.NAdam, {"lr": 0.03}),
-    "Adamax": (optim.Adamax, {"lr": 0.03}),
-    "Adagrad": (optim.Adagrad, {"lr": 0.1}),
-    "RMSprop": (optim.RMSprop, {"lr": 0.01}),
-    "RMSprop with momentum": (optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
-    "Adadelta": (optim.Adadelta, {"lr": 3.0}),
-    "amsgrad": (optim.Adam, {"lr": 0.03, "amsgrad": True}),
-}
+OTHERS = ["RAdam", "NAdam", "Adamax", "Adagrad", "RMSprop", "RMSprop with momentum", "Adadelta"]
+OTHERS += ["amsgrad"]
 
 
 def built(base: str, model: nn.Module, **changed: Any) -> Any:
@@ -99,18 +92,11 @@ def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
 # ---- checkpoints of a plain base ----
 
 
-AHEAD = {
-    "SGD": (optim.SGD, {"lr": 0.01, "momentum": 0.9}, "momentum_buffer"),
-    "SGD, nesterov": (
-        optim.SGD,
-        {"lr": 0.01, "momentum": 0.9, "nesterov": True},
-        "momentum_buffer",
-    ),
-    "SGD, dampening": (
-        optim.SGD,
-        {"lr": 0.01, "momentum": 0.9, "dampening": 0.3},
-        "momentum_buffer",
-    ),
+HEAVY = {"lr": 0.01, "momentum": 0.9}
+AHEAD: dict[str, tuple[type[Any], dict[str, Any], str]] = {
+    "SGD": (optim.SGD, HEAVY, "momentum_buffer"),
+    "SGD, nesterov": (optim.SGD, {**HEAVY, "nesterov": True}, "momentum_buffer"),
+    "SGD, dampening": (optim.SGD, {**HEAVY, "dampening": 0.3}, "momentum_buffer"),
     "Adam": (optim.Adam, {"lr": 0.01, "betas": (0.8, 0.99)}, "exp_avg"),
     "AdamW": (optim.AdamW, {"lr": 0.01}, "exp_avg"),
     "LAMB": (LAMB, {"lr": 0.01, "max_grad_norm": None}, "exp_avg"),
@@ -260,7 +246,7 @@ def test_sgds_layers_have_one_scale(momentum, other):
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_bases_state_is_that_of_its_raw_steps(case):
     """It steps without decay; the step is taken back, and weights go along directions."""
-    cls, settings = OTHERS[case]
+    cls, settings = CASES[case]
     model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
     opt = with_kfac(cls)(model, weight_decay=0.1, **settings, **ANEW)
     plain = cls(params, weight_decay=0.0, **settings)

@@ -4,11 +4,10 @@ The tool trains the same small networks with the package of both revisions, on o
 groups of 2 and 4 ranks, and names the first step and tensor whose bits differ. NEW is the working
 tree if it is left out, with its uncommitted changes.
 
-``--sets`` chooses option sets by a pattern, ``--worlds`` numbers of ranks; ``--list`` lists sets.
+``--sets`` chooses option sets by a pattern, ``--worlds`` numbers of ranks.
 ``--ignore`` leaves out what a change is meant to alter: a pattern, searched for in texts such as
 ``state head.weight: kfac_status``, ``memory pending`` and ``volume gradients``.
-``--unsigned-zeros`` takes both zeros for one number. ``--write-golden [FILE]`` writes names, shapes
-and dtypes of the states of one process.
+``--write-golden [FILE]`` writes names, shapes and dtypes of the states of one process.
 
 A commit's results are kept in ``.compare_cache`` in the temporary folder. Only public names of the
 package are used here, so that one driver serves both revisions.
@@ -48,7 +47,7 @@ GRACE = 5  # seconds for the other ranks to end after one has failed
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_state.json"
 
-Step = dict[str, list[str]]  # each parameter's hashes: of its bits, and with one zero
+Step = dict[str, str]  # the hash of each parameter's bits
 
 
 class Images(nn.Module):
@@ -118,21 +117,13 @@ class Wide(nn.Module):
         return self.head(self.middle(self.first(x).tanh()).tanh())
 
 
-class Small(nn.Sequential):
-    """The network of saved files."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
-
-
 NETWORKS: dict[str, type[nn.Module]] = {
     "images": Images,
     "tokens": Tokens,
     "chain": Chain,
     "wide": Wide,
-    "small": Small,
 }
-SHAPES = {"images": (2, 5, 5), "chain": (7,), "wide": (200,), "small": (5,)}
+SHAPES = {"images": (2, 5, 5), "chain": (7,), "wide": (200,)}
 
 
 @dataclass(frozen=True)
@@ -235,10 +226,8 @@ def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(4, (ROWS,), generator=generator)
     if case.network == "tokens":
         return torch.randint(9, (ROWS, 3), generator=generator), labels
-    shape = SHAPES[case.network]
-    return torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64).to(
-        case.dtype
-    ), labels
+    x = torch.randn(ROWS, *SHAPES[case.network], generator=generator, dtype=torch.float64)
+    return x.to(case.dtype), labels
 
 
 def prepared(case: Case) -> tuple[nn.Module, Any]:
@@ -326,20 +315,11 @@ def entries(model: nn.Module, opt: Any, state: Any) -> dict[str, dict[str, Any]]
 
 def described(value: Any) -> list[Any]:
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    return [list(tensor.shape), str(tensor.dtype), *bits(tensor)]
+    return [list(tensor.shape), str(tensor.dtype), bits(tensor)]
 
 
-def bits(tensor: Any) -> list[str]:
-    """Return a hash of a tensor's bits, and one in which a zero has no sign.
-
-    A zero that stands for a missing number may have either sign.
-    """
+def bits(tensor: Any) -> str:
     tensor = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
-    unsigned = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
-    return [_hash(tensor), _hash(unsigned)]
-
-
-def _hash(tensor: Tensor) -> str:
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
@@ -378,12 +358,6 @@ def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> N
 
 
 LATE = "ended after another rank"
-
-
-def _is_late(text: str) -> bool:
-    return LATE in text
-
-
 Results = dict[str, dict[str, Any]]  # by "world-rank", then by case
 
 
@@ -468,25 +442,18 @@ def results_of(revision: str, names: list[str], worlds: list[int]) -> Results:
                 for world in missing:
                     trained = run_revision(tree, list(CASES), world)
                     found |= trained
-                    if not any(
-                        "error" in case for rank in trained.values() for case in rank.values()
-                    ):
-                        keep(kept / f"{world}.json", trained)
+                    if not any("error" in x for rank in trained.values() for x in rank.values()):
+                        # A file that is whole at any time, also beside another run of the tool.
+                        path = kept / f"{world}.json"
+                        written = path.with_suffix(f".{os.getpid()}")
+                        written.write_text(json.dumps(trained))
+                        written.replace(path)
             finally:
                 subprocess.check_call([*git, "worktree", "remove", "--force", tree])
     return found
 
 
-def keep(path: Path, results: Results) -> None:
-    """Write a file that is whole at any time, also beside another run of the tool."""
-    own = path.with_suffix(f".{os.getpid()}")
-    own.write_text(json.dumps(results))
-    own.replace(path)
-
-
-def differences(
-    old: dict[str, Any], new: dict[str, Any], ignored: str, unsigned: bool
-) -> Iterator[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], ignored: str) -> Iterator[str]:
     """Yield the first parameter and the first entry of each kind that differ on one rank."""
     if "error" in old or "error" in new:
         if old.get("error") != new.get("error"):
@@ -494,14 +461,10 @@ def differences(
         return
 
     def differing(one: dict[str, Any], other: dict[str, Any], kind: str) -> list[str]:
-        # In place of both hashes, the second alone.
-        def seen(value: Any) -> Any:
-            return [*value[:-2], value[-1]] if unsigned and isinstance(value, list) else value
-
         return [
             key
             for key in {**one, **other}
-            if (key in one) != (key in other) or seen(one[key]) != seen(other[key])
+            if (key in one) != (key in other) or one[key] != other[key]
             if not (ignored and re.search(ignored, f"{kind} {key}"))
         ]
 
@@ -515,9 +478,7 @@ def differences(
             yield f"{kind} {key}: {one.get(key, 'nothing')} is now {other.get(key, 'nothing')}"
 
 
-def compare(
-    pair: list[str], names: list[str], worlds: list[int], ignored: str, unsigned: bool
-) -> bool:
+def compare(pair: list[str], names: list[str], worlds: list[int], ignored: str) -> bool:
     """Print one line a case; return whether all are equal."""
     results = [results_of(revision, names, worlds) for revision in pair]
     equal = True
@@ -528,10 +489,14 @@ def compare(
                 old, new = (result[where][name] for result in results)
                 world, rank = where.split("-")
                 place = f"world {world}, rank {rank}"
-                found += [f"{place}: {text}" for text in differences(old, new, ignored, unsigned)]
+                found += [f"{place}: {text}" for text in differences(old, new, ignored)]
                 failed += [f"{place}: {new['error']}"] if "error" in new else []
         status = f"FAILS IN BOTH: {failed[0]}" if failed and not found else "equal"
-        status = f"DIFFERS: {'; '.join(sorted(found, key=_is_late)[:4])}" if found else status
+        status = (
+            f"DIFFERS: {'; '.join(sorted(found, key=lambda text: LATE in text)[:4])}"
+            if found
+            else status
+        )
         print(f"{name}: {status}", flush=True)
         equal = equal and not found and not failed
     return equal
@@ -556,9 +521,7 @@ def main() -> None:
     parser.add_argument("revisions", nargs="*")
     parser.add_argument("--sets", default="", help="a pattern of the cases' names")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
-    parser.add_argument("--list", action="store_true", help="list the cases")
     parser.add_argument("--ignore", default="", help="a pattern of what may differ")
-    parser.add_argument("--unsigned-zeros", action="store_true", help="take -0 for 0")
     parser.add_argument("--write-golden", nargs="?", const=str(GOLDEN), metavar="FILE")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -570,15 +533,11 @@ def main() -> None:
         train_all(chosen, world, given.rank, tree, out)
     elif given.write_golden:
         Path(given.write_golden).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
-    elif given.list:
-        for name in names:
-            print(f"{name}: {CASES[name]}")
     elif not 1 <= len(given.revisions) <= 2 or not names:
         parser.error("name one or two revisions, and sets that there are")
     else:
         pair = [*given.revisions, "."][:2]
-        equal = compare(pair, names, worlds, given.ignore, given.unsigned_zeros)
-        raise SystemExit(not equal)
+        raise SystemExit(not compare(pair, names, worlds, given.ignore))
 
 
 if __name__ == "__main__":

@@ -216,8 +216,3 @@ def test_a_profile_is_written_and_checked(tmp_path, monkeypatch):
     assert told.exit_code == 0 and "measured ms" in told.output and "+0 %" in told.output
     assert asked == [("cpu", 3), ("cpu", 2)]
     assert kaisa("calibrate", "--check", "abacus").exit_code == 2
-
-
-def test_items_are_watched_one_by_one(monkeypatch):
-    monkeypatch.setattr(app, "_SLOW", 0.0)
-    assert list(app.watched(["a", "b"])) == ["a", "b"]

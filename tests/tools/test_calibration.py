@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -39,14 +37,6 @@ def test_a_machine_is_measured(short, tmp_path):
     assert found.ranks_per_node == 2 and "between 2 ranks" in found.sources[1]
     same = {row[4] for row in calibration.compare(found, measured)}
     assert same <= {"+0 %", "-0 %"}
-
-
-def test_the_least_time_counts_until_there_were_enough(monkeypatch):
-    clock = iter([0.0, *(0.0, 0.1), *(0.1, 0.15), *(0.15, 0.25), *(0.25, 0.26)])
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    calls = []
-    assert calibration.seconds(lambda: calls.append(1), "cpu") == pytest.approx(0.05)
-    assert len(calls) == 4  # the first is not timed
 
 
 def test_a_gpu_has_no_work_left_when_a_call_begins_and_ends(monkeypatch):
@@ -102,11 +92,6 @@ def test_a_profile_beside_a_measurement(short):
     assert titles[-4:] == ["passes", "memory", "host", "host"]
     assert titles[-6:-4] == ["a small exchange", "a large exchange"]
     assert all(row[4].endswith(" %") for row in rows)
-
-
-def test_times_do_not_fall_as_sides_grow():
-    rows = [[8, 3.0, 1.0], [16, 2.0, 1.5], [32, 5.0, 0.5]]
-    assert calibration._rising(rows) == [[8, 3.0, 1.0], [16, 3.0, 1.5], [32, 5.0, 1.5]]
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
