@@ -232,15 +232,13 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
 
 def _counted(entries: list[Entry]) -> list[int]:
     """Count a step in Adam's format; return each entry's count."""
-    # Each entry has a tensor of its own: a tensor in common would also count for parameters that
-    # rest.
-    for entry in entries:
-        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        if entry.setdefault("step", zero).device.type != "cpu":
-            entry["step"] = entry["step"].to("cpu", torch.float32)
-    steps = [entry["step"] for entry in entries]
-    torch._foreach_add_(steps, 1)
-    return list(map(int, steps))
+    counts = [int(entry.get("step", 0)) + 1 for entry in entries]
+    # Each entry gets a tensor of its own: one in common would also count for parameters that rest,
+    # and counting in place would change the state that was loaded, whose tensors torch keeps.
+    steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
+    for entry, step in zip(entries, steps, strict=True):
+        entry["step"] = step
+    return counts
 
 
 class LAMBStep(AdamStep):

@@ -63,11 +63,11 @@ class Images(nn.Module):
 
 
 def addresses(model: nn.Module, opt: Any) -> dict[Any, int]:
-    """Return where parameters, the base's entries, averages and decompositions lie."""
+    """Return where parameters, momenta, averages and decompositions lie; counts are numbers."""
     found: dict[Any, Tensor] = dict(model.named_parameters())
     for name, p in model.named_parameters():
         for key, value in opt.state[p].items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and key != "step":
                 found[name, key] = value
     store = opt.preconditioner.store
     for part in (store.owned, store.applied):

@@ -561,3 +561,17 @@ def test_decay_without_a_limit_is_refused():
     assert_same(values(model), before)
     opt.param_groups[0]["weight_decay"] = 0.0
     opt.step()
+
+
+def test_groups_without_covered_parameters_and_steps_without_gradients():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    norms = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": [model[0].weight, model[2].weight]}, {"params": norms}]
+    opt = KFACAdam(groups, lr=0.01, model=model)
+    model(torch.randn(5, 3)).square().mean().backward()
+    opt.step()
+    counts = {name: int(opt.state[p]["step"]) for name, p in model.named_parameters()}
+    opt.zero_grad()
+    opt.step()
+    assert set(counts.values()) == {1}
+    assert {name: int(opt.state[p]["step"]) for name, p in model.named_parameters()} == counts
