@@ -62,13 +62,15 @@ def reduce_to_owners(
     ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
 ) -> Iterator[dict[Key, Tensor]]:
     """Yield new values of the factors that this rank owns, as they arrive."""
-    sums.mix(layers, agreed, functools.partial(ranks.sum_on_device, kind="factors"))
+    tied = [layer for layer in layers if layer.name in agreed.crossed]
+    leveled = tied if ranks.world == 1 else layers
+    if sums.units and leveled:
+        sums.level(leveled, functools.partial(ranks.largest, kind="factors"))
+    sums.mix(tied, agreed, functools.partial(ranks.sum_on_device, kind="factors"))
     if ranks.world == 1:
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
         return
-    if sums.units:
-        sums.level(layers, functools.partial(ranks.largest, kind="factors"))
     items = [
         ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
         for layer in layers

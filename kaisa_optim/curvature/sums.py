@@ -25,7 +25,7 @@ class LayerSums:
         self.blocks = layer.blocks
         self.a: Tensor | None = None
         self.g: Tensor | None = None
-        self.unit: Tensor | None = None  # the gradients in ``g`` were divided by it; None: by 1
+        self.unit: Tensor | None = None  # the gradients were divided by it; None: by 1
         self.crossed: LayerSums | None = None  # sums of crossed uses, with A and G exchanged
         # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
@@ -36,14 +36,14 @@ class LayerSums:
 
     def add(self, moments: Moments, count: float | Sequence[float]) -> None:
         whole = moments.blocks == slice(None)
-        if self.g is None or (self.unit is None and moments.unit is None):
+        if self.gradients is None or (self.unit is None and moments.unit is None):
             self.unit = moments.unit
         else:
             own, new = self.own_unit(), moments.unit
             new = _unit(1, own.device) if new is None else new
             self.unit = torch.maximum(own, new)
-            self.g.mul_((own / self.unit).square_())
-            moments.g.mul_((new / self.unit).square_())
+            self.gradients.mul_((own / self.unit).square_())
+            (moments.a if self.is_crossed else moments.g).mul_((new / self.unit).square_())
         self.a = _add(self.a, moments.a, self.blocks, moments.blocks, whole)
         self.g = _add(self.g, moments.g, self.blocks, moments.blocks, whole)
         sections = range(len(self.count))[moments.blocks]
@@ -51,9 +51,14 @@ class LayerSums:
         for section, more in zip(sections, counts, strict=True):
             self.count[section] += more
 
+    @property
+    def gradients(self) -> Tensor | None:
+        """The sum of output gradients, wherever the weight stores their side."""
+        return self.a if self.is_crossed else self.g
+
     def own_unit(self) -> Tensor:
-        assert self.g is not None
-        return _unit(1, self.g.device) if self.unit is None else self.unit
+        assert self.gradients is not None
+        return _unit(1, self.gradients.device) if self.unit is None else self.unit
 
     def bytes(self) -> int:
         own = sum(t.nbytes for t in (self.a, self.g) if t is not None)
@@ -131,7 +136,6 @@ class FactorSums:
         if self.packed:
             moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
         if layer.crossed:
-            moments = moments._replace(g=_without_unit(moments.g, moments.unit), unit=None)
             sums.crossed = sums.crossed or LayerSums(covers, primary, is_crossed=True)
             sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
         sums.add(moments, count)
@@ -172,19 +176,23 @@ class FactorSums:
     # ---- at a step ----
 
     def level(self, layers: Sequence[Layer], largest: Callable[[Tensor], Tensor]) -> None:
-        """Scale the sums of G to units that all ranks have in common.
+        """Scale the sums of gradients to units that a layer's uses and all ranks have in common.
 
         ``largest`` returns the largest numbers over the ranks, on their device.
         """
         for same in by_place(layers):
-            every, device = [self.of_layer.get(layer) for layer in same], device_of(same[0])
-            own = torch.stack(
-                [_unit(0, device) if x is None or x.g is None else x.own_unit() for x in every]
-            )
-            shares = (own / largest(own.clone())).square_()
-            for sums, share in zip(every, shares, strict=True):
-                if sums is not None and sums.g is not None:
-                    sums.g.mul_(share)
+            device, each = device_of(same[0]), []
+            for layer in same:
+                plain = self.of_layer.get(layer)
+                uses = () if plain is None else (plain, plain.crossed)
+                each.append([x for x in uses if x is not None and x.gradients is not None])
+            units = [[x.own_unit() for x in uses] or [_unit(0, device)] for uses in each]
+            common = largest(torch.stack([torch.stack(x).amax() for x in units]))
+            for uses, unit in zip(each, common, strict=True):
+                for x in uses:
+                    assert x.gradients is not None
+                    x.gradients.mul_((x.own_unit() / unit).square_())
+                    x.unit = unit
 
     def mix(
         self,
@@ -197,10 +205,7 @@ class FactorSums:
         The mixture is not linear: if each rank mixed by traces of its own, the factors would
         depend on the number of ranks.
         """
-        for same in by_place([layer for layer in layers if layer.name in agreed.crossed]):
-            for plain in [x for x in map(self.of_layer.get, same) if x is not None]:
-                if plain.g is not None:  # the shares below go by the size of the gradients
-                    plain.g, plain.unit = _without_unit(plain.g, plain.unit), None
+        for same in by_place(layers):
             uses = ("a", False), ("g", False), ("g", True), ("a", True)
             terms = [self._scaled([(layer, *use) for use in uses], agreed) for layer in same]
             traces = [
@@ -302,10 +307,6 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
 def width(key: StackKey) -> int:
     """Return how many numbers of one block are sent."""
     return key.size if key.diagonal else packed_size(key.size)
-
-
-def _without_unit(g: Tensor, unit: Tensor | None) -> Tensor:
-    return g if unit is None else g.mul_(unit).mul_(unit)
 
 
 def _packed(moment: Tensor) -> Tensor:

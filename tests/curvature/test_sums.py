@@ -65,6 +65,37 @@ def test_gradients_of_any_size_give_the_same_factors(power, apart):
         assert one.isfinite().all() and torch.equal(one, other)
 
 
+class EitherWay(nn.Module):
+    """A matrix that is stored inputs × outputs, and one that is used both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(5, 6))
+        self.tied = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return nn.functional.linear((x @ self.turned).tanh() @ self.tied, self.tied)
+
+
+@pytest.mark.parametrize("power", [-75, -90, 50])
+@pytest.mark.parametrize("apart", [0, 10, -20])
+def test_gradients_of_any_size_also_of_weights_that_are_stored_either_way(power, apart):
+    trained = []
+    for first in (0, power):
+        torch.manual_seed(0)
+        net = EitherWay()
+        opt = KFACAdam(net, lr=0.0, **POLAR)
+        for x in torch.randn(6, 2, 8, 5):
+            opt.zero_grad()
+            for part, scale in zip(x, (first, first + apart), strict=True):
+                (net(part).square().mean() * 2.0**scale).backward()
+            opt.step()
+        names = ("turned", "tied")
+        trained.append([*itertools.chain(*map(opt.preconditioner.factors, names))])
+    for one, other in zip(*trained, strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+
+
 def test_inputs_whose_squares_are_zero_leave_the_identity():
     torch.manual_seed(0)
     net = nn.Linear(5, 3, bias=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, LAMB, with_kfac
+from kaisa_optim import KFACSGD, LAMB, KFACAdam, with_kfac
 from kaisa_optim.curvature.lengths import (
     AdamLength,
     FallLength,
