@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,20 +11,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.curvature import refresh
 from kaisa_optim.linalg import decompose, eigen, kronecker, orthogonal, products, roots
 from kaisa_optim.plan.schedule import Schedule
+from tests.linalg.test_precision import USERS, all_settings, matmuls
+from tests.linalg.test_precision import settings as settings  # puts them back after each test
 from tests.support.ranks import run
 from tests.support.training import (
     EVERY_STEP,
     assert_near,
     assert_same,
     backward,
-    batch,
     difference,
     early,
     factors,
@@ -323,16 +322,6 @@ def test_arithmetic_is_float32_or_the_parameters_float64(dtype, monkeypatch):
     assert all(p.isfinite().all() and p.dtype == dtype for p in model.parameters())
 
 
-def test_a_wide_side_is_a_vector():
-    model = network()
-    opt = KFACSGD(model, lr=1.0, damping=0.1, max_factor_size=6, **EVERY_STEP)
-    before = values(model)
-    train(model, opt, [0])
-    a, g = opt.preconditioner.factors("2")
-    assert a.shape == (1, 7) and g.shape == (1, 3, 3)
-    assert_near(moved_matrix(before, model, "2"), expected(opt, "2", "eigen", 0.1), rtol=1e-6)
-
-
 # ---- decompositions that fail ----
 
 
@@ -461,13 +450,6 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_no_failure_is_allowed_where_none_is_wanted(method, planted):
-    model, opt, *_ = pair_of_runs(method, planted, max_failures=0)
-    planted.fails = lambda matrices: size_of(matrices) == 6
-    with pytest.raises(RuntimeError, match="layer '0' failed, 1 in a row"):
-        train(model, opt, [0])
-
-
 def test_without_older_state_the_gradient_is_raw_or_the_root_the_identity(method, planted):
     model, opt, *_ = pair_of_runs(method, planted)
     planted.fails = lambda matrices: size_of(matrices) == 7
@@ -535,27 +517,6 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, opt, range(5, 9))  # told once
-
-
-@pytest.mark.parametrize("feature", [0, -1])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_input_leaves_the_averages_clean(value, feature):
-    model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
-    train(model, opt, range(2))
-    kept = factors(opt)
-    opt.zero_grad()
-    x, y = batch(2, torch.float32)
-    x[0, feature] = value
-    F.mse_loss(model(x), y).backward()
-    for p in model.parameters():
-        p.grad.zero_()
-    with pytest.warns(UserWarning, match="not finite have been left out for '0'"):
-        opt.step()
-    assert_same(factors(opt)["0"][0], kept["0"][0])
-    assert all(f.isfinite().all() for pair in factors(opt).values() for f in pair)
-    if value != value:  # behind an infinity tanh is finite, and its statistics are good
-        assert_same(factors(opt), kept)
 
 
 @pytest.mark.filterwarnings("ignore:statistics that were not finite")
@@ -676,74 +637,19 @@ def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
 # ---- the user's float32 settings ----
 
 
-@pytest.fixture
-def settings() -> Iterator[None]:
-    """Puts the process's settings back, whatever a test made of them."""
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
-    for parts in (torch.backends.cudnn, torch.backends.mkldnn):
-        backends += [getattr(parts, name, None) for name in ("matmul", "conv", "rnn")]
-    backends = [b for b in backends if hasattr(b, "fp32_precision")]
-    saved = [b.fp32_precision for b in backends]
-    yield
-    for backend in backends:
-        backend.fp32_precision = "none"
-    if hasattr(torch.backends, "fp32_precision"):
-        torch.backends.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    for backend, value in zip(backends, saved, strict=True):
-        backend.fp32_precision = value
-
-
-def snapshot() -> list[Any]:
-    found: list[Any] = []
-    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)):
-        found.append(getattr(backend, "fp32_precision", None))
-    try:
-        found.append(torch.get_float32_matmul_precision())
-    except RuntimeError:
-        found.append("mixed")
-    return found
-
-
-def by_newer_api(name: str, value: str) -> Any:
-    def choose() -> None:
-        backend = torch.backends
-        for part in name.split("."):
-            backend = getattr(backend, part, None)
-        if not hasattr(backend, "fp32_precision"):
-            pytest.skip("this torch has no fp32_precision")
-        backend.fp32_precision = value
-
-    return choose
-
-
-CHOICES = {
-    "nothing": lambda: None,
-    "medium": lambda: torch.set_float32_matmul_precision("medium"),
-    "high": lambda: torch.set_float32_matmul_precision("high"),
-    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-    "cuda tf32": by_newer_api("cuda.matmul", "tf32"),
-    "cpu bf16": by_newer_api("mkldnn.matmul", "bf16"),
-    "all tf32": lambda: (
-        by_newer_api("cuda.matmul", "tf32")(),
-        by_newer_api("mkldnn.matmul", "tf32")(),
-    ),
-}
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, monkeypatch):
+@pytest.mark.parametrize("user", USERS)
+def test_reduced_float32_stays_out_of_orthogonal_directions(user, monkeypatch):
     """Nor does autocast come in, under which some call step()."""
     seen: list[Any] = []
 
     def spied(*given: Any, **how: bool) -> torch.Tensor:
-        seen.append((snapshot(), torch.is_autocast_enabled("cpu")))
+        seen.append(([all_settings()[0], *matmuls()], torch.is_autocast_enabled("cpu")))
         return original(*given, **how)
 
     original = orthogonal.orthogonalized
     monkeypatch.setattr(orthogonal, "orthogonalized", spied)
-    CHOICES[choice]()
-    chosen = snapshot()
+    USERS[user]()
+    chosen = all_settings()
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=0.01)
     train(model, opt, range(1))
@@ -751,5 +657,5 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
         opt.step()
     assert len(seen) >= 4
     for state, autocast in seen:
-        assert not {"tf32", "bf16"} & set(state) and state[-1] == "highest" and not autocast
-    assert snapshot() == chosen
+        assert not {"tf32", "bf16"} & set(state) and state[0] == "highest" and not autocast
+    assert all_settings() == chosen
