@@ -130,25 +130,6 @@ def test_every_kind_is_covered(make, wanted):
     assert len(covered) + len(left) == len(opt.param_groups[0]["params"])
 
 
-def test_model_that_is_itself_a_layer():
-    net = seeded(lambda: nn.Linear(3, 2))
-    opt = quiet(net)
-    assert list(opt.preconditioner.layers) == [""]
-    x = normal(5, 3)
-    loss_of(net(x)).backward()
-    opt.step()
-    rows = torch.cat([x, torch.ones(5, 1, dtype=x.dtype)], 1)
-    assert_close(opt.preconditioner.factors("")[0], (rows.T @ rows / 5)[None])
-    assert "Linear: A 4, G 2" in repr(opt.preconditioner)
-
-
-def test_embedding_of_a_large_vocabulary_costs_a_vector():
-    opt = quiet(nn.Embedding(50_000, 4))
-    assert sides(opt) == {"": (1, -50_000, 4)}
-    # Average and eigenvalues of A, 50,000 each, in float32; the rest is 4x4.
-    assert 2 * 50_000 * 4 < opt.preconditioner.memory_usage()["total"] < 2.1 * 50_000 * 4
-
-
 def test_default_width_admits_12545_and_refuses_a_vocabulary():
     with torch.device("meta"):
         net = nn.Sequential(
@@ -591,20 +572,6 @@ def test_a_bias_of_projections_of_which_one_is_not_covered():
 
 
 # ---------------------------------------------------------------- parameters that were replaced
-
-
-@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flat_copies_in_the_groups_are_refused(optimizer, dtype):
-    """DeepSpeed's ZeRO puts them there, and its bf16 at any stage: K-FAC was off without a word."""
-    model = network(dtype=dtype)
-    opt = optimizer(model, lr=0.1)
-    flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
-    opt.param_groups[0]["params"] = [flat]
-    backward(model, 0)
-    flat.grad = torch.cat([p.grad.float().flatten() for p in model.parameters()])
-    with pytest.raises(RuntimeError, match=r"Invalid param_groups: .*\(51,\).*DeepSpeed.* bf16"):
-        opt.step()
 
 
 def shards_late() -> str:

@@ -311,19 +311,6 @@ def test_all_ways_to_spread_have_the_same_bits(data):
     assert_alike([rank.parameters for ranks in found for rank in ranks])
 
 
-@given(st.data())
-@settings(max_examples=8)
-def test_factors_have_the_same_bits_wherever_they_are_kept(data):
-    world = data.draw(st.sampled_from(WORLDS))
-    name = data.draw(st.sampled_from(["images", "tokens"]))
-    plan = Plan(even(world, 2), name, options={"max_factor_size": 7}, steps=1)
-    found = []
-    for _ in range(2):
-        ranks = run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
-        found.append({key: value for rank in ranks for key, value in rank.factors.items()})
-    assert_alike(found)
-
-
 # ---- less precision ----
 
 

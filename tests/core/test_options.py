@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.core.options import DEFAULT, OPTIONS, SETTABLE, Options, check
-from tests.support.ranks import run
-from tests.support.training import EVERY_STEP, assert_near, batch, network
+from tests.support.training import network
 
 NAN, INF = math.nan, math.inf
 HALVES = torch.float16, torch.bfloat16
@@ -247,28 +245,3 @@ def test_one_option_is_checked_alone():
     assert check("factor_update_steps", 3.0) == 3 and check("damping", 1) == 1.0
     with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
         check("kl_clip", lambda step: 0.1)
-
-
-# ---- several ranks ----
-
-
-def summed(world: int, damping: float) -> dict[str, torch.Tensor]:
-    """Train on the sum of two halves of a batch, each on its rank or both on one."""
-    model = network()
-    options = {"loss_reduction": "sum", **EVERY_STEP}
-    opt = KFACSGD(model, lr=0.1, damping=damping, **options)
-    parts = range(2) if world == 1 else [dist.get_rank()]
-    x, y = batch(0)
-    for part in parts:
-        half = slice(4 * part, 4 * part + 4)
-        (model(x[half]) - y[half]).square().sum().backward()
-    for p in model.parameters() if world > 1 else ():
-        dist.all_reduce(p.grad)
-        p.grad /= world
-    opt.step()
-    return dict(model.named_parameters())
-
-
-def test_a_summed_loss_on_two_ranks_is_that_of_one_process_at_twice_the_damping():
-    for found in run(2, summed, 2, 0.05):
-        assert_near(found, summed(1, 0.1), 1e-9, 1e-12)

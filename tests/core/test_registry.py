@@ -17,7 +17,6 @@ from tests.support.training import (
     assert_same,
     backward,
     difference,
-    factors,
     network,
     train,
     values,
@@ -54,19 +53,6 @@ def test_weight_and_bias_in_groups_that_differ(name, values):
     opt.step()
 
 
-def test_weight_and_bias_may_differ_in_lr_and_weight_decay():
-    model = network()
-    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
-    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
-    opt = KFACSGD(groups, lr=1.0, model=model, **EVERY_STEP)
-    before, v = values(model), Probe(model).step(model, 0)
-    train(model, opt, [0])
-    for name, change in difference(before, model).items():
-        expected = 0.5 * v[name] if name.endswith("bias") else v[name] + 0.1 * before[name]
-        assert_near(change, expected)
-
-
 def test_an_added_bias_has_the_scheduled_values_of_its_step():
     model = network()
     opt = KFACSGD(
@@ -85,16 +71,6 @@ def test_an_added_bias_has_the_scheduled_values_of_its_step():
         train(model, opt, [now + 1])
 
 
-def test_a_schedule_that_ends_leaves_a_late_group_out():
-    model = network()
-    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
-    train(model, opt, range(3))
-    with pytest.raises(IndexError):
-        opt.add_param_group({"params": model[2].parameters(), "damping": lambda step: [0.1][step]})
-    assert len(opt.param_groups) == 1
-    train(model, opt, [3])
-
-
 def test_an_added_bias_with_another_damping_is_refused():
     model = network()
     opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
@@ -104,22 +80,6 @@ def test_an_added_bias_with_another_damping_is_refused():
     opt.add_param_group({"params": [model[0].bias]})
     train(model, opt, [1])
     assert opt.preconditioner.factors("0")[0].shape == (1, 5, 5)
-
-
-def test_a_weight_frozen_after_training_began():
-    model, expected = network(), network()
-    opt = KFACSGD(model, lr=0.1, **EVERY_STEP)
-    train(model, opt, range(2))
-    model[0].weight.requires_grad_(False)
-    expected.load_state_dict(model.state_dict())
-    expected[0].weight.requires_grad_(False)
-    v, before = Probe(expected).step(expected, 2), values(model)
-    train(model, opt, [2])
-    moved = difference(before, model)
-    assert not moved["0.weight"].any()
-    assert_near(moved["0.bias"], 0.1 * v["0.bias"])
-    copied = copy.deepcopy(opt)  # the state of the frozen weight has a new home
-    assert_same(factors(copied), factors(opt))
 
 
 def test_a_replaced_head():

@@ -12,30 +12,21 @@ from tests.curvature.test_refresh import ALWAYS
 from tests.support.training import assert_same, difference, factors, network, train, values
 
 
-def test_model_moved_to_another_dtype_after_steps():
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_a_model_moved_to_another_dtype_keeps_its_factors(dtype, kept):
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=2, staggered=False)
     train(model, opt, range(3))
-    kept = {name: [f.double() for f in fs] for name, fs in factors(opt).items()}
-    model.to(torch.float64)
+    former = {name: [f.to(kept) for f in fs] for name, fs in factors(opt).items()}
+    model.to(dtype)
     before = values(model)
     train(model, opt, [3])  # not due for factors
-    assert all(f.dtype == torch.float64 for fs in factors(opt).values() for f in fs)
-    assert_same({name: list(fs) for name, fs in factors(opt).items()}, kept)
+    assert_same({name: list(fs) for name, fs in factors(opt).items()}, former)
     assert all(change.abs().max() > 0 for change in difference(before, model).values())
     train(model, opt, range(4, 6))
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_model_moved_to_bfloat16_keeps_float32_factors():
-    model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, staggered=False)
-    train(model, opt, range(3))
-    kept = factors(opt)
-    model.to(torch.bfloat16)
-    train(model, opt, [3])
-    assert all(f.dtype == torch.float32 for fs in factors(opt).values() for f in fs)
-    assert_same(factors(opt), kept)
 
 
 class Zoo(nn.Module):

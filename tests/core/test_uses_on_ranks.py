@@ -217,29 +217,6 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(cls, tmp_path):
     assert_same(list(net.parameters()), list(other.parameters()))
 
 
-def resumed_around() -> list[Tensor]:
-    """Return the weights of a run and of its resumed twin, which must be equal."""
-    model, opt = around()
-    for i in range(3):
-        learn(DDP(model), opt, i)
-    opt.consolidate_state_dict(to=0)
-    saved: list[Any] = [opt.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(saved)
-    other, again = around()
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(saved[0])
-    for i in range(3, 6):
-        learn(DDP(model), opt, i)
-        learn(DDP(other), again, i)
-    assert not again.preconditioner.registry.states["0.inner"].missed
-    assert_same(list(model.parameters()), list(other.parameters()))
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_ranks_find_a_use_around_its_module_alike():
-    assert_same(*run(2, resumed_around))
-
-
 class Around(nn.Module):
     """Uses the weight of a layer without calling it, as a fused block does."""
 

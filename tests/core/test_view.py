@@ -15,15 +15,6 @@ from kaisa_optim.core.options import OPTIONS, SETTABLE
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.core.view import View
 
-OTHER: dict[str, Any] = {  # values that are not the defaults
-    "loss_terms": 3.0,
-    "factor_update_steps": 2,
-    "inv_update_steps": 4,
-    "statistics_fraction": 0.5,
-    "kl_clip": 0.1,
-    "grad_scaler": 8.0,
-}
-
 
 def built(**options: Any) -> Preconditioner:
     torch.manual_seed(0)
@@ -33,16 +24,6 @@ def built(**options: Any) -> Preconditioner:
 
 def answers() -> list[str]:
     return [name for name in vars(View) if not name.startswith("_") and name != "account"]
-
-
-@pytest.mark.parametrize("name", SETTABLE)
-def test_a_setting_is_one_value_on_the_preconditioner_and_in_its_part(name: str) -> None:
-    kfac = built()
-    assert getattr(kfac, name) == getattr(kfac.options, name)
-    setattr(kfac, name, OTHER[name])
-    assert getattr(kfac.hyperparameters, name) == OTHER[name]
-    setattr(kfac.hyperparameters, name, getattr(kfac.options, name))
-    assert getattr(kfac, name) == getattr(kfac.options, name)
 
 
 @pytest.mark.parametrize("owner", ["whole", "part"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import assert_same, backward, factors, network, train, values
+from tests.support.training import assert_same, backward, factors, network, train
 from tests.support.watch import Watch, assert_close, factors_of, normal, rows_of
 
 ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -58,29 +58,6 @@ def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
     for found, wanted in zip(opt.preconditioner.factors("conv"), means, strict=True):
         wanted = wanted.diagonal(0, 1, 2) if found.dim() == 2 else wanted
         assert_close(found, wanted, 1e-9)
-
-
-@property_test
-@given(exponents=exponents)
-def test_a_scale_of_the_loss_that_changes_from_step_to_step_changes_nothing(exponents):
-    """Gradients are divided by it before the step, as GradScaler does."""
-    models = [network(), network()]
-    opts = [KFACSGD(m, lr=0.1, momentum=0.9, **ALWAYS) for m in models]
-    for step, exponent in enumerate(exponents):
-        for model, opt, scale in zip(models, opts, (1.0, 10.0**exponent), strict=True):
-            opt.zero_grad()
-            backward(model, step, scale=lambda loss, scale=scale: loss * scale)
-            for p in model.parameters():
-                p.grad /= scale
-            opt.step()
-    for name in NAMES:
-        pairs = zip(*(opt.preconditioner.factors(name) for opt in opts), strict=True)
-        for one, other in pairs:
-            assert_close(one, other, 1e-9)
-    start = values(network())
-    for name, p in models[0].named_parameters():
-        assert (p - start[name]).norm() > 1e-3
-        assert_close(p.detach(), models[1].get_parameter(name).detach(), 1e-9)
 
 
 def test_under_the_papers_methods_g_keeps_its_scale():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.cluster import (
@@ -24,22 +22,10 @@ from tests.support.cluster import network as network_of
 from tests.support.ranks import run
 from tests.support.training import (
     assert_same,
-    backward,
-    batch,
     network,
 )
 from tests.support.training import early as refreshing_early
 from tests.support.training import train as train_plainly
-from tests.support.watch import (
-    Watch,
-    assert_close,
-    exact,
-    factors_of,
-    matrix_of,
-    rows_of,
-    solved,
-    taken,
-)
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -79,59 +65,6 @@ def test_bases_and_roots_are_found_anew_early(options, early):
             together.append(i)
         before = now
     assert tuple(together) == early
-
-
-@pytest.mark.parametrize("normalization", ["fisher", "kaisa"])
-def test_early_refreshes_take_in_their_steps_statistics(normalization):
-    """Against running averages and dense solutions by hand, all layers at once."""
-    decay, damping, early = 0.7, 0.1, (2, 3, 7)
-    gathering, refreshed = {0, 4, 8, *early}, {0, 5, *early}
-    papers = normalization == "kaisa"
-    model = network()
-    with refreshing_early(*early):
-        opt = exact(
-            model,
-            damping=damping,
-            factor_decay=decay,
-            factor_update_steps=4,
-            inv_update_steps=5,
-            staggered=False,
-            normalization=normalization,
-            compute_method="inverse" if papers else "eigen",  # the papers' full split has no kron
-        )
-    averages: dict[str, tuple[Tensor, Tensor]] = {}
-    used: dict[str, tuple[Tensor, Tensor]] = {}
-    weight = 1.0 if papers else 0.0
-    for i in range(9):
-        twin = copy.deepcopy(nn.Sequential(*model))
-        watch = Watch(twin, "0", "2")
-        x, y = batch(i)
-        twin.zero_grad()
-        F.mse_loss(twin(x), y).backward()
-        if i in gathering:
-            weight = decay * weight + 1 - decay
-            for name in ("0", "2"):
-                rows = rows_of(twin.get_submodule(name), watch.trained(name))
-                new = factors_of(*rows, 1 / len(x) if papers else len(x))
-                start = [torch.eye(f.shape[-1], dtype=f.dtype)[None] for f in new]
-                old = averages.get(name, start)
-                share = (1 - decay) / weight
-                pairs = zip(old, new, strict=True)
-                averages[name] = tuple(a + share * (b - a) for a, b in pairs)
-        if i in refreshed:
-            used = dict(averages)
-        opt.zero_grad()
-        backward(model, i)
-        steps = taken(opt, model)
-        for name in ("0", "2"):
-            module = twin.get_submodule(name)
-            gradient = matrix_of(module, module.weight.grad, module.bias.grad)
-            a, g = used[name]
-            if papers:
-                a, g = (f + damping * torch.eye(f.shape[-1], dtype=f.dtype) for f in (a, g))
-            expected = solved(a, g, gradient, 0.0 if papers else damping)
-            step = matrix_of(module, steps[f"{name}.weight"], steps[f"{name}.bias"])
-            assert_close(step, expected, 1e-8, f"step {i}, layer {name}")
 
 
 def test_turns_stay_as_they_are():

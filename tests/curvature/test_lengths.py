@@ -357,14 +357,6 @@ def test_steps_of_limited_root_mean_squares(cls, rate, size):
         assert acted == 4
 
 
-def test_vectors_have_no_limit():
-    model = Blocks()
-    opt = KFACAdam(model, lr=4.0, **ALWAYS)
-    backward(model, 0)
-    last = stepped(model, opt)["last", 0]
-    assert last.step.square().mean().sqrt() > 1
-
-
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_the_weights_rate_sets_the_limit(cls):
     """The bias moves by as much more as its rate is larger; the limit is of the whole step."""
@@ -408,21 +400,6 @@ def test_a_direction_across_the_momentum_counts_as_having_a_small_cosine(cls):
         else:
             scale = squares / sum(floors.values())
         assert_close(block.step, 0.1 * scale * block.direction, 1e-6, str(key))
-
-
-@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
-def test_a_rate_may_be_a_tensor(cls):
-    found = []
-    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
-        model = Blocks()
-        how = {"foreach": False} if cls is KFACAdam else {}
-        opt = cls(groups_of(model, rate, 3 * rate), model=model, lr=rate, **how, **ALWAYS)
-        for step in range(3):
-            backward(model, step, scale=30.0)
-            opt.step()
-        found.append([p.detach() for p in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other, 1e-10)
 
 
 # ---- any other base ----
