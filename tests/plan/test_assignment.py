@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import traffic
 from kaisa_optim.plan import assignment
 from kaisa_optim.plan.assignment import (
     Grid,
@@ -104,36 +105,7 @@ def peak_of(costs, load, owners):
     return max(held)
 
 
-def resnet50():
-    tasks, width_in = [], 64
-
-    def conv(name, a, g):
-        tasks.append(Task(name, a, g))
-        tasks.append(Task(name + "_bn", 2, 1, blocks=g))
-
-    conv("conv1", 3 * 49, 64)
-    for stage, (depth, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)]):
-        for block in range(depth):
-            name = f"{stage}.{block}."
-            conv(name + "1", width_in, width)
-            conv(name + "2", 9 * width, width)
-            conv(name + "3", width, 4 * width)
-            if block == 0:
-                conv(name + "shortcut", width_in, 4 * width)
-            width_in = 4 * width
-    return [*tasks, Task("fc", 2049, 1000)]
-
-
-def bert_large():
-    tasks = [Task(f"embed{n}", n, 1024, diagonal_a=True) for n in (30522, 512, 2)]
-    for block in range(24):
-        tasks += [Task(f"{block}.{x}", 1025, 1024) for x in ("q", "k", "v", "o")]
-        tasks += [Task(f"{block}.up", 1025, 4096), Task(f"{block}.down", 4097, 1024)]
-    tasks += [Task(f"norm{i}", 2, 1, blocks=1024) for i in range(49)]
-    return [*tasks, Task("pooler", 1025, 1024), Task("mlm", 1025, 1024)]
-
-
-MODELS = {"resnet50": resnet50(), "bert_large": bert_large()}
+MODELS = {"resnet50": traffic.resnet50(), "bert_large": traffic.bert_large()}
 WORLDS = [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 31, 32, 48, 64, 96, 127, 128, 256, 1000, 1024]
 
 
@@ -455,7 +427,7 @@ def test_real_models_are_balanced_over_columns(model, world):
 
 
 def test_bert_memory_on_64_ranks():
-    tasks = bert_large()
+    tasks = MODELS["bert_large"]
     held = loads(LayerWise(), tasks, assign(LayerWise(), tasks, Grid(64, 1)), 64)
     assert max(held) <= 1.08 * sum(held) / 64
 
