@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -355,31 +353,8 @@ def test_regions_are_pooled_as_by_torchvision(samples, aligned):
     found = vision.roi_align(images, boxes, 0.5, 3, 4, samples, aligned)
     theirs = roi_align(images, boxes, (3, 4), 0.5, samples, aligned)
     assert torch.allclose(found, theirs, atol=1e-5)
-    assert torch.allclose(found, pooled(images, boxes, 0.5, (3, 4), samples, aligned), atol=1e-5)
     found.sum().backward()
     assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
-
-
-def pooled(images, boxes, scale, bins, samples, aligned):
-    """Sample by sample."""
-    found = torch.zeros(len(boxes), images.shape[1], *bins)
-    for box, out in zip(boxes, found, strict=True):
-        low, high = (box[i : i + 2] * scale - 0.5 * aligned for i in (1, 3))
-        sides = (high - low if aligned else (high - low).clamp(min=1)) / torch.tensor(bins[::-1])
-        counts = [samples if samples > 0 else math.ceil(side) for side in sides.tolist()]
-        for top, left, i, j in itertools.product(*map(range, (*bins, counts[1], counts[0]))):
-            y = (low[1] + sides[1] * (top + (i + 0.5) / counts[1])).item()
-            x = (low[0] + sides[0] * (left + (j + 0.5) / counts[0])).item()
-            if -1 <= y <= images.shape[2] and -1 <= x <= images.shape[3]:
-                y, x = (
-                    min(max(p, 0), n - 1) for p, n in zip((y, x), images.shape[2:], strict=True)
-                )
-                for row, column in itertools.product(*(range(int(p), int(p) + 2) for p in (y, x))):
-                    weight = max(0, 1 - abs(y - row)) * max(0, 1 - abs(x - column))
-                    if weight > 0:
-                        pixel = images[int(box[0]), :, row, column].detach()
-                        out[:, top, left] += pixel * weight / counts[0] / counts[1]
-    return found
 
 
 def test_runs_are_compared_by_the_bases_last_loss(tmp_path, capsys):

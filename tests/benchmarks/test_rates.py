@@ -53,14 +53,6 @@ def test_time_that_is_over_drops_the_runs_in_progress(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_two_pairs_with_one_optimizer_train_it_once(runs, tmp_path):
-    asked = ["digits-256", "--pairs", "AdamW", "SOAP", "--rates", "0.01", "--seeds", "3"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LOSSES, ("SOAP", 0.01), 0.7)
-        rates.main([*asked, "--out", str(tmp_path)])
-    assert [one.optimizer for one in runs] == ["AdamW", "KFACAdam", "SOAP"]
-
-
 def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
     rates.main([*ASKED, "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
@@ -97,12 +89,6 @@ def test_rates_that_no_user_of_the_base_has_are_marked_apart(tmp_path, capsys):
     lines = told(tmp_path, capsys, base | ours)
     assert "0.001: 1.01  0.01: 1.5!  0.1: 3?; within 1.1 of the best: 0.001-0.001" in lines[2]
     assert "!" not in lines[1] and "?" not in lines[1]
-
-
-def test_a_pair_without_runs_of_its_base_is_not_told_of(tmp_path, capsys):
-    losses = {("AdamW", 0.01): [1.0], ("KFACAdam", 0.01): [0.5]}
-    lines = told(tmp_path, capsys, losses)
-    assert lines[0] == "digits-256: KFACAdam for AdamW" and len(lines) == 3  # none for SOAP
 
 
 def test_the_best_rate_is_that_of_the_mean(tmp_path, capsys):

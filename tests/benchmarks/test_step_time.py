@@ -224,13 +224,6 @@ def test_the_papers_code_stands_beside_ours_in_its_precision():
     assert [one.beside for one in results] == [0.25, 0.2, None, None]
 
 
-def test_a_machine_that_is_faster_by_now_is_no_stage():
-    race = [[(0.010, 0.010), (0.015, 0.015)], [(0.012, 0.012)]]
-    now = [(0.005, 0.005), (0.006, 0.006), (0.2, 0.2)]
-    ((passes, applied),) = steps.paced([(0.007, 0.003)], race, now)
-    assert (passes, applied) == (pytest.approx(0.014), pytest.approx(0.006))
-
-
 def test_a_figure_that_is_missed_says_so():
     assert str(Figure("growth", 1.2, " ×", 1.1)) == "growth: 1.20 × (at most 1.10 wanted: missed)"
     assert str(Figure("growth", math.nan, "", 1.1)).endswith("missed)")
@@ -250,17 +243,6 @@ def test_growth_is_held_against_the_bases_in_the_same_round():
     assert found["KFACSGD, opt"] == pytest.approx((20.0, 24.0, 1.2, 1.2 / 1.1))
     slower = ranks.growths({**times, "KFACSGD, opt": ([20.0] * 3, [33.0, 45.0, 36.0])})
     assert slower["KFACSGD, opt"].beside == pytest.approx(1.5)
-
-
-def test_times_are_means_over_the_ranks():
-    found = ranks.mean_of_ranks([([1.0, 2.0], [5.0, 6.0]), ([3.0, 4.0], [7.0, 10.0])])
-    assert found == ([2.0, 3.0], [6.0, 8.0])
-
-
-def test_hybrid_assignments_need_four_ranks():
-    assert ranks.assignments(2) == {"layer-wise": 0.5, "opt": 1.0}
-    assert ranks.assignments(3) == {"layer-wise": 1 / 3, "opt": 1.0}
-    assert ranks.assignments(4) == {"layer-wise": 0.25, "opt": 1.0, "hybrid 1/2": 0.5}
 
 
 # ---- the command ----

@@ -81,18 +81,6 @@ def test_nuclei_are_joined_and_kept_beside_their_images(tmp_path):
     assert [m.nonzero()[:, 1:].tolist() for m in masks] == [[[0, 0], [0, 1]], [[1, 0], [1, 1]]]
 
 
-def test_membranes_are_dark_in_their_labels(tmp_path):
-    folder = tmp_path / "em_membrane"
-    folder.mkdir()
-    label = np.full((4, 6), 255, np.uint8)
-    label[1, 2:4] = 0
-    for name, pixels in (("image_00", np.full((4, 6), 7, np.uint8)), ("label_00", label)):
-        Image.fromarray(pixels).save(folder / f"{name}.png")
-    images, masks = sets.membranes(tmp_path)
-    assert images.shape == masks.shape == (1, 1, 4, 6) and images.unique().tolist() == [7]
-    assert masks[0, 0].nonzero().tolist() == [[1, 2], [1, 3]]
-
-
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--data, a folder with shakespeare\.txt"):
         sets.characters(None)

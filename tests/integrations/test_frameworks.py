@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def loader(batch_size: int = 8, first: int = 0) -> Any:
     return torch.utils.data.DataLoader(Rows(first), batch_size=batch_size)
 
 
+Losses = Callable[[int, int], Iterator[Callable[[Any], Tensor]]]  # of a step's micro-batches
+
+
+def regression(i: int, micro: int) -> Iterator[Callable[[Any], Tensor]]:
+    x, y = batch(i, torch.float32)
+    for part, target in zip(x.chunk(micro), y.chunk(micro), strict=True):
+        yield lambda model, part=part, target=target: F.mse_loss(model(part), target)
+
+
 def by_hand(
     kind: str,
     model: nn.Module,
@@ -53,16 +63,16 @@ def by_hand(
     autocast: bool = False,
     scheduled: bool = False,
     clip: float | None = None,
+    losses: Losses = regression,
 ) -> Any:
     """A plain loop, over micro-batches of equal size where ``micro`` is above 1."""
     opt = OPTIMIZERS[kind](model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, decay) if scheduled else None
     for i in range(STEPS):
         opt.zero_grad()
-        x, y = batch(i, torch.float32)
-        for part, target in zip(x.chunk(micro), y.chunk(micro), strict=True):
+        for loss_of in losses(i, micro):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = F.mse_loss(model(part), target) / micro
+                loss = loss_of(model) / micro
             loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -254,22 +264,18 @@ class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
         return iter(sentences(8 * STEPS))
 
 
+def classification(i: int, micro: int) -> Iterator[Callable[[Any], Tensor]]:
+    rows, size = sentences(8 * STEPS), 8 // micro
+    for first in range(8 * i, 8 * i + 8, size):
+        part = rows[first : first + size]
+        x = {key: torch.stack([row[key] for row in part]) for key in part[0]}
+        yield lambda model, x=x: model(**x).loss
+
+
 def bert_by_hand(kind: str, model: nn.Module, micro: int, autocast: bool) -> Any:
-    opt = OPTIMIZERS[kind](model)
-    rows = sentences(8 * STEPS)
     model.train()
-    for i in range(STEPS):
-        opt.zero_grad()
-        size = 8 // micro
-        for k in range(micro):
-            part = rows[8 * i + size * k : 8 * i + size * (k + 1)]
-            x = {key: torch.stack([row[key] for row in part]) for key in part[0]}
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(**x).loss / micro
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-    return opt
+    options = {"micro": micro, "autocast": autocast, "clip": 1.0}
+    return by_hand(kind, model, **options, losses=classification)
 
 
 def trainer(kind: str, model: Any, path: Path, **options: Any) -> Any:

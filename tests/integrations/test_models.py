@@ -226,14 +226,6 @@ def test_gpt2_under_a_checkpoint():
     train(net, on_words, 1, KFACAdam)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters():
-    transformers, peft = library("transformers"), library("peft")
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
-    adapted = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    train(adapted, on_words, 1, KFACAdam)
-
-
 # ---------------------------------------------------------------- images
 
 
@@ -246,8 +238,6 @@ def on_classes(size: int) -> Loss:
 
 # Networks of 32 pixels a side, but for one.
 VISION = ["resnet18", "densenet121", "mobilenet_v3_small", "convnext_tiny", "swin_t", "vit_b_16"]
-TIMM = ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"]
-TIMM += ["convnext_atto", "resnet10t", "efficientnet_b0"]
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -255,15 +245,6 @@ def test_torchvision(name):
     options = {"image_size": 32} if name.startswith("vit") else {}
     net = getattr(library("torchvision").models, name)(num_classes=5, **options)
     train(net, on_classes(32), 1, KFACSGD, 3, max_factor_size=64)
-
-
-@pytest.mark.parametrize("name", TIMM)
-def test_timm(name):
-    joins = name.startswith("eva02")  # biases first
-    size = 28 if joins else 32
-    options = {"img_size": size} if "patch" in name else {}
-    net = library("timm").create_model(name, num_classes=5, **options)
-    train(net, on_classes(size), 0.999 if joins else 1, KFACAdam, 3, max_factor_size=64)
 
 
 # ---------------------------------------------------------------- graphs

@@ -161,14 +161,6 @@ def test_its_own_state_loads_after_that_of_another_class():
     assert_same(model, expected)
 
 
-def test_another_number_of_groups_is_torchs_error():
-    _, opt = pair(KFACSGD, lr=0.1)
-    other = network()
-    target = KFACSGD([{"params": layer.parameters()} for layer in other[::2]], model=other)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        target.load_state_dict(opt.state_dict())
-
-
 def going_on(name: str, own: bool, paused: bool) -> tuple[list[float], list[str]]:
     """Load rank 0's share on all ranks, or each rank's own one, and train on; return parameters."""
     base = {"Adam": KFACAdam, "SGD": KFACSGD, "LAMB": KFACLAMB}.get(name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import warnings
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -221,33 +219,6 @@ def test_an_option_of_the_whole_optimizer_in_a_group_is_refused():
     net = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(ValueError, match="Invalid kl_clip: 1e-09 in a parameter group; it is one"):
         KFACSGD([{"params": net.parameters(), "kl_clip": 1e-9}], lr=0.1, model=net)
-
-
-def test_covered_and_uncovered_parameters_are_told():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = network()
-            self.scale = nn.Bilinear(3, 3, 3, bias=False, dtype=torch.float64)
-
-        def forward(self, x):
-            x = self.body(x)
-            return self.scale(x, x)
-
-    model = Scaled()
-    with pytest.warns(UserWarning, match="raw gradients:\n  scale.weight: 27, ") as record:
-        opt = KFACSGD(model, lr=1.0, skip_layers="body.0", **EVERY_STEP)
-    assert len(record) == 1
-    assert list(opt.preconditioner.layers) == ["body.2"]
-    text = repr(opt.preconditioner)
-    assert "body.2: A 7, G 3" in text and "scale.weight: " in text and "matches 'body.0'" in text
-    before = values(model)
-    train(model, opt, [0])
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    moved = difference(before, model)
-    for name in ("scale.weight", "body.0.weight", "body.0.bias"):
-        assert_near(moved[name], gradients[name])
-    assert not torch.allclose(moved["body.2.weight"], gradients["body.2.weight"])
 
 
 # ---- the learning rate ----
@@ -576,17 +547,6 @@ def test_state_dict_and_load_hooks_fire_exactly_once(method):
         assert {name: c.calls for name, c in counters.items()} == dict.fromkeys(names, i)
 
 
-def test_a_load_hook_may_replace_the_state():
-    """K-FAC takes its share from what the user's hooks leave."""
-    model, other = network(), network()
-    opt, later = KFACSGD(model, lr=0.1, momentum=0.9), KFACSGD(other, lr=0.1, momentum=0.9)
-    train(model, opt, range(3))
-    saved = opt.state_dict()
-    later.register_load_state_dict_pre_hook(lambda o, s: saved)
-    later.load_state_dict(KFACSGD(network()).state_dict())
-    assert_same(factors(later), factors(opt))
-
-
 # ---- groups and parameters that change ----
 
 
@@ -725,28 +685,6 @@ def test_two_optimizers_on_parts_of_one_model():
     one.zero_grad()
     assert one.preconditioner.memory_usage()["pending"] == 0
     assert two.preconditioner.memory_usage()["pending"] > 0
-
-
-def test_a_collected_optimizer_leaves_inert_hooks():
-    model, alone = network(), network()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
-    train(model, opt, [0])
-    torch.optim.lr_scheduler.StepLR(opt, 1)  # it refers to the optimizer and back
-    gone = weakref.ref(opt), weakref.ref(opt.preconditioner)
-    del opt
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-    alone.load_state_dict(model.state_dict())
-    model.zero_grad()
-    y = model(batch(1)[0])
-    assert type(y.grad_fn).__name__ == type(alone(batch(1)[0]).grad_fn).__name__
-    backward(model, 1)
-    backward(alone, 1)
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
-    again = KFACSGD(model, lr=0.1)
-    train(model, again, [1])
-    train(alone, KFACSGD(alone, lr=0.1), [1])
-    assert_same(model, alone)
 
 
 # ---- GradScaler ----

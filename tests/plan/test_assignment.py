@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import traffic
 from kaisa_optim.plan import assignment
 from kaisa_optim.plan.assignment import (
     Grid,
@@ -105,36 +105,7 @@ def peak_of(costs, load, owners):
     return max(held)
 
 
-def resnet50():
-    tasks, width_in = [], 64
-
-    def conv(name, a, g):
-        tasks.append(Task(name, a, g))
-        tasks.append(Task(name + "_bn", 2, 1, blocks=g))
-
-    conv("conv1", 3 * 49, 64)
-    for stage, (depth, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)]):
-        for block in range(depth):
-            name = f"{stage}.{block}."
-            conv(name + "1", width_in, width)
-            conv(name + "2", 9 * width, width)
-            conv(name + "3", width, 4 * width)
-            if block == 0:
-                conv(name + "shortcut", width_in, 4 * width)
-            width_in = 4 * width
-    return [*tasks, Task("fc", 2049, 1000)]
-
-
-def bert_large():
-    tasks = [Task(f"embed{n}", n, 1024, diagonal_a=True) for n in (30522, 512, 2)]
-    for block in range(24):
-        tasks += [Task(f"{block}.{x}", 1025, 1024) for x in ("q", "k", "v", "o")]
-        tasks += [Task(f"{block}.up", 1025, 4096), Task(f"{block}.down", 4097, 1024)]
-    tasks += [Task(f"norm{i}", 2, 1, blocks=1024) for i in range(49)]
-    return [*tasks, Task("pooler", 1025, 1024), Task("mlm", 1025, 1024)]
-
-
-MODELS = {"resnet50": resnet50(), "bert_large": bert_large()}
+MODELS = {"resnet50": traffic.resnet50(), "bert_large": traffic.bert_large()}
 WORLDS = [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 31, 32, 48, 64, 96, 127, 128, 256, 1000, 1024]
 
 
@@ -379,21 +350,6 @@ def test_every_layer_has_ranks_in_one_column(tasks, grid, strategy, colocate):
     assert math.fsum(held) == pytest.approx(total, rel=1e-9)
 
 
-@property_test
-@given(models(), grids(), st.booleans())
-def test_names_and_the_order_of_equal_layers_do_not_matter(tasks, grid, colocate):
-    colocate = colocate or grid.workers == 1
-    placed = [*assign(Hybrid(), tasks, grid, colocate).values()]
-    renamed = [task._replace(name=f"other{-i}") for i, task in enumerate(tasks)]
-    assert [*assign(Hybrid(), renamed, grid, colocate).values()] == placed
-    # Layers of equal shapes trade names: the places stay where they are.
-    by_shape = {}
-    for task in tasks:
-        by_shape.setdefault(task[1:], []).append(task.name)
-    swapped = [task._replace(name=by_shape[task[1:]].pop()) for task in tasks]
-    assert [*assign(Hybrid(), swapped, grid, colocate).values()] == placed
-
-
 WAYS = ((7, 7, True), (8, 4, False), (12, 12, False), (64, 1, None))
 # The package's own __init__ imports torch, which is refused.
 ALONE = f"""
@@ -471,23 +427,9 @@ def test_real_models_are_balanced_over_columns(model, world):
 
 
 def test_bert_memory_on_64_ranks():
-    tasks = bert_large()
+    tasks = MODELS["bert_large"]
     held = loads(LayerWise(), tasks, assign(LayerWise(), tasks, Grid(64, 1)), 64)
     assert max(held) <= 1.08 * sum(held) / 64
-
-
-@pytest.mark.parametrize("workers", [1, 2, 64, 512, 2048, 4096])
-def test_a_thousand_layers_on_4096_ranks(workers):
-    rnd = random.Random(workers)
-    tasks = named([(rnd.randint(64, 5000), rnd.randint(64, 5000)) for _ in range(1000)])
-    grid = Grid(4096, workers)
-    for colocate in (True, False) if workers > 1 else (True,):
-        placed = assign(Hybrid(), tasks, grid, colocate)
-        assert all(g in grid.workers_of(a) for a, g in placed.values())
-        used = {r for ranks in placed.values() for r in ranks}
-        assert len(used) == (1000 if colocate else 2000)  # nobody has two while one has none
-        peak = max(loads(Hybrid(), tasks, placed, 4096))
-        assert peak == max(items(Hybrid(), tasks, colocate))
 
 
 # Layers that come later

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
+from tests.support.training import values
 
 INPUTS, CLASSES = 7, 4
 
@@ -234,10 +235,6 @@ def average(parameters: Any, group: Any = None) -> None:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)
             p.grad /= dist.get_world_size(group)
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def kept(opt: Any) -> dict[tuple[str, str], Tensor]:

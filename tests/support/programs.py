@@ -197,6 +197,16 @@ FIXED: dict[str, View] = {
 
 # ---- products of rows with an effective matrix [outputs, inputs]
 
+
+def rows(h: Tensor) -> Tensor:
+    return h.reshape(-1, h.shape[-1])
+
+
+def like(h: Tensor, out: Tensor) -> Tensor:
+    """Return the products in the place of the rows that were multiplied."""
+    return out.reshape(*h.shape[:-1], -1)
+
+
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "h @ m.T": lambda h, m: h @ m.T,
@@ -208,21 +218,13 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tensordot": lambda h, m: torch.tensordot(h, m, ([-1], [1])),
     "inner": torch.inner,
     "sum": lambda h, m: (h[..., None, :] * m).sum(-1),
-    "addmm": lambda h, m: torch.addmm(h.new_zeros(len(m)), h.reshape(-1, h.shape[-1]), m.T).view(
-        *h.shape[:-1], len(m)
+    "addmm": lambda h, m: like(h, torch.addmm(h.new_zeros(len(m)), rows(h), m.T)),
+    "addmm 2": lambda h, m: like(h, torch.addmm(h.new_zeros(len(m)), rows(h), m.T, alpha=2)),
+    "bmm": lambda h, m: like(
+        h, torch.bmm(h.reshape(len(h), -1, h.shape[-1]), m.T.expand(len(h), *m.T.shape))
     ),
-    "addmm 2": lambda h, m: torch.addmm(
-        h.new_zeros(len(m)), h.reshape(-1, h.shape[-1]), m.T, alpha=2
-    ).view(*h.shape[:-1], len(m)),
-    "bmm": lambda h, m: torch.bmm(
-        h.reshape(len(h), -1, h.shape[-1]), m.T.expand(len(h), *m.T.shape)
-    ).view(*h.shape[:-1], len(m)),
-    "row by row": lambda h, m: torch.stack([m @ row for row in h.reshape(-1, h.shape[-1])]).view(
-        *h.shape[:-1], len(m)
-    ),
-    "conv1d": lambda h, m: F.conv1d(h.reshape(-1, h.shape[-1], 1), m[..., None]).view(
-        *h.shape[:-1], len(m)
-    ),
+    "row by row": lambda h, m: like(h, torch.stack([m @ row for row in rows(h)])),
+    "conv1d": lambda h, m: like(h, F.conv1d(rows(h)[..., None], m[..., None])),
 }
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.core import exchange
 from tests.support.close import assert_close as assert_close
+from tests.support.reference import matrix, precondition
 
 DAMPING = 0.1
 # Steps are preconditioned gradients, as long as these are.
@@ -112,23 +113,17 @@ def factors_of(a: Tensor, g: Tensor, terms: float) -> tuple[Tensor, Tensor]:
 
 
 def matrix_of(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Weight- and bias-shaped tensors as ``[blocks, g, a]``."""
-    blocks = getattr(module, "groups", 1)
-    parts = []
-    if module.weight.requires_grad:
-        parts.append(weight.reshape(blocks, weight.shape[0] // blocks, -1))
-    if bias is not None and module.bias.requires_grad:
-        parts.append(bias.reshape(blocks, -1, 1))
-    return torch.cat(parts, dim=-1)
+    """Weight- and bias-shaped tensors as ``[blocks, g, a]``, of those that are trained."""
+    return matrix(
+        module,
+        weight if module.weight.requires_grad else None,
+        bias if bias is not None and module.bias.requires_grad else None,
+    )
 
 
 def solved(a: Tensor, g: Tensor, gradient: Tensor, damping: float = DAMPING) -> Tensor:
     """(G ⊗ A + γI)⁻¹ ∇ as one dense system a block."""
-    blocks = []
-    for one_a, one_g, one in zip(a, g, gradient, strict=True):
-        system = torch.kron(one_g, one_a) + damping * torch.eye(one.numel(), dtype=one.dtype)
-        blocks.append(torch.linalg.solve(system, one.flatten()).view_as(one))
-    return torch.stack(blocks)
+    return precondition(a, g, gradient, damping, "eigen")
 
 
 def assert_factors(

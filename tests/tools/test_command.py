@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import runpy
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,18 +30,6 @@ def test_another_missing_module_is_no_missing_extra(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lacking("torch"))
     with pytest.raises(ModuleNotFoundError, match="torch"):
         command.main()
-
-
-def test_the_app_is_run(monkeypatch):
-    calls = []
-    stand_in = SimpleNamespace(app=lambda: calls.append(1))
-    monkeypatch.setitem(sys.modules, "kaisa_optim.tools.app", stand_in)
-    command.main()
-    assert calls == [1]
-    runpy.run_path(command.__file__)  # an import runs nothing
-    assert calls == [1]
-    runpy.run_path(command.__file__, run_name="__main__")
-    assert calls == [1, 1]
 
 
 def test_plans_need_no_extra():

@@ -17,24 +17,25 @@ from tests.tools.test_simulation import CASE_WITH_PASSES
 pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize("budget", ["1GB", 20_000, 5_000])
-def test_memory_against_traffic(tmp_path, monkeypatch, budget):
+def spy(monkeypatch, name, note):
+    """Note each call of a method of axes, which still draws."""
     from matplotlib.axes import Axes
 
+    real = getattr(Axes, name)
+
+    def spied(self, *args, **kwargs):
+        note(*args, **kwargs)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, name, spied)
+
+
+@pytest.mark.parametrize("budget", ["1GB", 20_000, 5_000])
+def test_memory_against_traffic(tmp_path, monkeypatch, budget):
     lines: list[list[float]] = []
     titles: list[str] = []
-    plot, annotate = Axes.plot, Axes.annotate
-
-    def spy_plot(self, x, y, *args, **kwargs):
-        lines.append([*y])
-        return plot(self, x, y, *args, **kwargs)
-
-    def spy_annotate(self, text, *args, **kwargs):
-        titles.append(text)
-        return annotate(self, text, *args, **kwargs)
-
-    monkeypatch.setattr(Axes, "plot", spy_plot)
-    monkeypatch.setattr(Axes, "annotate", spy_annotate)
+    spy(monkeypatch, "plot", lambda x, y, *_, **__: lines.append([*y]))
+    spy(monkeypatch, "annotate", lambda text, *_, **__: titles.append(text))
     found = plan(network("tokens"), 4, budget)
     path = tmp_path / "plan.png"
     draw_plan(found, path)
@@ -49,10 +50,8 @@ def test_memory_against_traffic(tmp_path, monkeypatch, budget):
 
 
 def test_points_that_lie_upon_each_other_have_one_name(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
     titles: list[str] = []
-    monkeypatch.setattr(Axes, "annotate", lambda axes, text, *args, **kwargs: titles.append(text))
+    spy(monkeypatch, "annotate", lambda text, *_, **__: titles.append(text))
     found = plan(network("tokens"), 8, "1GB")
     one, other, *_ = found.priced
     assert one is found.best and abs(one.needs - other.needs) < 0.01 * one.needs
@@ -62,16 +61,12 @@ def test_points_that_lie_upon_each_other_have_one_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
-    from matplotlib.axes import Axes
-
     bars: dict[str, list[tuple[int, float, float]]] = {}
-    barh = Axes.barh
 
-    def spy(self, ranks, lengths, height, starts, *, label, **kwargs):
+    def note(ranks, lengths, height, starts, *, label, **_):
         bars[label] = [*zip(ranks, starts, lengths, strict=True)]
-        return barh(self, ranks, lengths, height, starts, label=label, **kwargs)
 
-    monkeypatch.setattr(Axes, "barh", spy)
+    spy(monkeypatch, "barh", note)
     found = simulate(CASE_WITH_PASSES, candidates(world)[0], world, HARDWARE)
     path = tmp_path / "steps.png"
     draw_timeline(found, path)
