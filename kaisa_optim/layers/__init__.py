@@ -13,14 +13,13 @@ from .base import (
 )
 from .embedding import EmbeddingLayer
 from .linear import Conv1DLayer, LinearLayer
-from .parameters import NORMS, SCALES, Declared, MatrixLayer, declared
+from .parameters import NORMS, SCALES, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
     "NORMS",
     "SCALES",
     "Conv1DLayer",
-    "Declared",
     "EmbeddingLayer",
     "Layer",
     "LinearLayer",
