@@ -26,19 +26,6 @@ NUMBERS = itertools.count()  # of forward passes and of watches, in the order in
 class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
-    __slots__ = (
-        "end",
-        "examples",
-        "first",
-        "number",
-        "paused",
-        "positions",
-        "reached",
-        "shape",
-        "start",
-        "thread",
-    )
-
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
@@ -147,7 +134,8 @@ class ForwardPasses:
         if forward_pass is None and counts:
             self.close_loose()
             batch = _batch(args, kwargs)
-            forward_pass = self._remember(ForwardPass(batch, paused=self.paused > 0))
+            forward_pass = ForwardPass(batch, paused=self.paused > 0)
+            self._recent.append(forward_pass)
         self.calls.append(forward_pass)
 
     def ends(self) -> None:
@@ -166,10 +154,6 @@ class ForwardPasses:
                     break  # another mode is above this one, and has to end first
                 mode.__exit__(None, None, None)
             self.modes.pop()
-
-    def _remember(self, forward_pass: ForwardPass) -> ForwardPass:
-        self._recent.append(forward_pass)
-        return forward_pass
 
     def current(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass that a call of a layer belongs to."""
@@ -209,7 +193,8 @@ class ForwardPasses:
             return self._recomputed[1]
         if self._loose is None or self._loose_is_over or self._loose.first is layer:
             self.close_loose()
-            self._loose = self._remember(self._begin_loose(layer, x))
+            self._loose = self._begin_loose(layer, x)
+            self._recent.append(self._loose)
             self._loose_is_over = False
         return self._loose
 

@@ -13,7 +13,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from ..stages import stage
 from .forward_pass import NUMBERS, ForwardPass, ForwardPasses, first_tensor, graph_task
 from .tap import (
     Call,
-    Covers,
     Drawn,
     FirstError,
     Passage,
@@ -52,48 +51,6 @@ _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 # A module in which a weight's uses are watched.
 Watch = tuple[nn.Module, Tensor | None]
-
-
-class Sums(Protocol):
-    """The sums that moments are added to."""
-
-    def add(
-        self,
-        layer: Layer,
-        forward_pass: ForwardPass,
-        covers: Covers,
-        moments: Moments | None,
-        drawn: bool = False,
-    ) -> None:
-        """Add one pass through a layer; a layer that does not gather has no moments."""
-
-    def drop(self, layer: Layer) -> None:
-        """Forget a layer's sums: its gradient starts anew."""
-
-
-class Facts(NamedTuple):
-    """The facts of one call of a layer, before anything is done with the call."""
-
-    trains: bool  # a backward pass through the output would give the layer a gradient
-    gathers: bool  # the layer's statistics are due
-    counts: bool  # K counts the pass
-    paused: bool
-    checkpointed: bool  # a checkpoint runs, or may run
-
-
-def decide(facts: Facts) -> str:
-    """Return "skip", "watch" or "tap": what to do with one call of a layer.
-
-    Under a checkpoint every output is tapped: its forward and its recomputation, in which other
-    layers may gather, must save the same tensors.
-    """
-    if not facts.trains:
-        return "skip"
-    if facts.checkpointed:
-        return "tap"
-    if facts.paused or not facts.counts:
-        return "skip"
-    return "tap" if facts.gathers else "watch"
 
 
 class _Hook:
@@ -145,9 +102,10 @@ def refuse_data_parallel(module: nn.Module) -> None:
         raise invalid_because("model", why)
 
 
-def _remove(handles: Iterable[Any]) -> None:
+def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+    handles.clear()
 
 
 class Capture:
@@ -161,7 +119,7 @@ class Capture:
         self,
         model: nn.Module,
         layers: list[Layer],
-        sums: Sums,
+        sums: Any,  # the FactorSums that moments are added to
         *,
         reduce: bool,
         counts: bool = True,
@@ -205,8 +163,8 @@ class Capture:
         self._since: dict[Watch, int] = {}  # the NUMBERS at which watches began
         self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
         # Hooks end with their optimizer: another may be built on the model.
-        weakref.finalize(self, _remove, self._handles).atexit = False
-        weakref.finalize(self, self.witness.hooks.remove).atexit = False
+        for handles in (self._handles, self.witness.handles):
+            weakref.finalize(self, _remove, handles).atexit = False
 
     def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
         starts = _Hook(self._model_starts)
@@ -296,7 +254,7 @@ class Capture:
 
     def detach(self) -> None:
         _remove(self._handles)
-        self.witness.hooks.remove()
+        _remove(self.witness.handles)
 
     def break_off(self) -> None:
         """Leave calls of modules that were interrupted, and forget the last input's moment."""
@@ -411,22 +369,20 @@ class Capture:
         again = None if outer is None else self._passes.again()
         changed = primary.covers_now() != primary.covers  # frozen or unfrozen
         gathers = primary in self.wanted or primary in self.missing or changed
-        facts = Facts(
-            trains=any(covers) and output.requires_grad and not output.is_meta,
-            gathers=gathers,
-            counts=gathers or self._counts_all(),
-            paused=bool(self._passes.paused if again is None else again.paused),
-            checkpointed=is_checkpointed(),
-        )
-        todo = decide(facts)
-        if todo == "skip" or is_transformed() or has_tangent(output):
+        paused = bool(self._passes.paused if again is None else again.paused)
+        counts, checkpointed = gathers or self._counts_all(), is_checkpointed()
+        trains = any(covers) and output.requires_grad and not output.is_meta
+        # Under a checkpoint every output is tapped: its forward and its recomputation, in which
+        # other layers may gather, must save the same tensors.
+        leaves = not checkpointed and (paused or not counts)
+        if not trains or leaves or is_transformed() or has_tangent(output):
             return output
-        record, part, whole, checkpointed = None, WHOLE, False, facts.checkpointed
-        gathers = gathers and not facts.paused
-        if facts.counts and not facts.paused:
+        record, part, whole = None, WHOLE, False
+        gathers = gathers and not paused
+        if counts and not paused:
             forward_pass = self._passes.current(layer, x)
             here = passage(layer, forward_pass, covers, outer)
-            if todo == "watch":
+            if not gathers and not checkpointed:
                 self._watch(here, output)
                 return output
             if gathers:

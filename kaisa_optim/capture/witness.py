@@ -75,25 +75,15 @@ class _Seen:
         return torch.where(rest <= self.rounding[part], none, share)
 
 
-class Hooks:
-    """Hooks on a layer's weight (0) and bias (1), which wait for the whole gradient."""
-
-    def __init__(self) -> None:
-        self.handles: dict[tuple[Layer, int], Any] = {}
-
-    def remove(self) -> None:
-        for handle in self.handles.values():
-            handle.remove()
-        self.handles.clear()
-
-
 class Witness:
     """Compares gradients with the calls that made them; results wait on the device."""
 
     def __init__(self, layers: list[Layer], errors: FirstError) -> None:
         self.errors = errors  # of comparisons, for the step
         self.due = {layer for layer in layers if layer.weight is not None}
-        self.hooks = Hooks()
+        # Hooks on weights (0) and biases (1), which wait for whole gradients, and their layers.
+        self.handles: list[Any] = []
+        self._waiting: set[tuple[Layer, int]] = set()
         self.named: set[str] = set()  # layers that a warning named
         self._shares: dict[Layer, float] = {}  # of gradients that come from other sources
         self._again: set[Layer] = set()  # layers whose uses were looked for once more
@@ -125,7 +115,7 @@ class Witness:
         compares = self._compares(layer, forward_pass)
         if not compares or is_sharded(weight) or not weight.is_leaf:
             return False
-        if graph_task() is not None and (layer, 0) not in self.hooks.handles:
+        if graph_task() is not None and (layer, 0) not in self._waiting:
             # A reentrant checkpoint: other gradients of this pass may have come before.
             self._early.add(layer)
             self._later.add(layer)
@@ -145,15 +135,16 @@ class Witness:
 
     def _wait_for(self, layer: Layer, weight: Tensor) -> None:
         for part, parameter in enumerate((weight, layer.bias)):
-            if (layer, part) not in self.hooks.handles and layer.covers_now()[part]:
+            if (layer, part) not in self._waiting and layer.covers_now()[part]:
                 assert parameter is not None  # a shard's hook never runs
                 hook = functools.partial(_compare, weakref.ref(self), weakref.ref(layer), part)
-                self.hooks.handles[layer, part] = parameter.register_hook(hook)
+                self.handles.append(parameter.register_hook(hook))
+                self._waiting.add((layer, part))
 
     def add(self, call: Layer, here: Passage, x: Tensor | None, grad: Tensor, at: slice) -> None:
         """Add the rows of a call, of some blocks, to those of its backward pass."""
         layer = call.primary
-        if (layer, 0) not in self.hooks.handles:
+        if (layer, 0) not in self._waiting:
             return
         key = layer, graph_task()
         if key not in self._seen:
@@ -212,7 +203,9 @@ class Witness:
         self._again |= again
         self.due |= again | self._later
         self._later.clear()
-        self.hooks.remove()  # the layer may not gather in the next step
+        while self.handles:  # the layer may not gather in the next step
+            self.handles.pop().remove()
+        self._waiting.clear()
         self._calls.clear()
         self._seen.clear()
         self._compared.clear()

@@ -13,13 +13,12 @@ from .base import (
 )
 from .embedding import EmbeddingLayer
 from .linear import Conv1DLayer, LinearLayer
-from .parameters import SCALES, Declared, MatrixLayer, declared
+from .parameters import SCALES, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
     "SCALES",
     "Conv1DLayer",
-    "Declared",
     "EmbeddingLayer",
     "Layer",
     "LinearLayer",

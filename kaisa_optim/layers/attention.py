@@ -131,9 +131,10 @@ class _AttentionMode(TorchFunctionMode):
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out = F.linear(x, weight, bias)
             for layer in self.layers:
-                first = _first_row(weight, layer.weight)
-                if first is not None:
-                    start = first // layer.outputs
+                whole = layer.weight
+                if whole is not None and (weight is whole or weight._base is whole):
+                    first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+                    start = int(first) // layer.outputs
                     blocks = slice(start, start + weight.shape[0] // layer.outputs)
                     if out.dim() == 3:
                         return self.tap(layer, out, x, blocks)
@@ -151,12 +152,3 @@ class _AttentionMode(TorchFunctionMode):
                 function.__code__, names, name, function.__defaults__, function.__closure__
             )
         return names
-
-
-def _first_row(view: Tensor, parameter: Tensor | None) -> int | None:
-    """Return where a row slice of a parameter begins; ``None`` for a slice of another tensor."""
-    if view is parameter:
-        return 0
-    if parameter is None or view._base is not parameter:
-        return None
-    return (view.storage_offset() - parameter.storage_offset()) // parameter.stride(0)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import invalid, invalid_because
 from ..linalg.moments import second_moment
@@ -49,35 +49,9 @@ class PassSettings(NamedTuple):
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 
 
-class Shared:
-    """The last input's moment, for the next layer that is given the very same input.
-
-    The moment is dropped with its input, so that it lives no longer than the layers that use it.
-    """
-
-    def __init__(self) -> None:
-        self._input: weakref.ref[Tensor] | None = None
-        self._said: tuple[Any, ...] = ()
-        self._moment: Tensor | None = None
-
-    def find(self, x: Tensor, said: Any) -> Tensor | None:
-        """Return a copy of this input's moment if it was kept with equal settings ``said``."""
-        if self._moment is None or self._input is None or self._input() is not x:
-            return None
-        # Input or moment may have been written into since.
-        known = self._said == (said, x._version, self._moment._version)
-        return self._moment.clone() if known else None
-
-    def keep(self, x: Tensor, said: Any, moment: Tensor) -> None:
-        self._said = said, x._version, moment._version
-        self._moment, self._input = moment, weakref.ref(x, self._forget)
-
-    def clear(self) -> None:
-        self._moment = self._input = None
-
-    def _forget(self, reference: Any) -> None:
-        if self._input is reference:
-            self.clear()
+# The last input's moment, for the next layer that is given the very same input. The moment is
+# dropped with its input, so that it lives no longer than the layers that use it.
+Shared = WeakIdKeyDictionary
 
 
 class Layer:
@@ -276,14 +250,18 @@ class Layer:
             moment_a = known_a
         elif covers[0] and x is not None and here is not None:
             asked = {"reduce": reduce, "diagonal": diagonal, "append_one": covers[1]}
-            # Layers with one input, as query and key, make its moment once.
-            key, said = self.input_rows_key(), (part, *asked.values(), dtype)
-            found = None if key is None else self.shared.find(x, (key, *said))
-            if found is None:
-                found = part.weighted(self.input_moment(here, own, dtype=dtype, **asked))
+            # Layers with one input, as query and key, make its moment once. Input or moment may
+            # have been written into since.
+            key = self.input_rows_key()
+            said = key, part, *asked.values(), dtype, x._version
+            known, version, moment_a = self.shared.get(x, (None, None, None))
+            if known == said and moment_a._version == version and key is not None:
+                moment_a = moment_a.clone()
+            else:
+                moment_a = part.weighted(self.input_moment(here, own, dtype=dtype, **asked))
                 if key is not None:
-                    self.shared.keep(x, (key, *said), found)
-            moment_a = found
+                    self.shared.clear()
+                    self.shared[x] = said, moment_a._version, moment_a
         else:
             blocks_seen = moment_g.shape[0]
             shape = (blocks_seen, self.a_dim_of(covers)) if diagonal else (blocks_seen, 1, 1)
@@ -444,27 +422,22 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
             )
 
     def register(kind: K) -> K:
-        _check_kind(kind)
+        if not (isinstance(kind, type) and issubclass(kind, Layer)):
+            raise TypeError(f"register_layer takes a subclass of Layer, not {kind!r}")
+        # A kind that overrides one of these needs no rows, makes layers of another class, or none.
+        if not any(_overrides(kind, name) for name in ("moments", "layers_of", "unsupported")):
+            ways = {"input_rows": ("input_rows", "input_moment"), "output_rows": ("output_rows",)}
+            lacking = [n for n, way in ways.items() if not any(_overrides(kind, x) for x in way)]
+            if lacking:
+                raise TypeError(
+                    f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows "
+                    "[blocks, batch, positions, features]"
+                )
         for module in modules:
             _KINDS[module] = kind
         return kind
 
     return register
-
-
-def _check_kind(kind: Any) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, Layer)):
-        raise TypeError(f"register_layer takes a subclass of Layer, not {kind!r}")
-
-    if any(_overrides(kind, name) for name in ("moments", "layers_of", "unsupported")):
-        return  # such a kind needs no rows, makes layers of another class, or makes none
-    ways = {"input_rows": ("input_rows", "input_moment"), "output_rows": ("output_rows",)}
-    lacking = [n for n, found in ways.items() if not any(_overrides(kind, x) for x in found)]
-    if lacking:
-        raise TypeError(
-            f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows [blocks, "
-            "batch, positions, features]"
-        )
 
 
 def check_sizes(layer: Layer) -> None:

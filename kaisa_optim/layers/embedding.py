@@ -81,15 +81,10 @@ class EmbeddingLayer(Layer):
         return tensor.mT[None]
 
 
-def _runs(tokens: Tensor) -> Tensor:
-    """Return for each token of sorted rows the number of its run of equal tokens."""
-    begins = torch.ones_like(tokens)
-    begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-    return begins.cumsum(1) - 1
-
-
 def _occurrences(tokens: Tensor) -> Tensor:
     """Return how often each token of sorted rows is in its row."""
-    run = _runs(tokens)
+    begins = torch.ones_like(tokens)
+    begins[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    run = begins.cumsum(1) - 1  # the number of each token's run of equal tokens
     lengths = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
     return lengths.gather(1, run)

@@ -8,8 +8,6 @@ matrix tell its statistics (see ``uses`` and ``watch``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -61,41 +59,28 @@ class MatrixLayer(SequenceRows):
         return tensor if tensor.dim() == 3 else tensor[None]
 
 
-class Declared(NamedTuple):
-    """The layers of a module's parameters, and the reasons why some parameters have none."""
-
-    layers: list[Layer]
-    reasons: dict[Tensor, str]
-
-
-def declared(name: str, module: nn.Module) -> Declared:
-    """Return a layer for each matrix of a module that no kind knows, as far as shapes tell."""
+def declared(name: str, module: nn.Module) -> tuple[list[Layer], dict[Tensor, str]]:
+    """Return the layers of a module that no kind knows, and why other parameters have none."""
     title = type(module).__name__
     own = {n: p for n, p in module._parameters.items() if p is not None}
     for cls, why in _OPAQUE.items():
         if isinstance(module, cls):
             reason = f"no layer kind is registered for {title}: {why}"
-            return Declared([], dict.fromkeys(own.values(), reason))
-    prefix, result = f"{name}." if name else "", Declared([], {})
+            return [], dict.fromkeys(own.values(), reason)
+    layers: list[Layer] = []
+    reasons: dict[Tensor, str] = {}
     for own_name, p in own.items():
-        why = _unshaped(p)
-        if why:
-            result.reasons[p] = f"{title}: {why}"
+        if not p.is_floating_point():
+            reasons[p] = f"{title}: not real-valued"
+        elif p.numel() == 0:
+            reasons[p] = f"{title}: no entries"
+        elif not p.is_contiguous():
+            reasons[p] = f"{title}: not contiguous in memory"
+        elif sum(size > 1 for size in p.shape) > 3:
+            reasons[p] = f"{title}: more than three dimensions, outside of any convolution"
         elif p.dim() in (2, 3) and 1 not in p.shape[-2:] and not isinstance(module, NORMS):
-            result.layers.append(MatrixLayer(prefix + own_name, module, own_name))
+            path = f"{name}.{own_name}" if name else own_name
+            layers.append(MatrixLayer(path, module, own_name))
         else:
-            result.reasons[p] = SCALES
-    return result
-
-
-def _unshaped(p: Tensor) -> str:
-    """Return why no kind of layer fits a parameter's shape; an empty text if one fits."""
-    if not p.is_floating_point():
-        return "not real-valued"
-    if p.numel() == 0:
-        return "no entries"
-    if not p.is_contiguous():
-        return "not contiguous in memory"
-    if sum(size > 1 for size in p.shape) > 3:
-        return "more than three dimensions, outside of any convolution"
-    return ""
+            reasons[p] = SCALES
+    return layers, reasons

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from . import uses
 from .conv import ConvLayer
-from .views import Place, place_of
 
 if TYPE_CHECKING:
     from .base import Layer, Tap
@@ -43,21 +42,6 @@ class Found(NamedTuple):
         """Return whether the view is the parameter as it is."""
         same = self.view.shape == self.whole.shape and self.view.stride() == self.whole.stride()
         return self.view is self.whole or same
-
-    def place(self) -> Place | None:
-        return place_of(self.view, self.whole)
-
-
-class Around(Protocol):
-    """The modules around a mode, as far as the mode must know them."""
-
-    sharded: frozenset[Layer]  # layers with parameters that are spread over ranks
-
-    def takes(self, layer: Layer) -> bool:
-        """Return whether a call with a layer's weight is left to the mode."""
-
-    def gathered(self, layer: Layer) -> list[Tensor]:
-        """Return the whole parameters that stand in the places of a layer's sharded ones now."""
 
 
 class Scope:
@@ -89,9 +73,9 @@ class WatchMode(TorchFunctionMode):
     them without the mode, and raises an error if they then save fewer tensors.
     """
 
-    def __init__(self, around: Around) -> None:
+    def __init__(self, around: Any) -> None:
         super().__init__()
-        self._around = around
+        self._around = around  # capture's Uses
         self.scopes: list[Scope] = []  # of the modules that run, the innermost last
 
     def begin(self, scope: Scope) -> None:
@@ -153,21 +137,8 @@ class WatchMode(TorchFunctionMode):
                 return base, layer
         return None
 
-    def stands_in(self, value: Any, found: Found) -> None:
-        """Note a tensor whose gradient is the parameter's."""
-        if isinstance(value, Tensor) and value is not found.view and found.view is found.whole:
-            found.scope.known[id(value)] = value, found.layer
-            found.scope.note(found.layer)
-
-    def is_data(self, x: Any) -> bool:
-        """Return whether an operand can hold rows: a matrix that is a parameter holds none."""
-        return x.dim() > 2 or not self._is_parameter(x)
-
-    def is_batch(self, x: Any) -> bool:
-        """Return whether a term can hold rows of several examples."""
-        return x.dim() > 2 and not self._is_parameter(x)
-
-    def _is_parameter(self, x: Any) -> bool:
+    def is_parameter(self, x: Any) -> bool:
+        """Return whether a tensor is or views a parameter, which holds no rows."""
         base = x._base if x._is_view() else x
         known = any(id(base) in scope.known for scope in self.scopes)
         return isinstance(base, nn.Parameter) or known
@@ -178,9 +149,9 @@ class WatchMode(TorchFunctionMode):
         self, found: Found, out: Tensor, x: Tensor, kind: Any, input_dim: int, biased: bool = False
     ) -> Tensor:
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
-        layer, place = found.layer, found.place()
+        layer, place = found.layer, place_of(found.view, found.whole)
         own = layer.input_dim
-        if place is None or own is None or not self.is_data(x):
+        if place is None or own is None or (x.dim() <= 2 and self.is_parameter(x)):
             return out
         used = 1 - input_dim if place.transposed else input_dim
         crossed = used != own
@@ -199,7 +170,7 @@ class WatchMode(TorchFunctionMode):
         self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
         """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        place = found.place()
+        place = place_of(found.view, found.whole)
         matrix = place is not None and not place.transposed and found.view.dim() == 2
         if place is None or not matrix or place.first is not None:
             return out
@@ -214,6 +185,45 @@ class WatchMode(TorchFunctionMode):
             return out
         use = uses.TableUse(layer, padding, crossed=own == 1)
         return self.tap(found, use, out, indices, _ALL)
+
+
+class Place(NamedTuple):
+    """A view of a matrix or of a stack of matrices."""
+
+    blocks: slice  # the matrices that the view has
+    transposed: bool
+    first: int | None  # the first row of the matrix that the view has; None: all rows
+
+
+def place_of(view: Tensor, whole: Tensor) -> Place | None:
+    """Return the place of a view of ``whole``, a matrix or stack; ``None`` for other views."""
+    if whole.dim() not in (2, 3) or not 2 <= view.dim() <= whole.dim():
+        return None
+    offset, strides = int(view.storage_offset()) - int(whole.storage_offset()), whole.stride()
+    block, blocks = 0, slice(None)
+    if whole.dim() == 3:
+        block, offset = divmod(offset, strides[0])
+        count = view.shape[0] if view.dim() == 3 else 1
+        if view.dim() == 3 and count > 1 and view.stride(0) != strides[0]:
+            return None
+        if count < whole.shape[0]:
+            blocks = slice(block, block + count)
+    first, beside = divmod(offset, strides[-2])
+    if beside:
+        return None
+    size, step = view.shape[-2:], view.stride()[-2:]
+    for transposed in (False, True):
+        rows, columns = (size[1], size[0]) if transposed else (size[0], size[1])
+        row_step, column_step = (step[1], step[0]) if transposed else (step[0], step[1])
+        steps_fit = (rows == 1 or row_step == strides[-2]) and (
+            columns == 1 or column_step == strides[-1]
+        )
+        if columns == whole.shape[-1] and steps_fit and first + rows <= whole.shape[-2]:
+            in_part = rows < whole.shape[-2]
+            if in_part and whole.dim() == 3 and view.dim() == 3 and view.shape[0] > 1:
+                return None
+            return Place(blocks, transposed, first if in_part else None)
+    return None
 
 
 def running_checkpoints() -> int:
@@ -359,8 +369,8 @@ def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if found is not None and found.whole is found.layer.bias:
             found.layer.bias_apart = True
         # A sum with a matrix or with another parameter makes another table, and no rows.
-        elif found is not None and isinstance(rows, Tensor) and mode.is_batch(rows):
-            out = _positions(mode, found, out)
+        elif found is not None and isinstance(rows, Tensor) and rows.dim() > 2:
+            out = out if mode.is_parameter(rows) else _positions(mode, found, out)
     return out
 
 
@@ -379,8 +389,11 @@ def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
 def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     found = mode.find(args[0])
-    if found is not None and isinstance(out, Tensor) and out.is_floating_point():
-        mode.stands_in(out, found)
+    is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not args[0]
+    if found is not None and is_copy and found.view is found.whole:
+        # The gradient of the copy is the parameter's.
+        found.scope.known[id(out)] = out, found.layer
+        found.scope.note(found.layer)
     return out
 
 

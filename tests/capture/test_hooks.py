@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.capture.hooks import Capture, Facts, decide
+from kaisa_optim.capture.hooks import Capture
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
 from tests.support.watch import (
@@ -302,16 +302,6 @@ def test_an_unfrozen_layer_gathers_in_its_next_pass(alone, rule):
         assert seen == ({"1"} if i == 11 else {"0"} if i < 11 and seen else set())
         opt.step()
     assert opt.preconditioner.factors("1")[0].abs().sum() > 0
-
-
-def test_what_a_hook_does_with_a_call():
-    """Training, gathering, counting, paused, checkpointed, one after the other."""
-    assert decide(Facts(False, True, True, False, True)) == "skip"
-    assert decide(Facts(True, False, False, False, False)) == "skip"
-    assert decide(Facts(True, False, True, False, False)) == "watch"
-    assert decide(Facts(True, True, True, False, False)) == "tap"
-    assert decide(Facts(True, True, True, True, False)) == "skip"
-    assert decide(Facts(True, False, False, True, True)) == "tap"
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kaisa_optim.layers.views import Place, place_of
+from kaisa_optim.layers.watch import Place, place_of
 
 ALL = slice(None)
 MATRIX = {
