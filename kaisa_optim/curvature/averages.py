@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,12 +69,24 @@ class RunningAverages:
         """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
         like, layers = factors[0].key, [factor.layer for factor in factors]
         blocks = [layer.blocks for layer in layers]
-        traces = _traces(factors, values)
+        diagonals = [
+            value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
+            for factor, value in zip(factors, values, strict=True)
+        ]
+        # Each block's trace: no entry of a diagonal is below zero.
+        each = [block for diagonal in diagonals for block in diagonal.unbind()]
+        traces = torch.stack(torch._foreach_norm(each, 1))
         finite = traces < math.inf  # NaN is not
         if self.scale_free:
             counts = finite & (traces > least(traces.dtype))
             traces = torch.where(counts, traces, 1.0)
-            _divide_by_means(factors, values, traces, agreed.turned)
+            # Divide values of G by their mean eigenvalues; turned layers have G in A.
+            rows_of = zip(factors, values, _each(traces, values), strict=True)
+            of_g = [x for x in rows_of if (x[0].side == "g") != (x[0].layer.name in agreed.turned)]
+            if of_g:
+                of, matrices, divisors = zip(*of_g, strict=True)
+                torch._foreach_div_(matrices, divisors)
+                torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():
@@ -86,7 +98,12 @@ class RunningAverages:
         decays = keep_and_take(layers, decay_of, like)
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
-        _approach(factors, values, _each(step, values))
+        averages, steps = [f.tensors["average"][f.slots] for f in factors], _each(step, values)
+        if averages[0].dtype == values[0].dtype:
+            torch._foreach_lerp_(averages, values, steps)
+        else:
+            for average, value, part in zip(averages, values, steps, strict=True):
+                average.copy_(average.to(value.dtype).lerp_(value, part))
         rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
@@ -98,38 +115,6 @@ def _each(numbers: Tensor, matrices: list[Tensor]) -> list[Tensor]:
     """Return numbers of blocks in shapes that go with the blocks' matrices, or diagonals."""
     parts = zip(numbers.split([len(x) for x in matrices]), matrices, strict=True)
     return [part[:, None, None] if x.dim() == 3 else part[:, None] for part, x in parts]
-
-
-def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
-    """Return each block's trace; no entry of a diagonal is below zero."""
-    diagonals = [
-        value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
-        for factor, value in zip(factors, values, strict=True)
-    ]
-    each = [block for diagonal in diagonals for block in diagonal.unbind()]
-    return torch.stack(torch._foreach_norm(each, 1))
-
-
-def _divide_by_means(
-    factors: list[Factor], values: list[Tensor], traces: Tensor, turned: Collection[str]
-) -> None:
-    """Divide values of G, in place, by their mean eigenvalues; ``turned`` layers have G in A."""
-    each = zip(factors, values, _each(traces, values), strict=True)
-    own = [x for x in each if (x[0].side == "g") != (x[0].layer.name in turned)]
-    if own:
-        of, matrices, divisors = zip(*own, strict=True)
-        torch._foreach_div_(matrices, divisors)
-        torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
-
-
-def _approach(factors: list[Factor], values: list[Tensor], steps: list[Tensor]) -> None:
-    """Move averages towards new values."""
-    averages = [f.tensors["average"][f.slots] for f in factors]
-    if averages[0].dtype == values[0].dtype:
-        torch._foreach_lerp_(averages, values, steps)
-        return
-    for average, value, part in zip(averages, values, steps, strict=True):
-        average.copy_(average.to(value.dtype).lerp_(value, part))
 
 
 def _stand_in(factor: Factor) -> None:
