@@ -115,7 +115,15 @@ class Hyperparameters:
     def _set(self, name: str, value: Any) -> None:
         value = self.options.checked(name, value)
         if name == "loss_terms":
-            self._refuse_terms_after_draws(value)
+            former = self._values.get("loss_terms", value)
+            numbers = not isinstance(value, str) and not isinstance(former, str)
+            drawn = self.capture is not None and self.capture.draws > 0
+            if drawn and value != former and not numbers:
+                why = (
+                    f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
+                    "give the optimizer a number as its argument"
+                )
+                raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
             self.sums.loss_scale = _scale_reader(value)
@@ -123,16 +131,6 @@ class Hyperparameters:
         aim = self._aim() if self._is_built and name in _AIMING else None
         if aim is not None:
             aim()
-
-    def _refuse_terms_after_draws(self, value: str | float) -> None:
-        former = self._values.get("loss_terms", value)
-        numbers = not isinstance(value, str) and not isinstance(former, str)
-        if value != former and not numbers and self.capture is not None and self.capture.draws:
-            why = (
-                f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
-                "give the optimizer a number as its argument"
-            )
-            raise invalid_because("loss_terms", why)
 
 
 def _setting(name: str) -> property:
@@ -188,12 +186,6 @@ def refuse_lost_damping(group: dict[str, Any]) -> None:
                 f"with {dtype} arithmetic it must be at least {least:.2g}, or rounding "
                 "errors dominate the steps; use a larger one, such as 1e-3",
             )
-
-
-def clip_lr(group: Group) -> Any:
-    """Return the α of a group's parameters in the KL clip."""
-    alpha = group["kl_clip_lr"]
-    return rate_of(group) if alpha == "current" else alpha
 
 
 def rate_of(group: Group) -> Any:

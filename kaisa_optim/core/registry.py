@@ -15,7 +15,7 @@ from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import Layer
-from ..plan.step_plan import AgreedStep, LayerState, StepPlan
+from ..plan.step_plan import AgreedStep, LayerState
 from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
@@ -123,12 +123,7 @@ class Registry:
         model = unwrapped(self.model)
         named = model.named_parameters()
         self.on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
-        self._homes = coverage.Homes(model, groups, self._group_of.keys())
-
-    def refuse_replaced(self, groups: list[Group]) -> None:
-        """Refuse parameters that are no longer the model's, or that were on the meta device."""
-        coverage.refuse_meta(self.on_meta)
-        self._homes.check(groups)
+        self.homes = coverage.Homes(model, groups, self._group_of.keys())
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
@@ -162,7 +157,9 @@ class Registry:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
-            self.placements.move_shards(layer, self.layers[name])
+            if layer in self.placements.sharded:
+                shards = self.placements.sharded.pop(layer)
+                self.placements.sharded[self.layers[name]] = shards
         for name, layer in before.items():
             if self.layers.get(name) is not layer:
                 del self.states[name], self.placements.of[name]
@@ -201,13 +198,6 @@ class Registry:
             layer.tied = True
         if new:
             self.placements.find_facts(self.layers.values())
-
-    def note(self, plan: StepPlan) -> None:
-        """Note the refreshed layers: they are no longer stale, and some are checked later."""
-        for name in plan.refresh:
-            self.states[name].stale.clear()
-        for name in plan.deferred:
-            self.states[name].deferred = True
 
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:

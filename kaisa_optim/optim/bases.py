@@ -199,13 +199,17 @@ class AdamStep(BaseStep):
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
     ) -> dict[Tensor, Any]:
-        found: dict[Tensor, Any] = {}
-        of_count: dict[int, Any] = {}
-        for p, count in zip(stepped, _counted([optimizer.state[p] for p in stepped]), strict=True):
-            if count not in of_count:
-                of_count[count] = _adam_settings(group, count)
-            found[p] = of_count[count]
-        return found
+        # Each entry has a tensor of its own: a common one would count for idle parameters, too.
+        entries = [optimizer.state[p] for p in stepped]
+        for entry in entries:
+            zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            if entry.setdefault("step", zero).device.type != "cpu":
+                entry["step"] = entry["step"].to("cpu", torch.float32)
+        steps = [entry["step"] for entry in entries]
+        torch._foreach_add_(steps, 1)
+        counts = list(map(int, steps))
+        of_count = {count: _adam_settings(group, count) for count in set(counts)}
+        return {p: of_count[count] for p, count in zip(stepped, counts, strict=True)}
 
     def ahead(
         self, group: Group, entries: list[Entry], gradients: list[Tensor]
@@ -228,19 +232,6 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
     if not group.get("bias_correction", True):
         rest1 = rest2 = 1.0
     return AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
-
-
-def _counted(entries: list[Entry]) -> list[int]:
-    """Count a step in Adam's format; return each entry's count."""
-    # Each entry has a tensor of its own: a tensor in common would also count for parameters that
-    # rest.
-    for entry in entries:
-        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        if entry.setdefault("step", zero).device.type != "cpu":
-            entry["step"] = entry["step"].to("cpu", torch.float32)
-    steps = [entry["step"] for entry in entries]
-    torch._foreach_add_(steps, 1)
-    return list(map(int, steps))
 
 
 class LAMBStep(AdamStep):
@@ -343,7 +334,14 @@ class AnyStep(BaseStep):
         for group in optimizer.param_groups:
             for params in _alike([p for p in group["params"] if p in steps and p in mine]):
                 entries = [optimizer.state[p] for p in params]
-                momenta = self._momenta(params, entries, _gradients(group, params))
+                gradients = _gradients(group, params)
+                if all("exp_avg" in entry for entry in entries):
+                    momenta = parts_here([entry["exp_avg"] for entry in entries])
+                else:  # the base has none: K-FAC keeps them
+                    for p, entry in zip(params, entries, strict=True):
+                        _begin(entry, p)
+                    momenta = parts_here([entry[MOMENTUM] for entry in entries])
+                    torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
                 found.momenta.update(zip(params, momenta, strict=True))
                 falls = torch._foreach_mul(momenta, [steps[p] for p in params])
                 found.measured.update(zip(params, falls, strict=True))
@@ -373,18 +371,6 @@ class AnyStep(BaseStep):
 
     def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
-
-    def _momenta(
-        self, params: list[Tensor], entries: list[Entry], gradients: list[Tensor]
-    ) -> list[Tensor]:
-        """Return the base's momenta of the gradient, or momenta that K-FAC keeps."""
-        if all("exp_avg" in entry for entry in entries):
-            return parts_here([entry["exp_avg"] for entry in entries])
-        for p, entry in zip(params, entries, strict=True):
-            _begin(entry, p)
-        momenta = parts_here([entry[MOMENTUM] for entry in entries])
-        torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
-        return momenta
 
     def open(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
