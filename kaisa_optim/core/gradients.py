@@ -339,7 +339,7 @@ class Updates:
         self._terms |= terms
 
     def clip(
-        self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]
+        self, limit: float, alphas: list[Any], group_of: Mapping[Tensor, int]
     ) -> Tensor | None:
         """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), and return ν; the host does not wait.
 
@@ -355,7 +355,7 @@ class Updates:
         terms = [x[0] if len(x) == 1 else x.sum(0) for x in map(all_terms.__getitem__, layers)]
         rows = torch.stack([row.to(terms[0].device) for row in terms])
         if not _are_same(alphas):  # leave out groups without covered parameters
-            alphas_of = [[alphas[group_of(p)] for p in layer.parameters] for layer in layers]
+            alphas_of = [[alphas[group_of[p]] for p in layer.parameters] for layer in layers]
             alphas = [*itertools.chain(*alphas_of)]
         if _are_same(alphas):
             total: Any = rows.select(1, 0).sum() * _squared(alphas[0])

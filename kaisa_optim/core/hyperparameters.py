@@ -198,22 +198,17 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     """Return a function that reads a loss scale without waiting for the device."""
     if scaler is None:
         return None
-    if callable(scaler):
-        return lambda: _scale(scaler())
     if isinstance(scaler, int | float | Tensor):
         return lambda: scaler
 
     def read() -> Tensor | float:
-        scale = getattr(scaler, "_scale", None)
-        return scale if isinstance(scale, Tensor) else scaler.get_scale()
+        if not callable(scaler):
+            scale: Any = getattr(scaler, "_scale", None)
+            return scale if isinstance(scale, Tensor) else scaler.get_scale()
+        scale = scaler()
+        if not is_real(scale) and not isinstance(scale, Tensor):
+            why = f"{scale!r} from its callable; a scale must be a number or a tensor"
+            raise invalid_because("grad_scaler", why)
+        return scale
 
     return read
-
-
-def _scale(value: Any) -> Tensor | float:
-    if not is_real(value) and not isinstance(value, Tensor):
-        raise invalid_because(
-            "grad_scaler", f"{value!r} from its callable; a scale must be a number or a tensor"
-        )
-    scale: Tensor | float = value
-    return scale

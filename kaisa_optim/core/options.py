@@ -208,20 +208,6 @@ def differs(value: Any, default: Any) -> bool:
     return value is not default and not (plain and value == default)
 
 
-def _early(options: Options) -> tuple[int, ...]:
-    """Return early steps where the first batches' state would else be kept for long."""
-    every = options.inv_update_steps
-    seldom = not callable(every) and every >= _SELDOM
-    early = options.compute_method == "polar" or seldom
-    return EARLY if early and not options.kaisa_scaling else ()
-
-
-def _split(options: Options) -> str | None:
-    if options.compute_method != "inverse":
-        return None  # it has no meaning there
-    return "full" if options.kaisa_scaling else "pi"
-
-
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
@@ -300,7 +286,9 @@ _REFRESHES = (
     Option("damping_split", None, "str | None", _one_of("pi", "full"),
            'The damping of inverses: "pi", divided between A and G, or "full", on both. '
            'None: "pi", or "full" if normalization is "kaisa".',
-           follows=_split, of_papers=True,
+           follows=lambda options: None if options.compute_method != "inverse"
+           else "full" if options.kaisa_scaling else "pi",
+           of_papers=True,
            conflicts=(Conflict("compute_method", ("eigen",),
                                "the eigenbasis applies the exact damping"),)),
     Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
@@ -418,7 +406,9 @@ class Options:
             if option.follows is not None and getattr(self, name) is None:
                 self._settle(name, option.follows(self))
         # Numbers of the steps that gather and refresh everything; a later interval changes none.
-        self._settle("early", _early(self))
+        seldom = not callable(self.inv_update_steps) and self.inv_update_steps >= _SELDOM
+        early = (self.compute_method == "polar" or seldom) and not self.kaisa_scaling
+        self._settle("early", EARLY if early else ())
         # First, since conflicts name options of the papers as remedies.
         for name, value in asked.items():
             self._refuse_without_use(name, value)

@@ -274,7 +274,16 @@ class Preconditioner:
         if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
-        self.registry.note_uses(agreed)
+        # Note the layers that have averages now, and the directions of their weights' uses.
+        registry = self.registry
+        for name in agreed.rows:
+            registry.states[name].has_average = True
+            registry.layers[name].turned = name in agreed.turned
+        new = [x for x in map(registry.layers.__getitem__, agreed.crossed) if not x.tied]
+        for layer in new:
+            layer.tied = True
+        if new:
+            registry.placements.find_facts(registry.layers.values())
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:

@@ -20,7 +20,6 @@ from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
-from .options import Options
 from .placements import task_of
 from .registry import Registry
 
@@ -245,15 +244,6 @@ def misread(kfac: Preconditioner) -> str:
         "build the layer with batch_first=True and give the model examples first, or set "
         "loss_terms to the number of terms that the loss averages"
     )
-
-
-def check_draws(options: Options) -> None:
-    """Refuse drawn labels under options that have no use for them."""
-    if options.kaisa_scaling:
-        raise invalid_because(
-            "normalization",
-            '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
-        )
 
 
 # ---- values that ranks compare ----

@@ -53,9 +53,9 @@ class RunningAverages:
     ) -> None:
         """Take new values of owned factors into their averages."""
         stacks = owned.stacks.values()
-        own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
+        updated = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision(), stage("average"):
-            for factors in grouped(own, operator.attrgetter("place")).values():
+            for factors in grouped(updated, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
                 self._update(factors, values, agreed, decay_of)
 
@@ -95,7 +95,11 @@ class RunningAverages:
         weights = [f.tensors["weight"][f.slots] for f in factors]
         rows = has_rows(layers, agreed, like)
         taken = finite if rows is None else finite & rows
-        decays = keep_and_take(layers, decay_of, like)
+        # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
+        keep = common_or_each(layers, decay_of, like)
+        each_takes = isinstance(keep, Tensor)
+        take = per_block(layers, lambda x: 1 - decay_of(x), like) if each_takes else 1 - keep
+        decays = keep, take
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
         averages, steps = [f.tensors["average"][f.slots] for f in factors], _each(step, values)
@@ -140,20 +144,10 @@ def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Ten
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 
-def keep_and_take(
-    layers: Sequence[Layer], decay_of: DecayOf, like: StackKey
-) -> tuple[Number, Number]:
-    """Return β and 1 - β, each rounded once: an average's bits never depend on its neighbours."""
-    decay = common_or_each(layers, decay_of, like)
-    if not isinstance(decay, Tensor):
-        return decay, 1 - decay
-    return decay, per_block(layers, lambda layer: 1 - decay_of(layer), like)
-
-
 def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple[Tensor, Tensor]:
     """Return the averages' weights after a new value, and the steps that they take towards it.
 
-    ``decays`` come from :func:`keep_and_take`. Averages that are not ``taken`` stay. The first
+    ``decays`` are β and 1 - β. Averages that are not ``taken`` stay. The first
     value is taken as it is, also under a decay of 1, which keeps it from then on.
     """
     decay, rest = decays

@@ -106,7 +106,19 @@ class KFACMixin(Optimizer):
         with precision.without_autocast(self.device.type):
             self._settle_load()
             if self.preconditioner.rule.makes_directions:
-                self._step_along()
+                # Step along K-FAC's directions; the base steps the parameters without one.
+                base = self.base_part
+                with gradients_of(base.limited(self)):
+                    bound = bases.Bound(base, self)
+                    directions = self.preconditioner.step(self.param_groups, bound)
+                    for p in self._stepped - directions.keys():
+                        if p.grad is not None:
+                            base.release(self.state[p])
+                            self._stepped.discard(p)
+                    self._stepped.update(directions)
+                    base.rest(self, directions)
+                with stage("base step"):
+                    base.move(self, directions)
             else:
                 with gradients_of(self.preconditioner.step(self.param_groups)):
                     self.base_step()
@@ -114,20 +126,6 @@ class KFACMixin(Optimizer):
         self._consolidated = None
         self._notices.look(self.preconditioner)
         return loss
-
-    def _step_along(self) -> None:
-        """Step along K-FAC's directions, and let the base step the parameters without one."""
-        base = self.base_part
-        with gradients_of(base.limited(self)):
-            directions = self.preconditioner.step(self.param_groups, bases.Bound(base, self))
-            for p in self._stepped - directions.keys():
-                if p.grad is not None:
-                    base.release(self.state[p])
-                    self._stepped.discard(p)
-            self._stepped.update(directions)
-            base.rest(self, directions)
-        with stage("base step"):
-            base.move(self, directions)
 
     def base_step(self) -> None:
         """Take the base's own step; on several ranks, an error waits for the next exchange."""
