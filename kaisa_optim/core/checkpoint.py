@@ -77,21 +77,33 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     """
     if only is None and kfac.published_by == _facts(kfac, state):
         return  # the case of most steps: entries hold views, which follow the tensors
-    known = _take_back(kfac, state)
+    # The tensors of an earlier layout, which has a step count of its own, go: layers may be gone.
+    known = set()
+    for p, entry in list(state.items()):
+        count = entry.get(STEP) if isinstance(entry, dict) else None
+        if count is not None and count is not kfac.step_count:
+            known.add(p)
+            for key in [k for k in entry if str(k).startswith(PREFIX)]:
+                del entry[key]
+            if not entry:
+                del state[p]
 
-    def has_entry(p: Tensor) -> bool:
-        if only is not None:
-            return p in only
-        return p.grad is not None or bool(state.get(p)) or p in known
-
+    parameters = kfac.registry.parameters
+    if only is None:
+        begun = [p for p in parameters if p.grad is not None or state.get(p) or p in known]
+    else:
+        begun = [p for p in parameters if p in only]
     # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
-    for p in kfac.registry.parameters:
-        if has_entry(p):
-            state[p][STEP] = kfac.step_count
+    for p in begun:
+        state[p][STEP] = kfac.step_count
+    homes = set(begun)
     for layer in kfac.registry.active:
         home = _home(layer)
-        if has_entry(home):
-            entry, values = state[home], _status(kfac, layer)
+        if home in homes:
+            entry, flags = state[home], kfac.registry.states[layer.name]
+            averages = flags.has_average + 2 * flags.missed
+            values = [averages, int(flags.has_state), *map(int, layer.covers)]
+            values += [flags.failures, _convention(kfac)]
             status = f"{PREFIX}{layer.tag}status"
             if status not in entry:
                 entry.update(_named(kfac, layer))
@@ -117,39 +129,6 @@ def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
     )
 
 
-def _take_back(kfac: Preconditioner, state: State) -> set[Tensor]:
-    """Remove the tensors of an earlier layout, whose layers may be gone; return their homes.
-
-    Each layout has a step count of its own.
-    """
-    stale = set()
-    for p, entry in list(state.items()):
-        count = entry.get(STEP) if isinstance(entry, dict) else None
-        if count is not None and count is not kfac.step_count:
-            stale.add(p)
-            for key in [k for k in entry if str(k).startswith(PREFIX)]:
-                del entry[key]
-            if not entry:
-                del state[p]
-    return stale
-
-
-def _status(kfac: Preconditioner, layer: Layer) -> list[int]:
-    """Return a layer's state as six numbers.
-
-    The first one holds has_average + 2 · missed, the last one the convention.
-    """
-    state = kfac.registry.states[layer.name]
-    averages = state.has_average + 2 * state.missed
-    return [
-        averages,
-        int(state.has_state),
-        *map(int, layer.covers),
-        state.failures,
-        _convention(kfac),
-    ]
-
-
 def _convention(kfac: Preconditioner) -> int:
     """Return a code of the factors' meaning; factors of another convention do not fit here."""
     o = kfac.options
@@ -158,18 +137,6 @@ def _convention(kfac: Preconditioner) -> int:
 
 
 # ---- on several ranks ----
-
-
-def absent(kfac: Preconditioner) -> list[str]:
-    """Return the names of running averages that other ranks own and this one does not."""
-    owned = kfac.store.owned
-    return [
-        f"{side.upper()} of {layer.name!r}"
-        for layer in kfac.registry.active
-        if kfac.registry.states[layer.name].has_average
-        for side in "ag"
-        if (layer, side) not in owned.by_key
-    ]
 
 
 def consolidate(
@@ -198,14 +165,6 @@ def consolidate(
     for (home, name), tensor in kfac.ranks.gather_to(items, to, "checkpoint").items():
         entries.setdefault(home, {})[name] = tensor
     return entries
-
-
-def complete(state_dict: dict[str, Any], parameters: list[Tensor], gathered: Entries) -> None:
-    """Add tensors that came from other ranks; the other entries stay as they are."""
-    for index, p in enumerate(parameters):
-        theirs = gathered.get(p)
-        if theirs:
-            state_dict["state"][index] = {**state_dict["state"].get(index, {}), **theirs}
 
 
 def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
@@ -280,12 +239,19 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
     named = unwrapped(kfac.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
     problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
-    problems += [*_malformed(entries, names), *_unknown(kfac, entries, names)]
+    problems += _malformed(entries, names)
+    tags: dict[Tensor | None, list[str]] = {}
+    for layer in kfac.registry.layers.values():
+        for part in (layer.weight, layer.bias):
+            tags.setdefault(part, []).append(layer.tag)
+    for p in [p for p in entries if p in tags]:
+        known = {STEP, *(f"{PREFIX}{tag}{name}" for tag in tags[p] for name in _NAMES)}
+        title = names.get(p, "a parameter")
+        problems += [f"{title}: {key} is unknown" for key in sorted(entries[p].keys() - known)]
     for layer in () if problems else kfac.registry.layers.values():
         problems += _misfits(kfac, layer, entries)
-    homes = {p for layer in kfac.registry.layers.values() for p in (layer.weight, layer.bias)}
     for p, entry in entries.items():
-        if entry.keys() - {STEP} and p not in homes:
+        if entry.keys() - {STEP} and p not in tags:
             name = names.get(p, "a parameter")
             problems.append(f"{name} of shape {tuple(p.shape)} has factors, but no layer")
     if problems:
@@ -310,18 +276,6 @@ def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
             yield f"{name}: {STEP} is {tuple(count.shape)}, it must be a number"
         elif (isinstance(count, Tensor) or is_real(count)) and int(count) < 0:
             yield f"{name}: {STEP} is {int(count)}, it must be 0 or more"
-
-
-def _unknown(kfac: Preconditioner, entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Yield K-FAC's keys that no layer of these parameters has."""
-    tags: dict[Tensor | None, list[str]] = {}
-    for layer in kfac.registry.layers.values():
-        for own in (layer.weight, layer.bias):
-            tags.setdefault(own, []).append(layer.tag)
-    for p, entry in entries.items():
-        known = {STEP, *(f"{PREFIX}{tag}{name}" for tag in tags.get(p, ()) for name in _NAMES)}
-        for key in sorted(entry.keys() - known) if p in tags else ():
-            yield f"{names.get(p, 'a parameter')}: {key} is unknown"
 
 
 def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:

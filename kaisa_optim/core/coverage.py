@@ -56,7 +56,10 @@ class CoverageReport:
     def amount(self) -> str:
         # Never say 100 % while a parameter is left.
         percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
-        return f"K-FAC covers {percent:.3g} % of {_count(self.total)} parameters"
+        units = (" G", 10**9), (" M", 10**6), (" k", 10**3)
+        rounded = [f"{self.total / n:.3g}{unit}" for unit, n in units if self.total >= n]
+        count = rounded[0] if rounded else str(self.total)
+        return f"K-FAC covers {percent:.3g} % of {count} parameters"
 
     def __str__(self) -> str:
         names = [*self.left, *self.skipped]
@@ -71,14 +74,6 @@ class CoverageReport:
         lines = [f"  {name}: {size}, {why}" for name, (size, why) in self.left.items()]
         rest = len(lines) - limit
         return "\n".join(lines[:limit] + ([f"  and {rest} more"] if rest > 0 else []))
-
-
-def _count(number: int) -> str:
-    """Return a number as people write it: 27.8 M."""
-    for unit, size in ((" G", 10**9), (" M", 10**6), (" k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -133,26 +128,21 @@ def cover(
     tied = set() if papers_only else tie(candidates, names, reasons)
     for layer, own in candidates:
         if papers_only and (layer.by_use or not layer.in_papers):
-            for p in own:
-                reasons.setdefault(p, _PAPERS_ONLY)
+            reasons |= {p: _PAPERS_ONLY for p in own if p not in reasons}
         elif layer.weight in tied or _claims(layer, own, names, reasons):
-            _train(layer, trained, found, max_factor_size)
+            has_bias = layer.bias is not None and layer.bias in trained
+            layer.trained = (layer.weight in trained, has_bias)
+            if any(layer.trained):
+                check_sizes(layer)
+                layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
+                layer.cover(layer.covers_now())
+                found.layers[layer.name] = layer
     _leave_out_biases_in_part(found, reasons)
-    _note_uncovered(found, trained, names, reasons)
-    return found
-
-
-def _note_uncovered(
-    found: Coverage,
-    trained: Iterable[Tensor],
-    names: dict[Tensor, list[str]],
-    reasons: dict[Tensor | None, str],
-) -> None:
     covered = {p for x in found.layers.values() for p in (x.weight, x.bias)}
-    for parameter in trained:
-        if parameter not in covered and reasons.get(parameter) != "":
-            reason = reasons.get(parameter, "a parameter that its layer kind does not use")
-            found.uncovered[names[parameter][0]] = reason
+    left = [p for p in trained if p not in covered and reasons.get(p) != ""]
+    unused = "a parameter that its layer kind does not use"
+    found.uncovered = {names[p][0]: reasons.get(p, unused) for p in left}
+    return found
 
 
 def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
@@ -193,19 +183,6 @@ def _claims(
     if layer.bias in reasons:
         layer.bias = None
     return True
-
-
-def _train(
-    layer: Layer, trained: Collection[Tensor], found: Coverage, max_factor_size: float | None
-) -> None:
-    """Cover the layer's trained parameters, if it has any."""
-    has_bias = layer.bias is not None and layer.bias in trained
-    layer.trained = (layer.weight in trained, has_bias)
-    if any(layer.trained):
-        check_sizes(layer)
-        layer.wide = max_factor_size or widest(layer.inputs, layer.outputs)
-        layer.cover(layer.covers_now())
-        found.layers[layer.name] = layer
 
 
 def refuse_wrappers(model: nn.Module) -> None:
@@ -286,8 +263,17 @@ class Homes:
             if p is not None and p in parameters and not is_sharded(p)
         ]
 
-    def check(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""
+    def check(self, groups: list[dict[str, Any]], on_meta: dict[str, Tensor]) -> None:
+        """Refuse parameters that are no longer the model's: K-FAC would be off without a word.
+
+        ``on_meta`` are those that were on the meta device at construction.
+        """
+        for title in [name for name, p in on_meta.items() if p.is_meta]:
+            raise RuntimeError(
+                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
+                "no step would change the weight that replaces it; call to_empty, load or "
+                "initialize the weights, then build the optimizer"
+            )
         listed = [p for group in groups for p in group["params"]]
         same = len(listed) == len(self._listed) and all(map(operator.is_, listed, self._listed))
         for p in () if same else set(listed).difference(self._listed):
@@ -343,14 +329,3 @@ def _skipped_modules(
         for module in matches:
             skipped.update((child, pattern) for child in module.modules())
     return skipped
-
-
-def refuse_meta(on_meta: dict[str, Tensor]) -> None:
-    """Refuse a step of parameters that were on the meta device at construction."""
-    for name, p in on_meta.items():
-        if p.is_meta:
-            raise RuntimeError(
-                f"Invalid params: {name} was on the meta device when the optimizer was built, so "
-                "no step would change the weight that replaces it; call to_empty, load or "
-                "initialize the weights, then build the optimizer"
-            )

@@ -37,10 +37,6 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    @classmethod
-    def like(cls, view: Tensor) -> _View:
-        return cls(view.shape, view.stride(), int(view.storage_offset()))
-
     def of(self, tensor: Tensor) -> Tensor:
         if tensor.shape == self.size and self.offset == 0 and tensor.stride() == self.stride:
             return tensor
@@ -49,9 +45,6 @@ class _View(NamedTuple):
     def of_one(self) -> _View:
         """Return the view of a single block, without that dimension."""
         return _View(self.size[1:], self.stride[1:], self.offset)
-
-    def moved(self, by: int) -> _View:
-        return self._replace(offset=self.offset + by)
 
     def of_each(self, count: int, apart: int) -> _View:
         """Return the views of ``count`` tensors that lie ``apart``, with a dimension for them."""
@@ -82,7 +75,7 @@ class Places(NamedTuple):
         matrix = torch.empty(layer.blocks, layer.g_dim, layer.a_dim, device="meta")
         like = [torch.empty_strided(p.shape, strides(p), device="meta") for p in layer.parameters]
         both = [
-            [_View.like(part) for part in parts]
+            [_View(x.shape, x.stride(), int(x.storage_offset())) for x in parts]
             for parts in (layer.matrix_parts(matrix), layer.parameter_parts(like))
         ]
         if all(view.size[:1] == (1,) for view in both[0]):
@@ -123,7 +116,7 @@ class GradientStack:
         ]
         starts = itertools.accumulate(self.blocks, initial=0)
         self._matrix = [
-            view.moved(start * g.size * a.size)
+            view._replace(offset=view.offset + start * g.size * a.size)
             for layer, start in zip(layers, starts, strict=False)
             for view in places[layer].matrix
         ]
@@ -345,28 +338,33 @@ class Updates:
         self.shards |= shards
         self._terms |= terms
 
-    @property
-    def layers(self) -> set[Layer]:
-        """The layers whose gradients are in stacks."""
-        return {layer for one in self.stacks for layer in one.stack.layers}
-
-    @property
-    def terms(self) -> dict[Layer, Tensor]:
-        """The terms of all layers, ``[blocks, count]`` each."""
-        return self._terms | {x: row for one in self.stacks for x, row in one.terms_of().items()}
-
     def clip(
-        self, limit: float, alphas: list[Any], group_of: Callable[[Tensor], int]
+        self, limit: float, alphas: list[Any], group_of: Mapping[Tensor, int]
     ) -> Tensor | None:
         """Scale all by ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)), and return ν; the host does not wait.
 
-        ``alphas`` has the α of each parameter group.
+        ``alphas`` has the α of each parameter group. Terms, rows of :func:`products`, are added up
+        in the layers' order, so that ν has the same bits on all ranks.
         """
-        found = self.terms.items()
-        terms = {layer: rows[0] if len(rows) == 1 else rows.sum(0) for layer, rows in found}
-        if not terms:
+        all_terms = dict(self._terms)
+        for x in self.stacks:
+            all_terms |= x.terms_of()
+        if not all_terms:
             return None
-        scale = clip_scale(terms, limit, alphas, group_of)
+        layers = sorted(all_terms, key=lambda layer: layer.number)
+        terms = [x[0] if len(x) == 1 else x.sum(0) for x in map(all_terms.__getitem__, layers)]
+        rows = torch.stack([row.to(terms[0].device) for row in terms])
+        if not _are_same(alphas):  # leave out groups without covered parameters
+            alphas_of = [[alphas[group_of[p]] for p in layer.parameters] for layer in layers]
+            alphas = [*itertools.chain(*alphas_of)]
+        if _are_same(alphas):
+            total: Any = rows.select(1, 0).sum() * _squared(alphas[0])
+        else:  # a layer's weight, and its bias, the last column, may have an α each
+            total = sum(
+                (row[0] - row[1]) * _squared(of_layer[0]) + row[1] * _squared(of_layer[-1])
+                for of_layer, row in zip(alphas_of, rows, strict=True)
+            )
+        scale: Tensor = (limit * _SHARE / total.abs()).sqrt_().clamp_(max=1)
         for one in self.stacks:
             one.new.mul_(scale.to(one.new.device, one.new.dtype))
         for shard in map(local, self.shards.values()):
@@ -448,51 +446,12 @@ def unstack(
     return new
 
 
-# ---- the clip ----
-
-
-def clip_scale(
-    terms: dict[Layer, Tensor],
-    kl_clip: float,
-    alphas: list[Any],
-    group_of: Callable[[Tensor], int],
-) -> Tensor:
-    """Return ν; ``terms`` are rows of :func:`products`.
-
-    The rows are added up in the layers' order, so that ν has the same bits on all ranks.
-    """
-    layers = sorted(terms, key=lambda layer: layer.number)
-    device = terms[layers[0]].device
-    rows = torch.stack([terms[layer].to(device) for layer in layers])
-    used = alphas
-    if not _are_same(alphas):  # leave out groups without covered parameters
-        used = [alphas[group_of(p)] for layer in layers for p in layer.parameters]
-    if _are_same(used):
-        total: Any = rows.select(1, 0).sum() * _squared(used[0])
-    else:
-        total = sum(
-            _weighed(x, row, lambda p: alphas[group_of(p)])
-            for x, row in zip(layers, rows, strict=True)
-        )
-    scale: Tensor = (kl_clip * _SHARE / total.abs()).sqrt_().clamp_(max=1)
-    return scale
-
-
-def _weighed(layer: Layer, row: Tensor, alpha_of: Callable[[Tensor], Any]) -> Tensor:
-    """Return α²⟨v, ∇⟩ of a layer; its weight and its bias, the last column, may have an α each."""
-    first, last = (alpha_of(p) for p in (layer.parameters[0], layer.parameters[-1]))
-    return (row[0] - row[1]) * _squared(first) + row[1] * _squared(last)
-
-
 def _squared(alpha: Any) -> Any:
     """Return α² as a scalar: only a scalar CPU tensor goes with tensors of other devices."""
     return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 
 def _are_same(values: list[Any]) -> bool:
-    return all(_same(value, values[0]) for value in values)
-
-
-def _same(a: Any, b: Any) -> bool:
     """Compare without a comparison of tensors, which would wait for the device."""
-    return a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and bool(a == b))
+    first, plain = values[0], not any(isinstance(value, Tensor) for value in values)
+    return all(value is first or (plain and bool(value == first)) for value in values)

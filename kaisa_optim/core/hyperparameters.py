@@ -115,7 +115,15 @@ class Hyperparameters:
     def _set(self, name: str, value: Any) -> None:
         value = self.options.checked(name, value)
         if name == "loss_terms":
-            self._refuse_terms_after_draws(value)
+            former = self._values.get("loss_terms", value)
+            numbers = not isinstance(value, str) and not isinstance(former, str)
+            drawn = self.capture is not None and self.capture.draws > 0
+            if drawn and value != former and not numbers:
+                why = (
+                    f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
+                    "give the optimizer a number as its argument"
+                )
+                raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
             self.sums.loss_scale = _scale_reader(value)
@@ -123,16 +131,6 @@ class Hyperparameters:
         aim = self._aim() if self._is_built and name in _AIMING else None
         if aim is not None:
             aim()
-
-    def _refuse_terms_after_draws(self, value: str | float) -> None:
-        former = self._values.get("loss_terms", value)
-        numbers = not isinstance(value, str) and not isinstance(former, str)
-        if value != former and not numbers and self.capture is not None and self.capture.draws:
-            why = (
-                f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
-                "give the optimizer a number as its argument"
-            )
-            raise invalid_because("loss_terms", why)
 
 
 def _setting(name: str) -> property:
@@ -190,12 +188,6 @@ def refuse_lost_damping(group: dict[str, Any]) -> None:
             )
 
 
-def clip_lr(group: Group) -> Any:
-    """Return the α of a group's parameters in the KL clip."""
-    alpha = group["kl_clip_lr"]
-    return rate_of(group) if alpha == "current" else alpha
-
-
 def rate_of(group: Group) -> Any:
     """Return a group's learning rate; 1 if its optimizer has none, or finds it in each step."""
     rate = group.get("lr")
@@ -206,22 +198,17 @@ def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
     """Return a function that reads a loss scale without waiting for the device."""
     if scaler is None:
         return None
-    if callable(scaler):
-        return lambda: _scale(scaler())
     if isinstance(scaler, int | float | Tensor):
         return lambda: scaler
 
     def read() -> Tensor | float:
-        scale = getattr(scaler, "_scale", None)
-        return scale if isinstance(scale, Tensor) else scaler.get_scale()
+        if not callable(scaler):
+            scale: Any = getattr(scaler, "_scale", None)
+            return scale if isinstance(scale, Tensor) else scaler.get_scale()
+        scale = scaler()
+        if not is_real(scale) and not isinstance(scale, Tensor):
+            why = f"{scale!r} from its callable; a scale must be a number or a tensor"
+            raise invalid_because("grad_scaler", why)
+        return scale
 
     return read
-
-
-def _scale(value: Any) -> Tensor | float:
-    if not is_real(value) and not isinstance(value, Tensor):
-        raise invalid_because(
-            "grad_scaler", f"{value!r} from its callable; a scale must be a number or a tensor"
-        )
-    scale: Tensor | float = value
-    return scale

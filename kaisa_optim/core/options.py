@@ -70,18 +70,21 @@ def _one_of(*choices: Any) -> Check:
     return check
 
 
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _among(values: tuple[Any, ...], must: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value not in values:
+            raise invalid(name, value, must)
+        return value
+
+    return check
+
+
 def _above_zero(value: float) -> bool:
     return 0 < value < math.inf
-
-
-def _kl_clip(name: str, value: Any) -> float | None:
-    must = "a number above 0, or None for no clip"
-    return None if value is None else _real(_above_zero, must)(name, value)
-
-
-def _fraction(name: str, value: Any) -> float | str | None:
-    automatic = isinstance(value, str) and value == AUTO
-    return value if value is None or automatic else check_fraction(value)
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -107,14 +110,6 @@ def check_budget(name: str, value: Any) -> int | float | None:
 
 
 _interval = _whole(1, "a whole number of steps, at least 1")
-
-
-def _failures(name: str, value: Any) -> int | None:
-    return None if value is None else _whole(0, "a count, 0 or more, or None")(name, value)
-
-
-def _every(name: str, value: Any) -> int | None:
-    return None if value is None else _whole(1, "a whole number of steps, or None")(name, value)
 
 
 def _grad_scaler(name: str, value: Any) -> Any:
@@ -171,23 +166,6 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     return value
 
 
-def _factor_dtype(name: str, value: Any) -> torch.dtype | None:
-    if value not in (None, torch.float32, torch.float64):
-        must = (
-            "it must be torch.float32, torch.float64, or None for the arithmetic's: averages in "
-            "fewer digits are indefinite; inv_dtype takes torch.bfloat16"
-        )
-        raise invalid(name, value, must)
-    return value
-
-
-def _comm_dtype(name: str, value: Any) -> torch.dtype | None:
-    if value not in (None, torch.bfloat16):
-        must = "it must be torch.bfloat16, or None for the data's own dtype"
-        raise invalid(name, value, must)
-    return value
-
-
 def _unchecked(name: str, value: Any) -> Any:
     return value
 
@@ -223,11 +201,6 @@ class Option:
     own_of_rank: bool = False  # ranks may set different values
     guide: str = ""  # page and anchor in docs/guides
 
-    def in_use(self, value: Any) -> bool:
-        """Return whether a value asks for something that may contradict another option."""
-        off = self.default if self.off is DEFAULT else self.off
-        return value is not None and differs(value, off)
-
 
 def differs(value: Any, default: Any) -> bool:
     """Return whether an option was asked for. An unchecked tensor is not compared by ``==``."""
@@ -235,30 +208,7 @@ def differs(value: Any, default: Any) -> bool:
     return value is not default and not (plain and value == default)
 
 
-def _refresh_interval(options: Options) -> int:
-    return _OFTEN if options.compute_method == "polar" else _SELDOM
-
-
-def _is_polar(options: Options) -> bool:
-    return options.compute_method == "polar" and not options.kaisa_scaling
-
-
-def _early(options: Options) -> tuple[int, ...]:
-    """Return early steps where the first batches' state would else be kept for long."""
-    every = options.inv_update_steps
-    seldom = not callable(every) and every >= _SELDOM
-    early = options.compute_method == "polar" or seldom
-    return EARLY if early and not options.kaisa_scaling else ()
-
-
-def _split(options: Options) -> str | None:
-    if options.compute_method != "inverse":
-        return None  # it has no meaning there
-    return "full" if options.kaisa_scaling else "pi"
-
-
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
-# Pages of docs/guides, with the heading's anchor.
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
 
@@ -309,7 +259,8 @@ _CURVATURE = (
            "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 513 for a side "
            "at least 64 times as wide as the other, such as an adapter's, with "
            '"polar".',
-           follows=lambda options: None if _is_polar(options) else WIDEST),
+           follows=lambda options: None
+           if options.compute_method == "polar" and not options.kaisa_scaling else WIDEST),
 )
 _REFRESHES = (
     Option("factor_update_steps", 10, _STEPS, _interval,
@@ -319,7 +270,8 @@ _REFRESHES = (
            'The interval, in steps, at which a layer is refreshed. None: 20 for "polar", else 50. '
            'Steps 5, 10, 25 and 50 refresh everything, too, with "polar" and with intervals from '
            '50 on, unless normalization is "kaisa".',
-           "optimizer", schedulable=True, follows=_refresh_interval,
+           "optimizer", schedulable=True,
+           follows=lambda options: _OFTEN if options.compute_method == "polar" else _SELDOM,
            guide="tuning.md#where-to-start"),
     Option("staggered", None, "bool | int | None", _staggered,
            "True spreads the layers over both intervals, layers of one shape together, and "
@@ -334,26 +286,33 @@ _REFRESHES = (
     Option("damping_split", None, "str | None", _one_of("pi", "full"),
            'The damping of inverses: "pi", divided between A and G, or "full", on both. '
            'None: "pi", or "full" if normalization is "kaisa".',
-           follows=_split, of_papers=True,
+           follows=lambda options: None if options.compute_method != "inverse"
+           else "full" if options.kaisa_scaling else "pi",
+           of_papers=True,
            conflicts=(Conflict("compute_method", ("eigen",),
                                "the eigenbasis applies the exact damping"),)),
     Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            of_papers=True),
-    Option("factor_dtype", None, "torch.dtype | None", _factor_dtype,
+    Option("factor_dtype", None, "torch.dtype | None",
+           _among((None, torch.float32, torch.float64),
+                  "it must be torch.float32, torch.float64, or None for the arithmetic's: averages "
+                  "in fewer digits are indefinite; inv_dtype takes torch.bfloat16"),
            "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
            "or float64 for float64 parameters."),
     Option("inv_dtype", None, "torch.dtype | None", _dtype,
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
-    Option("max_failures", None, "int | None", _failures,
+    Option("max_failures", None, "int | None",
+           _or_none(_whole(0, "a count, 0 or more, or None")),
            "Decompositions of one layer that may fail in a row. None: any number.",
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (
-    Option("kl_clip", KL_CLIP, f"{_FLOAT} | None", _kl_clip,
+    Option("kl_clip", KL_CLIP, f"{_FLOAT} | None",
+           _or_none(_real(_above_zero, "a number above 0, or None for no clip")),
            "κ of the KL clip, which limits the length of a step. None: no limit.",
            "optimizer", schedulable=True, off=None, of_papers=True),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
@@ -363,7 +322,9 @@ _STEP = (
            of_papers=True),
 )
 _RANKS = (
-    Option("grad_worker_fraction", None, "float | str | None", _fraction,
+    Option("grad_worker_fraction", None, "float | str | None",
+           _or_none(lambda _, value: value if isinstance(value, str) and value == AUTO
+                    else check_fraction(value)),
            "The share of the ranks that work for a layer: the smaller, the less memory, and the "
            "more communication. With 1/R on several hosts of R ranks, directions stay on their "
            'host, which may be faster. "auto": the fastest that memory_budget allows. None: as '
@@ -383,13 +344,16 @@ _RANKS = (
     Option("bucket_cap_mb", 25.0, "float", _real(_above_zero, "a number of MiB above 0"),
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
-    Option("comm_dtype", None, "torch.dtype | None", _comm_dtype,
+    Option("comm_dtype", None, "torch.dtype | None",
+           _among((None, torch.bfloat16),
+                  "it must be torch.bfloat16, or None for the data's own dtype"),
            "The dtype in which statistics and directions (or gradients) travel. torch.bfloat16 "
            'rounds the directions of all ranks, but not with "opt", where none travel. None: as '
            "they are."),
     Option("process_group", None, "Any", _unchecked,
            "The ranks that train this model. None: the default group."),
-    Option("verify_every", None, "int | None", _every,
+    Option("verify_every", None, "int | None",
+           _or_none(_whole(1, "a whole number of steps, or None")),
            "The interval, in steps, after which ranks compare the weights of covered layers in the "
            "next exchange that they hold anyway; 100 costs next to nothing. None: only in the "
            "first step."),
@@ -442,7 +406,9 @@ class Options:
             if option.follows is not None and getattr(self, name) is None:
                 self._settle(name, option.follows(self))
         # Numbers of the steps that gather and refresh everything; a later interval changes none.
-        self._settle("early", _early(self))
+        seldom = not callable(self.inv_update_steps) and self.inv_update_steps >= _SELDOM
+        early = (self.compute_method == "polar" or seldom) and not self.kaisa_scaling
+        self._settle("early", EARLY if early else ())
         # First, since conflicts name options of the papers as remedies.
         for name, value in asked.items():
             self._refuse_without_use(name, value)
@@ -479,7 +445,8 @@ class Options:
 
     def _refuse_conflicts(self, name: str, value: Any) -> None:
         option = OPTIONS[name]
-        for conflict in option.conflicts if option.in_use(value) else ():
+        off = option.default if option.off is DEFAULT else option.off
+        for conflict in option.conflicts if value is not None and differs(value, off) else ():
             found = getattr(self, conflict.other)
             if found in conflict.values:
                 why = (
@@ -561,19 +528,13 @@ FORMER = {
 }
 
 
-def meant(name: str, ours: Iterable[str], theirs: Iterable[str]) -> str | None:
-    """Return the name in ``ours`` or in ``theirs`` that is nearest to a misspelt one, if any."""
+def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
+    """Return the error for an argument that neither ``owner``'s options nor its base have."""
     ours = list(ours)
     # SGD's dampening is as near to some spellings as damping is.
     near = difflib.get_close_matches(name, ours, 1, 0.9)
     near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
-    return near[0] if near else None
-
-
-def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
-    """Return the error for an argument that neither ``owner``'s options nor its base have."""
-    near = meant(name, ours, theirs)
-    remedy = f"did you mean {near}?" if near else f"help({owner}) lists what there is"
+    remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
     remedy = FORMER.get(name, remedy)
     if name == "momentum" and "betas" in theirs:
         remedy = "here it is the first of betas"

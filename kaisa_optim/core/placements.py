@@ -21,7 +21,16 @@ class Placements:
     def __init__(self, options: Options, ranks: Ranks, *, sharded: bool) -> None:
         self._options = options
         self._ranks = ranks
-        self.strategy = _for_shards(options, ranks.world) if sharded else options.strategy
+        self.strategy: assignment.WorkAssignment = options.strategy
+        if sharded:  # one rank works for each layer
+            chosen = options.assignment, options.grad_worker_fraction
+            if chosen != (None, None) and self.strategy.gradient_workers(ranks.world) > 1:
+                why = (
+                    f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
+                    'rank preconditions each gradient; use assignment="layer-wise" or leave it out'
+                )
+                raise invalid_because("assignment", why)
+            self.strategy = assignment.LayerWise()
         self.of: dict[str, Placement] = {}
         self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
         self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
@@ -50,11 +59,6 @@ class Placements:
             if any(shards):
                 self.sharded[layer] = tuple(shards)
 
-    def move_shards(self, old: Layer, new: Layer) -> None:
-        """Note the shards of one layer as those of another that stands for the same parameters."""
-        if old in self.sharded:
-            self.sharded[new] = self.sharded.pop(old)
-
     def place(self, layers: Mapping[str, Layer]) -> None:
         """Give new layers to ranks; layers with a place stay where their factors are."""
         options, ranks = self._options, self._ranks
@@ -69,32 +73,22 @@ class Placements:
 
     def find_facts(self, layers: Iterable[Layer]) -> None:
         """Find the plain facts of all layers anew."""
-        self.facts = {layer: self._facts_of(layer) for layer in layers}
-
-    def _facts_of(self, layer: Layer) -> LayerFacts:
-        placement = self.of[layer.name]
-        if not any(layer.covers):
-            return LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
-        a, g = stack_key(layer, "a"), stack_key(layer, "g")
-        task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
-        sizes = [p.dtype.itemsize for p in layer.parameters]
-        shards: tuple[tuple[sharding.Shards, int], ...] = ()
-        if layer in self.sharded:
-            shards = tuple(zip(self.shards(layer), sizes, strict=True))
-        facts = task, placement, g.dtype.itemsize, g.device, layer.sections, False, shards
-        return LayerFacts(*facts, layer.tied)
-
-
-def _for_shards(options: Options, world: int) -> assignment.WorkAssignment:
-    """Return the strategy for sharded gradients: one rank works for each layer."""
-    chosen = options.assignment, options.grad_worker_fraction
-    if chosen != (None, None) and options.strategy.gradient_workers(world) > 1:
-        why = (
-            f"{options.strategy!r} for parameters sharded by fully_shard, where exactly one rank "
-            'preconditions each gradient; use assignment="layer-wise" or leave it out'
-        )
-        raise invalid_because("assignment", why)
-    return assignment.LayerWise()
+        self.facts = {}
+        for layer in layers:
+            placement, sections = self.of[layer.name], layer.sections
+            if not any(layer.covers):
+                facts = LayerFacts(task_of(layer), placement, sections=sections, frozen=True)
+                self.facts[layer] = facts
+                continue
+            a, g = stack_key(layer, "a"), stack_key(layer, "g")
+            task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
+            sizes = [p.dtype.itemsize for p in layer.parameters]
+            shards: tuple[tuple[sharding.Shards, int], ...] = ()
+            if layer in self.sharded:
+                shards = tuple(zip(self.shards(layer), sizes, strict=True))
+            self.facts[layer] = LayerFacts(
+                task, placement, g.dtype.itemsize, g.device, sections, False, shards, layer.tied
+            )
 
 
 def task_of(layer: Layer) -> Task:

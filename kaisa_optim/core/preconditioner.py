@@ -27,14 +27,13 @@ from ..stages import staged
 from . import coverage, exchange, gradients, reports
 from .coverage import CoverageReport
 from .exchange import BaseSide
-from .hyperparameters import Hyperparameters, clip_lr, rate_of, refuse_name
+from .hyperparameters import Hyperparameters, rate_of, refuse_name
 from .options import SHARED, Group, Options
 from .registry import Registry
-from .status import Status, step_report, zeros_like_gradients
+from .status import Status
 from .store import FactorStore
 from .view import Forward, View
 
-_NOTHING = AgreedStep()  # the agreement of a step without an exchange
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
@@ -96,7 +95,29 @@ class Preconditioner:
             device=next((p.device for p in model.parameters()), None),
         )
         self.steps = 0
-        self._make_parts(options, group_schedules, known, length)
+        several, scaling = self.ranks.world > 1, options.kaisa_scaling
+        self.rule = rule = make_rule(options, length)
+        rule.half_products = False if several else None  # False: until ranks agree
+        self.options = options
+        self.sums = FactorSums(
+            kaisa_scaling=scaling,
+            loss_reduction=options.loss_reduction,
+            packed=several,
+            units=rule.scale_free,
+        )
+        self.hyperparameters = Hyperparameters(
+            options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
+        )
+        self.registry = Registry(model, options, self.ranks, rule, known)
+        self.status = Status(self.ranks, self.registry, options.verify_every)
+        averages = RunningAverages(
+            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
+        )
+        refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
+        self.store = FactorStore(averages, rule, refresher, sizes)
+        self.gradients = exchange.GradientExchange(
+            self.ranks, self.registry, rule, sizes=sizes, comm_dtype=options.comm_dtype
+        )
         self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # the facts that the state's entries were made from
@@ -110,48 +131,34 @@ class Preconditioner:
             raise reports.nothing_covered(self.registry)
         reports.warn_at_construction(self.registry, self.ranks, self.rule)
 
-    def _make_parts(
-        self,
-        options: Options,
-        group_schedules: list[dict[str, Callable[[int], Any]]],
-        known: Iterable[Tensor],
-        length: Length,
-    ) -> None:
-        several, scaling = self.ranks.world > 1, options.kaisa_scaling
-        self.rule = rule = make_rule(options, length)
-        sums = FactorSums(
-            kaisa_scaling=scaling,
-            loss_reduction=options.loss_reduction,
-            packed=several,
-            units=rule.scale_free,
-        )
-        self.options, self.sums = options, sums
-        self.hyperparameters = Hyperparameters(
-            options, sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
-        )
-        rule.half_products = False if several else None  # False: until ranks agree
-        self.registry = Registry(self.model, options, self.ranks, self.rule, known)
-        self.status = Status(self.ranks, self.registry, options.verify_every)
-        averages = RunningAverages(
-            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
-        )
-        refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
-        self.store = FactorStore(averages, rule, refresher, sizes)
-        self.gradients = exchange.GradientExchange(
-            self.ranks,
-            self.registry,
-            rule,
-            sizes=sizes,
-            comm_dtype=options.comm_dtype,
-        )
-
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_built:  # own attributes appear during construction
             refuse_name(self, name, value)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return reports.describe(self)
+        options, registry = self.options, self.registry
+        intervals = f"statistics every {self.factor_update_steps}"
+        if options.statistics_precision != "highest":
+            intervals += f" in {options.statistics_precision} precision"
+        intervals += f", refreshes every {self.inv_update_steps} steps"
+        slots = self.schedule.refresh_slots(self.inv_update_steps).values()
+        most = max(map(len, slots), default=0)
+        at_once = f"up to {most} layer{'s' * (most > 1)} at a time"
+        intervals += f", {at_once}" if len(slots) > 1 else ", all layers at once"
+        lines = [f"Preconditioner({options.compute_method}, {self.steps} steps taken)"]
+        lines += [f"  {intervals}", f"  {self.coverage().amount}"]
+        if options.chosen:
+            lines.append(f"  {options.chosen}")
+        for title, entries in (
+            ("covered", [repr(layer) for layer in registry.layers.values()]),
+            ("raw gradients", [f"{name}: {why}" for name, why in self.uncovered.items()]),
+            ("skipped", [f"{name}: matches {why!r}" for name, why in registry.skipped.items()]),
+        ):
+            if entries:
+                lines.append(f"  {title}:")
+                lines += [f"    {entry}" for entry in entries]
+        return "\n".join(lines)
 
     @property
     def view(self) -> View:
@@ -168,17 +175,34 @@ class Preconditioner:
         With a ``base``, return the directions of the parameters that K-FAC steps in its place.
         """
         if groups is None:
-            raise reports.step_of_its_own()
+            # Users of kfac-pytorch call it.
+            raise TypeError(
+                "optimizer.step() calls preconditioner.step() itself; leave out the call"
+            )
         self.hyperparameters.read(groups, self.steps)
         registry = self.registry
-        registry.refuse_replaced(groups)
-        self._follow_changes()
+        registry.homes.check(groups, registry.on_meta)
+        # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
+        # compare frozen layers in each exchange, and changes take effect there.
+        if self.ranks.world == 1 or self._exchanges():
+            of_layer = self.sums.of_layer
+            self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
+        if self.store.places != registry.devices:
+            self.allocate()
 
         # Agree: the only decision that ranks take together
         agreed = self._agree(groups)
         if agreed is None:
-            return self._no_step(base)
-        values = step_values(registry, groups)
+            # The step does not count. The base must not begin moments that K-FAC keeps.
+            self.capture.reset()
+            if base is None:
+                return {}
+            base.open(*self.gradients.stepped(all_layers=True))
+            covered = [p for x in registry.active for p in x.parameters]
+            return {p: torch.zeros_like(p) for p in covered if p.grad is not None}
+        values = StepValues(
+            registry.values("damping", groups), registry.values("factor_decay", groups)
+        )
         states, late = registry.states, self.store.answer_late(registry.layers)
         self.plan = plan = plan_step(self.steps, agreed, states, slot=self._slot(), defers=late)
 
@@ -191,21 +215,23 @@ class Preconditioner:
         if base is None:
             updates = self.gradients.updates(values)
             if (kl_clip := self.hyperparameters.kl_clip) is not None:
-                given = kl_clip, list(map(clip_lr, groups)), registry.group_of
-                self.gradients.last.clip = updates.clip(*given)
+                alphas = [
+                    rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
+                ]
+                self.gradients.last.clip = updates.clip(kl_clip, alphas, registry.group_of)
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.gradients.directions(base, values)
-        self._advance()
-        return new
-
-    def _no_step(self, base: BaseSide | None) -> dict[Tensor, Tensor]:
-        """End a step that does not count; the base must not begin moments that K-FAC keeps."""
+        if plan.exchanges:
+            self.hyperparameters.take_intervals(self.steps + 1)
+            name_unseen(self.capture, registry)
+        self.steps += 1
+        self.status.note_weights(self.steps)
+        self.step_count.fill_(self.steps)
+        self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
-        if base is None:
-            return {}
-        base.open(*self.gradients.stepped(all_layers=True))
-        return zeros_like_gradients(self.registry.active)
+        self._choose()
+        return new
 
     def _exchanges(self) -> bool:
         """Return whether ranks have something to agree on in this step.
@@ -223,7 +249,7 @@ class Preconditioner:
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
-            return _NOTHING
+            return AgreedStep()
         capture, common = self.capture, self._common(groups)
         report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
@@ -237,18 +263,48 @@ class Preconditioner:
         if self.status.is_silent(agreed, capture, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
-            raise reports.no_capture(self.steps)
+            raise RuntimeError(
+                f"step {self.steps} is due for statistics, but no covered layer saw a backward "
+                "pass. Call .backward() through this very model once a step, after building the "
+                "optimizer. If a model of this class was compiled and called before, torch reuses "
+                "its code without hooks: build the optimizer first, or call "
+                "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to leave "
+                "a forward pass out on purpose, use optimizer.preconditioner.paused()"
+            )
         if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
-        self.registry.note_uses(agreed)
+        # Note the layers that have averages now, and the directions of their weights' uses.
+        registry = self.registry
+        for name in agreed.rows:
+            registry.states[name].has_average = True
+            registry.layers[name].turned = name in agreed.turned
+        new = [x for x in map(registry.layers.__getitem__, agreed.crossed) if not x.tied]
+        for layer in new:
+            layer.tied = True
+        if new:
+            registry.placements.find_facts(registry.layers.values())
         return agreed
 
     def _report(self, common: dict[str, Any]) -> StepReport:
-        return step_report(self.capture, self.sums, self.registry.sections)._replace(
+        """Return the report of this rank's captures since the last step."""
+        capture, sums, sections = self.capture, self.sums, self.registry.sections
+        graded, all_sums = gradients.with_gradient(sections), sums.of_layer.values()
+        return StepReport(
+            elsewhere=capture.compared(),
+            failed=capture.errors.error is not None,
+            captured=capture.backwards > 0 or capture.was_paused,
+            unread=capture.ran and not capture.tapped and not capture.was_paused,
+            has_gradients=any(graded),
+            drawn=capture.draws > 0 or any([x.drawn for x in all_sums]),
+            trained=any([x.trained for x in all_sums]),
             checksum=agreement.checksum(common | self.status.weights()),
+            terms=sums.terms(),
             lacks_half_products=self._lacks_half_products(),
+            gradients=graded,
             stale=self.store.refresher.answers(self.store.owned, self.registry.deferred),
+            rows=sums.rows(sections),
+            crossed=sums.rows(sections, crossed=True),
         )
 
     def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
@@ -262,7 +318,10 @@ class Preconditioner:
         renewed = plan.decompose | plan.attempt
         keys_of = {x: [(x, side) for side in "ag" if (x.name, side) in renewed] for x in due}
         keys = [key for own in keys_of.values() for key in own]
-        self.registry.note(plan)
+        for name in plan.refresh:
+            states[name].stale.clear()
+        for name in plan.deferred:
+            states[name].deferred = True
         try:
             average = [layers[name] for name in plan.average]
             given = self.ranks, self.registry, self.sums, average, agreed
@@ -286,17 +345,6 @@ class Preconditioner:
                 states[layer.name].stale.add(side)
             raise
 
-    def _advance(self) -> None:
-        if self.plan.exchanges:
-            self.hyperparameters.take_intervals(self.steps + 1)
-            name_unseen(self.capture, self.registry)
-        self.steps += 1
-        self.status.note_weights(self.steps)
-        self.step_count.fill_(self.steps)
-        self.sums.clear()  # a step without statistics may have passes, too
-        self.capture.reset()
-        self._choose()
-
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
 
@@ -309,9 +357,18 @@ class Preconditioner:
         self._choose()
 
     def _choose(self) -> None:
+        """Tell capture which layers gather in the next backward passes, and which rows."""
         interval = self._interval("factor_update_steps")
         fraction = self.hyperparameters.upcoming("statistics_fraction", self.steps)
-        choose(self.capture, self.registry, self.schedule, self.steps, interval, fraction)
+        # A layer gathers once in an interval, and early: each time it takes the next rows.
+        rounds = self.schedule.rounds_begun(self.steps, interval)
+        self.capture.sample = sampling.sample_of(fraction, rounds)
+        due, states = self.schedule.gathers(self.steps, interval), self.registry.states
+        # Leave out layers without a pass for long: else ranks might exchange in every step.
+        limit = _GIVEN_UP * interval
+        self.capture.wanted = frozenset(
+            [x for x in self.registry.active if x.name in due or 0 < states[x.name].missed < limit]
+        )
 
     # ---- values that must be alike on all ranks ----
 
@@ -341,25 +398,22 @@ class Preconditioner:
         former = self.capture if self._is_built else None
         if former is not None:
             former.detach()
-        new = make_capture(registry, self.ranks, self.sums, self.rule, self.options)
+        new = Capture(
+            coverage.unwrapped(registry.model),
+            list(registry.layers.values()),
+            self.sums,
+            reduce=self.options.weight_sharing == "reduce",
+            counts=not self.rule.scale_free,
+            precision=self.options.statistics_precision,
+            # An error of the backward pass waits for the step: one rank that raised alone would
+            # leave the others waiting.
+            keep_errors=self.ranks.world > 1,
+        )
         if former is not None:  # this may be between a backward pass and its step
             new.resume(former)
         self.capture = self.hyperparameters.capture = new
         self.allocate()
         self._aim()
-
-    def _follow_changes(self) -> None:
-        """Make room for layers that were moved, frozen or unfrozen since the last step.
-
-        Ranks compare frozen layers in each exchange, and changes take effect there.
-        """
-        changed: list[Layer] = []
-        if self.ranks.world == 1 or self._exchanges():
-            of_layer = self.sums.of_layer
-            changed = self.registry.follow_changes({x: s.covers for x, s in of_layer.items()})
-        self._forget(changed)
-        if self.store.places != self.registry.devices:
-            self.allocate()
 
     def reset(self, layer: Layer) -> None:
         """Forget a layer's factors: they are estimated anew when the layer is next used."""
@@ -425,14 +479,15 @@ class Preconditioner:
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self._unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
-        loaded = self.status.compare_loaded(self._lacks_half_products(), momenta())
-        self._forget(loaded.absent)  # only some ranks have loaded their numbers
-        for layer in loaded.in_part:
+        lacks = self._lacks_half_products()
+        absent, uneven, in_part, any_lacks = self.status.compare_loaded(lacks, momenta())
+        self._forget(absent)  # only some ranks have loaded their numbers
+        for layer in in_part:
             self.sums.drop(layer)
-        self.rule.half_products = not loaded.lacks_half_products
+        self.rule.half_products = not any_lacks
         self._aim()
         self._unsettled = []
-        return loaded.uneven
+        return uneven
 
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
@@ -451,37 +506,10 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     capture.look_around(coverage.unwrapped(registry.model), unseen)
 
 
-def choose(
-    capture: Capture,
-    registry: Registry,
-    schedule: Schedule,
-    step: int,
-    interval: int,
-    fraction: float,
-) -> None:
-    """Tell capture which layers gather in the next backward passes, and which rows."""
-    # A layer gathers once in an interval, and early: each time it takes the next rows.
-    capture.sample = sampling.sample_of(fraction, schedule.rounds_begun(step, interval))
-    wanted, states = schedule.gathers(step, interval), registry.states
-    # Leave out layers without a pass for long: else ranks might exchange in every step.
-    limit = _GIVEN_UP * interval
-    capture.wanted = frozenset(
-        [x for x in registry.active if x.name in wanted or 0 < states[x.name].missed < limit]
-    )
-
-
 def ask_owners(registry: Registry, rule: Rule) -> None:
     """Make owners send their flags once more in the next exchange."""
     for state in registry.states.values():
         state.deferred = rule.checks_later
-
-
-def step_values(registry: Registry, groups: list[Group]) -> StepValues:
-    """Return the numbers of a step that rules read."""
-    return StepValues(
-        registry.values("damping", groups),
-        registry.values("factor_decay", groups),
-    )
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:
@@ -490,25 +518,6 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
     terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
     return rule.sizes._replace(average=average, wire=wire, terms=terms)
-
-
-def make_capture(
-    registry: Registry, ranks: Ranks, sums: FactorSums, rule: Rule, options: Options
-) -> Capture:
-    """Return the capture of a model's layers.
-
-    On several ranks, an error of the backward pass waits for the step: one rank that raised alone
-    would leave the others waiting.
-    """
-    return Capture(
-        coverage.unwrapped(registry.model),
-        list(registry.layers.values()),
-        sums,
-        reduce=options.weight_sharing == "reduce",
-        counts=not rule.scale_free,
-        precision=options.statistics_precision,
-        keep_errors=ranks.world > 1,
-    )
 
 
 def make_rule(options: Options, length: Length) -> Rule:

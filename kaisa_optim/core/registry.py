@@ -15,7 +15,7 @@ from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import Layer
-from ..plan.step_plan import AgreedStep, LayerState, StepPlan
+from ..plan.step_plan import LayerState
 from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
@@ -47,7 +47,7 @@ class Registry:
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
-        self._group_of: dict[Tensor, int] = {}
+        self.group_of: dict[Tensor, int] = {}  # the number of each parameter's group
         self._accepted = set(known)  # parameters that are, or were, the model's
 
     # ---- answers ----
@@ -60,11 +60,7 @@ class Registry:
     @property
     def parameters(self) -> Iterable[Tensor]:
         """All parameters that the optimizer has of this model, covered or not."""
-        return self._group_of.keys()
-
-    def group_of(self, parameter: Tensor) -> int:
-        """Return the number of a parameter's group."""
-        return self._group_of[parameter]
+        return self.group_of.keys()
 
     @property
     def unseen(self) -> dict[str, str]:
@@ -96,7 +92,7 @@ class Registry:
 
     def _shared(self, layer: Layer, groups: list[Group], name: str) -> float:
         """Return a group's value for a layer; its weight and bias must agree on it."""
-        values = {groups[self._group_of[p]][name] for p in layer.parameters}
+        values = {groups[self.group_of[p]][name] for p in layer.parameters}
         if len(values) > 1:
             why = (
                 f"layer {layer.name!r} has its weight and bias in parameter groups with "
@@ -116,19 +112,14 @@ class Registry:
 
     def match_groups(self, groups: list[Group]) -> None:
         """Note the parameters of the groups that are the model's."""
-        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        of_groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # A replaced module's parameters stay in their group, as they do in any optimizer.
         gone = self._accepted.difference(self.model.parameters())
-        self._group_of = {p: i for p, i in group_of.items() if p not in gone}
+        self.group_of = {p: i for p, i in of_groups.items() if p not in gone}
         model = unwrapped(self.model)
         named = model.named_parameters()
-        self.on_meta.update({name: p for name, p in named if p in group_of and p.is_meta})
-        self._homes = coverage.Homes(model, groups, self._group_of.keys())
-
-    def refuse_replaced(self, groups: list[Group]) -> None:
-        """Refuse parameters that are no longer the model's, or that were on the meta device."""
-        coverage.refuse_meta(self.on_meta)
-        self._homes.check(groups)
+        self.on_meta.update({name: p for name, p in named if p in of_groups and p.is_meta})
+        self.homes = coverage.Homes(model, groups, self.group_of.keys())
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
@@ -162,7 +153,9 @@ class Registry:
             old = before.get(name)
             same = old is not None and old.same_place(layer) and old.trained == layer.trained
             self.layers[name] = old if same and old is not None else layer
-            self.placements.move_shards(layer, self.layers[name])
+            if layer in self.placements.sharded:
+                shards = self.placements.sharded.pop(layer)
+                self.placements.sharded[self.layers[name]] = shards
         for name, layer in before.items():
             if self.layers.get(name) is not layer:
                 del self.states[name], self.placements.of[name]
@@ -190,24 +183,6 @@ class Registry:
                 layer.cover(covers)
                 changed.append(layer)
         return changed
-
-    def note_uses(self, agreed: AgreedStep) -> None:
-        """Note the layers that have averages now, and the directions of their weights' uses."""
-        for name in agreed.rows:
-            self.states[name].has_average = True
-            self.layers[name].turned = name in agreed.turned
-        new = [x for x in map(self.layers.__getitem__, agreed.crossed) if not x.tied]
-        for layer in new:
-            layer.tied = True
-        if new:
-            self.placements.find_facts(self.layers.values())
-
-    def note(self, plan: StepPlan) -> None:
-        """Note the refreshed layers: they are no longer stale, and some are checked later."""
-        for name in plan.refresh:
-            self.states[name].stale.clear()
-        for name in plan.deferred:
-            self.states[name].deferred = True
 
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:

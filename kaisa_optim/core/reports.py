@@ -14,13 +14,12 @@ from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors
+from ..curvature.stacks import AppliedFactors
 from ..errors import invalid_because
 from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
-from .options import Options
 from .placements import task_of
 from .registry import Registry
 
@@ -83,60 +82,7 @@ def _ranks(ranks: range) -> str:
     return ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", shown[-1]])
 
 
-# ---- factors ----
-
-
-def factors(registry: Registry, owned: Factors, name: str) -> tuple[Tensor, Tensor]:
-    """Return the running averages of a layer; both must be on this rank."""
-    layer = registry.layers.get(name)
-    if layer is None:
-        raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
-    if not registry.states[name].has_average:
-        raise KeyError(f"layer {name!r} has no statistics yet")
-    sides = "ga" if layer.turned else "ag"
-    away = [
-        f"{label} is on rank {registry.placements.owner(layer, side)}"
-        for label, side in zip("AG", sides, strict=True)
-        if (layer, side) not in owned.by_key
-    ]
-    if away:
-        raise KeyError(
-            f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that rank. "
-            "colocate_factors=True puts A and G on one"
-        )
-    a, g = (owned.by_key[layer, side]["average"] for side in sides)
-    return a, g
-
-
 # ---- texts ----
-
-
-def describe(kfac: Preconditioner) -> str:
-    """Return the text of a preconditioner's ``repr``."""
-    options = kfac.options
-    how = options.compute_method
-    intervals = f"statistics every {kfac.factor_update_steps}"
-    if options.statistics_precision != "highest":
-        intervals += f" in {options.statistics_precision} precision"
-    intervals += f", refreshes every {kfac.inv_update_steps} steps"
-    slots = kfac.schedule.refresh_slots(kfac.inv_update_steps).values()
-    most = max(map(len, slots), default=0)
-    some = f"up to {most} layer{'s' * (most > 1)} at a time"
-    intervals += f", {some}" if len(slots) > 1 else ", all layers at once"
-    registry = kfac.registry
-    head = f"Preconditioner({how}, {kfac.steps} steps taken)"
-    lines = [head, f"  {intervals}", f"  {coverage(registry).amount}"]
-    if options.chosen:
-        lines.append(f"  {options.chosen}")
-    for title, entries in (
-        ("covered", [repr(layer) for layer in registry.layers.values()]),
-        ("raw gradients", [f"{name}: {why}" for name, why in kfac.uncovered.items()]),
-        ("skipped", [f"{name}: matches {why!r}" for name, why in registry.skipped.items()]),
-    ):
-        if entries:
-            lines.append(f"  {title}:")
-            lines += [f"    {entry}" for entry in entries]
-    return "\n".join(lines)
 
 
 def nothing_covered(registry: Registry) -> ValueError:
@@ -215,12 +161,6 @@ def poor_coverage(found: CoverageReport) -> str:
     return f"{text}:\n{found.named()}\n{found.amount}"
 
 
-def given_up(registry: Registry) -> list[str]:
-    """Return the layers of which no call was found before the search ended."""
-    states = registry.states.items()
-    return [name for name, x in states if x.unseen >= PATIENCE and not x.has_average]
-
-
 def _wide_factors(registry: Registry, rule: Rule) -> str:
     """Return a warning that names factors whose eigenvectors take a CPU long, if there are any."""
     layers = registry.layers.values()
@@ -289,32 +229,6 @@ def name_elsewhere(
     )
 
 
-def step_of_its_own() -> TypeError:
-    """Return the error for a call of ``preconditioner.step()``, as kfac-pytorch has it."""
-    return TypeError("optimizer.step() calls preconditioner.step() itself; leave out the call")
-
-
-def no_gradients(step: int) -> str:
-    """Return a warning for steps that find no gradient at all."""
-    return (
-        f"step() was called {step} times, and no parameter of the optimizer has ever had a "
-        "gradient: nothing is trained; is the optimizer built on the model that runs, and not on "
-        "a copy of it?"
-    )
-
-
-def no_capture(step: int) -> RuntimeError:
-    """Return the error for a step with gradients, but without statistics of any layer."""
-    return RuntimeError(
-        f"step {step} is due for statistics, but no covered layer saw a backward pass. "
-        "Call .backward() through this very model once a step, after building the optimizer. If a "
-        "model of this class was compiled and called before, torch reuses its code without hooks: "
-        "build the optimizer first, or call torch._dynamo.reset(). A CUDA graph of the backward "
-        "pass runs no hooks; to leave a forward pass out on purpose, use "
-        "optimizer.preconditioner.paused()"
-    )
-
-
 def misread(kfac: Preconditioner) -> str:
     """Return a warning if K counts positions as examples, and if K matters."""
     capture, options = kfac.capture, kfac.options
@@ -332,47 +246,28 @@ def misread(kfac: Preconditioner) -> str:
     )
 
 
-def check_draws(options: Options) -> None:
-    """Refuse drawn labels under options that have no use for them."""
-    if options.kaisa_scaling:
-        raise invalid_because(
-            "normalization",
-            '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
-        )
-
-
 # ---- values that ranks compare ----
 
 
 def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the plain values of parameter groups; errors name the first that differs."""
-    plain = (int, float, str, tuple, type(None))
-
-    def by_cause(item: tuple[str, Any]) -> tuple[bool, str]:
-        return item[0] != "lr", str(item[0])  # others follow from lr
-
-    return {
-        # 1 as 1.0: equal numbers must have equal texts
-        f"{name} of parameter group {i}": float(value) if is_real(value) else value
-        for i, group in enumerate(groups)
-        for name, value in sorted(map(_on_host, group.items()), key=by_cause)
-        if isinstance(value, plain)
-    }
-
-
-def _on_host(item: tuple[str, Any]) -> tuple[str, Any]:
-    """Return an item with a number in a CPU tensor's place; the host would wait for another's."""
-    name, value = item
-    is_number = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
-    return (name, value.item()) if is_number else item
+    values: dict[str, Any] = {}
+    for i, group in enumerate(groups):
+        for name in sorted(group, key=lambda x: (x != "lr", str(x))):  # others follow from lr
+            value = group[name]
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                value = value.item()  # the host would wait for another device's
+            if isinstance(value, int | float | str | tuple | None):
+                # 1 as 1.0: equal numbers must have equal texts
+                values[f"{name} of parameter group {i}"] = float(value) if is_real(value) else value
+    return values
 
 
 def described(found: Coverage) -> dict[str, Any]:
     """Return texts of a model's layers, for ranks to compare."""
-
-    def text(layer: Layer) -> str:
-        if not layer.parameters:
-            return repr(layer)
-        return f"{layer!r}, {layer.covers}, {layer.parameters[0].dtype}"
-
-    return {f"layer {layer.name!r}": text(layer) for layer in found.layers.values()}
+    return {
+        f"layer {x.name!r}": f"{x!r}, {x.covers}, {x.parameters[0].dtype}"
+        if x.parameters
+        else repr(x)
+        for x in found.layers.values()
+    }

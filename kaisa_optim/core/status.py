@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +29,10 @@ from ..plan.step_plan import (
 from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
-from .gradients import with_gradient
 from .registry import Registry
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
-
-
-class Loaded(NamedTuple):
-    """The result of comparing loaded states."""
-
-    absent: list[Layer]  # layers whose averages some rank lacks
-    uneven: list[Layer]  # of these, layers whose momenta only some ranks have
-    in_part: list[Layer]  # layers whose statistics, since the load, only some ranks gathered
-    lacks_half_products: bool
 
 
 class Status:
@@ -124,20 +114,18 @@ class Status:
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)
         if agreed.failed and not (loads and agreed.failed == self._ranks.world):
-            agreement.raise_together(self._ranks, *self._own_failure(capture, loads))
+            error: Exception | None
+            if loads:
+                remedy = (
+                    "only some ranks have loaded a state: call load_state_dict() on all of them"
+                )
+                error, doing = RuntimeError(remedy), "loading"
+            else:  # the next step starts without the error
+                error, doing, capture.errors.error = capture.errors.error, "capturing", None
+                if error is None:
+                    error, doing, self._failure = self._failure, "the base optimizer's step", None
+            agreement.raise_together(self._ranks, error, doing)
         return agreed
-
-    def _own_failure(self, capture: Capture, loads: bool) -> tuple[Exception | None, str]:
-        """Take out the error to raise, and name its origin; the next step starts without it."""
-        if loads:
-            remedy = "only some ranks have loaded a state: call load_state_dict() on all of them"
-            return RuntimeError(remedy), "loading"
-        held = capture.errors
-        error, doing = held.error, "capturing"
-        if error is None:
-            error, doing, self._failure = self._failure, "the base optimizer's step", None
-        held.error = None
-        return error, doing
 
     def check(
         self,
@@ -158,8 +146,27 @@ class Status:
             draws, capture.draws = capture.draws, 0
             own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, own)
-        self._check_gradients(report, agreed)
-        self._note_idle(agreed)
+        names, counts = list(agreed.gradients), agreed.gradients.values()
+        partly = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
+        if partly:
+            flags = [report.gradients[i] for i in partly]
+            all_flags = self._ranks.gather_objects(flags, "looking for missing gradients")
+            without = [rank for rank, theirs in enumerate(all_flags) if not theirs[0]]
+            raise RuntimeError(
+                f"layer {names[partly[0]]!r} has no gradient on ranks {without}, but has one "
+                "on other ranks, so weights would drift apart; average gradients over all ranks "
+                "before step(), a missing one as zero, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
+            )
+        # Count steps before any gradient; users may take one to make the state.
+        self._idle = -1 if agreed.has_gradients or self._idle < 0 else self._idle + 1
+        if self._idle == _IDLE:
+            agreement.warn(
+                self._ranks,
+                f"step() was called {_IDLE} times, and no parameter of the optimizer has ever had "
+                "a gradient: nothing is trained; is the optimizer built on the model that runs, "
+                "and not on a copy of it?",
+            )
         reports.name_elsewhere(self._ranks, self._registry.states, agreed, capture.witness)
         if not self.proven:
             self._compare_weights()
@@ -218,27 +225,6 @@ class Status:
                     "outside of its module's forward, or its gradient may always be zero; call the "
                     "module itself, freeze the weight, or name the layer in skip_layers",
                 )
-
-    def _note_idle(self, agreed: AgreedStep) -> None:
-        """Count steps before any gradient; users may take one to make the state."""
-        self._idle = -1 if agreed.has_gradients or self._idle < 0 else self._idle + 1
-        if self._idle == _IDLE:
-            agreement.warn(self._ranks, reports.no_gradients(_IDLE))
-
-    def _check_gradients(self, report: StepReport, agreed: AgreedStep) -> None:
-        names = list(agreed.gradients)
-        counts = agreed.gradients.values()
-        partly = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
-        if partly:
-            mine = [report.gradients[i] for i in partly]
-            theirs = self._ranks.gather_objects(mine, "looking for missing gradients")
-            without = [rank for rank, flags in enumerate(theirs) if not flags[0]]
-            raise RuntimeError(
-                f"layer {names[partly[0]]!r} has no gradient on ranks {without}, but has one "
-                "on other ranks, so weights would drift apart; average gradients over all ranks "
-                "before step(), a missing one as zero, or use DistributedDataParallel with "
-                "find_unused_parameters=True"
-            )
 
     def _whole_weights(self) -> dict[str, Tensor]:
         covered = {p for layer in self._registry.active for p in layer.parameters}
@@ -349,10 +335,15 @@ class Status:
         apart = ((sums != 0) & (sums != self._ranks.world)).view(-1, 2).any(1).tolist()
         return list(itertools.compress(layers, apart))
 
-    def compare_loaded(self, lacks_half_products: bool, momenta: Collection[Tensor]) -> Loaded:
+    def compare_loaded(
+        self, lacks_half_products: bool, momenta: Collection[Tensor]
+    ) -> tuple[list[Layer], list[Layer], list[Layer], bool]:
         """Agree on loaded states; note missed slots and failures.
 
-        ``momenta`` are the parameters that have one here.
+        ``momenta`` are the parameters that have one on this rank. Return the layers whose averages
+        some rank lacks; of these, layers whose momenta only some ranks have; layers whose
+        statistics, since the load, only some ranks gathered; and whether some rank lacks products
+        in bfloat16.
         """
         registry, world = self._registry, self._ranks.world
         layers, states = list(registry.layers.values()), list(registry.states.values())
@@ -369,47 +360,24 @@ class Status:
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         lacking, *rest = self._ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
         columns = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
-        found = Loaded([], [], [], lacking > 0)
+        absent: list[Layer] = []
+        uneven: list[Layer] = []
+        in_part: list[Layer] = []
         for layer, state, averages, with_state, total, squares, failures, kept in zip(
             layers, states, *columns, strict=True
         ):
             if not agreement.alike(world, total, squares):
                 state.missed = 1
-                found.in_part.append(layer)
-            uneven = 0 < kept < world and with_state < world
-            if uneven:  # gradient workers would begin with other momenta
-                found.uneven.append(layer)
-            if averages < world or uneven:
-                found.absent.append(layer)
+                in_part.append(layer)
+            is_uneven = 0 < kept < world and with_state < world
+            if is_uneven:  # gradient workers would begin with other momenta
+                uneven.append(layer)
+            if averages < world or is_uneven:
+                absent.append(layer)
                 if averages:  # ranks with an average did not gather, but K has their terms
-                    found.in_part.append(layer)
+                    in_part.append(layer)
             elif with_state < world:
                 state.has_state = False
             if failures:
                 state.failures = round(failures / world)
-        return found
-
-
-def step_report(capture: Capture, sums: FactorSums, sections: Mapping[Layer, int]) -> StepReport:
-    """Return the report of this rank's captures since the last step."""
-    graded, all_sums = with_gradient(sections), sums.of_layer.values()
-    elsewhere, held = capture.compared(), capture.errors
-    return StepReport(
-        failed=held.error is not None,
-        captured=capture.backwards > 0 or capture.was_paused,
-        unread=capture.ran and not capture.tapped and not capture.was_paused,
-        has_gradients=any(graded),
-        drawn=capture.draws > 0 or any([one.drawn for one in all_sums]),
-        trained=any([one.trained for one in all_sums]),
-        elsewhere=elsewhere,
-        terms=sums.terms(),
-        gradients=graded,
-        rows=sums.rows(sections),
-        crossed=sums.rows(sections, crossed=True),
-    )
-
-
-def zeros_like_gradients(layers: Iterable[Layer]) -> dict[Tensor, Tensor]:
-    """Return a zero for each covered gradient."""
-    covered = (p for layer in layers for p in layer.parameters if p.grad is not None)
-    return {p: torch.zeros_like(p) for p in covered}
+        return absent, uneven, in_part, lacking > 0

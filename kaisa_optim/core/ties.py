@@ -23,7 +23,14 @@ def tie(
     The base optimizer steps the biases of these modules.
     """
     tied: set[Tensor] = set()
-    for users in _shared(layers, names):
+    of_weight: dict[Tensor, Candidates] = {}
+    for candidate in layers:
+        weight = candidate[0].weight
+        if weight is not None and len(names[weight]) > 1:
+            of_weight.setdefault(weight, []).append(candidate)
+    for table, users in of_weight.items():
+        if len(users) != len(names[table]):
+            continue  # some module has no layer
         if not all(type(layer) in _MATRICES and layer.blocks == 1 for layer, _ in users):
             continue
         # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
@@ -40,13 +47,3 @@ def tie(
             if layer is not primary:
                 layers.remove(candidate)
     return tied
-
-
-def _shared(layers: Candidates, names: Mapping[Tensor, list[str]]) -> list[Candidates]:
-    """Return the layers of each weight that several modules share, if each module has a layer."""
-    of_weight: dict[Tensor, Candidates] = {}
-    for candidate in layers:
-        weight = candidate[0].weight
-        if weight is not None and len(names[weight]) > 1:
-            of_weight.setdefault(weight, []).append(candidate)
-    return [users for weight, users in of_weight.items() if len(users) == len(names[weight])]

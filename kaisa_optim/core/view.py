@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
 from ..capture import fisher
+from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.account import Account
-from . import metrics, reports
+from . import reports
 from .coverage import CoverageReport
 from .reports import Assigned
 
@@ -108,7 +109,25 @@ class View:
         A is of inputs and G of output gradients, in whichever order the weight is stored.
         Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
-        return reports.factors(self._kfac.registry, self._kfac.store.owned, name)
+        registry, owned = self._kfac.registry, self._kfac.store.owned
+        layer = registry.layers.get(name)
+        if layer is None:
+            raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
+        if not registry.states[name].has_average:
+            raise KeyError(f"layer {name!r} has no statistics yet")
+        sides = "ga" if layer.turned else "ag"
+        away = [
+            f"{label} is on rank {registry.placements.owner(layer, side)}"
+            for label, side in zip("AG", sides, strict=True)
+            if (layer, side) not in owned.by_key
+        ]
+        if away:
+            raise KeyError(
+                f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that "
+                "rank. colocate_factors=True puts A and G on one"
+            )
+        a, g = (owned.by_key[layer, side]["average"] for side in sides)
+        return a, g
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
@@ -148,7 +167,35 @@ class View:
         roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the
         damping, under "eigen"), each with "_mean" and "_max".
         """
-        return metrics.measured(self._kfac, wait=wait)
+        kfac = self._kfac
+        registry, rule = kfac.registry, kfac.rule
+        states = [registry.states[layer.name] for layer in registry.active]
+        covered, total = reports.covered_numbers(registry)
+        numbers: dict[str, float] = {
+            "steps": kfac.steps,
+            "covered_share": covered / max(1, total),
+            "layers_without_statistics": sum(not x.has_average for x in states),
+            "refreshes": sum(x.refreshes for x in states),
+            "failures": sum(x.failed for x in states),
+            "rejected": sum(x.rejected for x in states),
+            "elsewhere_max": max((x.elsewhere for x in states), default=0.0),
+            "bytes": self.memory_usage()["total"],
+            "bytes_received": self.communication_volume()["total"],
+        }
+        ages = [kfac.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
+        numbers |= _extremes("age", ages)
+        last = kfac.gradients.last
+        if wait and last.clip is not None:
+            numbers["clip"] = last.clip.item()
+        if wait and rule.quality and last.damping_of is not None:
+            owned, applied = kfac.store.owned.by_key, kfac.store.applied.by_key
+            values = [
+                rule.measure(owned[key], applied[key], last.damping_of(key[0]))
+                for key in owned
+                if key in applied and registry.states[key[0].name].has_state
+            ]
+            numbers |= _extremes(rule.quality, [x for value in values for x in value.tolist()])
+        return numbers
 
     def sample_fisher(self, outputs: Tensor, kind: str, *, dim: int | None = None) -> None:
         """Take G from labels drawn from the model's own distribution, and not from the data's.
@@ -162,8 +209,16 @@ class View:
         Step and rank are the seed, not torch's seed.
         """
         kfac = self._kfac
-        reports.check_draws(kfac.options)
+        if kfac.options.kaisa_scaling:
+            raise invalid_because(
+                "normalization",
+                '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
+            )
         dim = fisher.dimension(outputs, kind, dim)
         if kfac.capture.due:
             seed = kfac.steps, kfac.ranks.rank, kfac.capture.draws
             fisher.draw(outputs, kind, dim, seed, kfac.capture, kfac.sums)
+
+
+def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_mean": sum(values) / len(values), f"{name}_max": max(values)} if values else {}

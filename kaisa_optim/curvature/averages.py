@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ class RunningAverages:
     ) -> None:
         """Take new values of owned factors into their averages."""
         stacks = owned.stacks.values()
-        own = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
+        updated = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
         with full_precision(), stage("average"):
-            for factors in grouped(own, operator.attrgetter("place")).values():
+            for factors in grouped(updated, operator.attrgetter("place")).values():
                 values = [sums[f.layer, f.side] for f in factors]
                 self._update(factors, values, agreed, decay_of)
 
@@ -69,12 +69,24 @@ class RunningAverages:
         """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
         like, layers = factors[0].key, [factor.layer for factor in factors]
         blocks = [layer.blocks for layer in layers]
-        traces = _traces(factors, values)
+        diagonals = [
+            value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
+            for factor, value in zip(factors, values, strict=True)
+        ]
+        # Each block's trace: no entry of a diagonal is below zero.
+        each = [block for diagonal in diagonals for block in diagonal.unbind()]
+        traces = torch.stack(torch._foreach_norm(each, 1))
         finite = traces < math.inf  # NaN is not
         if self.scale_free:
             counts = finite & (traces > least(traces.dtype))
             traces = torch.where(counts, traces, 1.0)
-            _divide_by_means(factors, values, traces, agreed.turned)
+            # Divide values of G by their mean eigenvalues; turned layers have G in A.
+            rows_of = zip(factors, values, _each(traces, values), strict=True)
+            of_g = [x for x in rows_of if (x[0].side == "g") != (x[0].layer.name in agreed.turned)]
+            if of_g:
+                of, matrices, divisors = zip(*of_g, strict=True)
+                torch._foreach_div_(matrices, divisors)
+                torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
         # On a CPU, the answer costs no wait and saves a pass over finite sums.
         if like.device.type != "cpu" or not finite.all():
@@ -83,10 +95,19 @@ class RunningAverages:
         weights = [f.tensors["weight"][f.slots] for f in factors]
         rows = has_rows(layers, agreed, like)
         taken = finite if rows is None else finite & rows
-        decays = keep_and_take(layers, decay_of, like)
+        # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
+        keep = common_or_each(layers, decay_of, like)
+        each_takes = isinstance(keep, Tensor)
+        take = per_block(layers, lambda x: 1 - decay_of(x), like) if each_takes else 1 - keep
+        decays = keep, take
         grown, step = weighed(torch.cat(weights), decays, taken)
         torch._foreach_copy_(weights, list(grown.split(blocks)))
-        _approach(factors, values, _each(step, values))
+        averages, steps = [f.tensors["average"][f.slots] for f in factors], _each(step, values)
+        if averages[0].dtype == values[0].dtype:
+            torch._foreach_lerp_(averages, values, steps)
+        else:
+            for average, value, part in zip(averages, values, steps, strict=True):
+                average.copy_(average.to(value.dtype).lerp_(value, part))
         rejected = [f.tensors["rejected"][f.slots] for f in factors]
         torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
         for factor in factors if rows is not None else ():
@@ -98,38 +119,6 @@ def _each(numbers: Tensor, matrices: list[Tensor]) -> list[Tensor]:
     """Return numbers of blocks in shapes that go with the blocks' matrices, or diagonals."""
     parts = zip(numbers.split([len(x) for x in matrices]), matrices, strict=True)
     return [part[:, None, None] if x.dim() == 3 else part[:, None] for part, x in parts]
-
-
-def _traces(factors: list[Factor], values: list[Tensor]) -> Tensor:
-    """Return each block's trace; no entry of a diagonal is below zero."""
-    diagonals = [
-        value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
-        for factor, value in zip(factors, values, strict=True)
-    ]
-    each = [block for diagonal in diagonals for block in diagonal.unbind()]
-    return torch.stack(torch._foreach_norm(each, 1))
-
-
-def _divide_by_means(
-    factors: list[Factor], values: list[Tensor], traces: Tensor, turned: Collection[str]
-) -> None:
-    """Divide values of G, in place, by their mean eigenvalues; ``turned`` layers have G in A."""
-    each = zip(factors, values, _each(traces, values), strict=True)
-    own = [x for x in each if (x[0].side == "g") != (x[0].layer.name in turned)]
-    if own:
-        of, matrices, divisors = zip(*own, strict=True)
-        torch._foreach_div_(matrices, divisors)
-        torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
-
-
-def _approach(factors: list[Factor], values: list[Tensor], steps: list[Tensor]) -> None:
-    """Move averages towards new values."""
-    averages = [f.tensors["average"][f.slots] for f in factors]
-    if averages[0].dtype == values[0].dtype:
-        torch._foreach_lerp_(averages, values, steps)
-        return
-    for average, value, part in zip(averages, values, steps, strict=True):
-        average.copy_(average.to(value.dtype).lerp_(value, part))
 
 
 def _stand_in(factor: Factor) -> None:
@@ -155,20 +144,10 @@ def has_rows(layers: Sequence[Layer], agreed: AgreedStep, like: StackKey) -> Ten
     return sent(torch.tensor(flags, dtype=torch.bool, device="cpu"), like.device)
 
 
-def keep_and_take(
-    layers: Sequence[Layer], decay_of: DecayOf, like: StackKey
-) -> tuple[Number, Number]:
-    """Return β and 1 - β, each rounded once: an average's bits never depend on its neighbours."""
-    decay = common_or_each(layers, decay_of, like)
-    if not isinstance(decay, Tensor):
-        return decay, 1 - decay
-    return decay, per_block(layers, lambda layer: 1 - decay_of(layer), like)
-
-
 def weighed(mass: Tensor, decays: tuple[Number, Number], taken: Tensor) -> tuple[Tensor, Tensor]:
     """Return the averages' weights after a new value, and the steps that they take towards it.
 
-    ``decays`` come from :func:`keep_and_take`. Averages that are not ``taken`` stay. The first
+    ``decays`` are β and 1 - β. Averages that are not ``taken`` stay. The first
     value is taken as it is, also under a decay of 1, which keeps it from then on.
     """
     decay, rest = decays

@@ -87,17 +87,19 @@ class Blocks:
         if _are_alike(values):
             return values[0]
         if any(map(torch.is_tensor, values)):
-            parts = zip((self._on(value) for value in values), self.counts, strict=True)
-            return torch.cat([value.expand(count) for value, count in parts])
+            device, dtype = self.like.device, self.like.dtype
+            parts = [
+                x.to(device, dtype).reshape(1)
+                if isinstance(x, Tensor)
+                else torch.full((1,), x, dtype=dtype, device=device)
+                for x in values
+            ]
+            rows = zip(parts, self.counts, strict=True)
+            return torch.cat([part.expand(count) for part, count in rows])
         if name not in self._kept or self._kept[name][0] != values:
             of_layer = dict(zip(self.layers, values, strict=True))
             self._kept[name] = values, per_block(self.layers, of_layer.__getitem__, self.like)
         return self._kept[name][1]
-
-    def _on(self, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.to(self.like.device, self.like.dtype).reshape(1)
-        return torch.full((1,), value, dtype=self.like.dtype, device=self.like.device)
 
     @property
     def order(self) -> Tensor:
@@ -175,7 +177,12 @@ class AdamLength(Length):
     kept = (SQUARE_SUM,)
 
     def give(self, one: Stepped, base: OfBase) -> Tensor:
-        adam = AdamSettings(*_settings(one.blocks, base))
+        # A layer's first parameter, its weight, has the settings of the layer.
+        settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
+        adam: AdamSettings = settings[0]
+        if len(set(map(id, settings))) > 1:
+            each = enumerate(zip(*settings, strict=True))
+            adam = AdamSettings(*[one.blocks.each(str(i), list(values)) for i, values in each])
         older, former, measured = one.kept.read("square_sum"), one.sums.former, one.sums.measured
         assert measured is not None
         known = older if former is None else older + former
@@ -208,7 +215,13 @@ class FallLength(Length):
         shares = _last_columns(one.blocks, base)
         if shares is not None:  # the base moves the parameters by directions as they are
             one.directions[:] = _in_last(one.directions, shares)
-            _rest(one, base)
+            # Weights at rate 0 rest: the fall is left to their biases.
+            rates = one.blocks.each("rate", _rates(one.blocks, base)[0])
+            moves = torch.ones_like(one.peaks) * rates != 0
+            for stacks in (one.directions, one.momenta):
+                parts = moves.split(list(map(len, stacks)))
+                for stack, part in zip(stacks, parts, strict=True):
+                    stack[..., :-1] *= part[:, None, None]
         units, norms = _units(one, None), _norms(one.momenta, 2)
         assert one.sums.measured is not None
         along = _along(one, units, None, norms)
@@ -245,23 +258,19 @@ class SGDLength(Length):
         return torch.stack([whole, squares, along, last, limit], 1)
 
     def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
-        # Blocks are added up in the layers' order, so that all ranks have the same bits.
-        fall, along = _weighed(terms[:, :4], blocks, base)
+        # Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
+        # have the same bits.
+        rows, (weights, biases) = terms[:, :4], _rates(blocks, base)
+        if _are_alike([*weights, *biases]):
+            total = rows.index_select(0, blocks.order).sum(0)
+            fall, along = total[0], total[2]
+        else:
+            of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
+            parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(of_weight))
+            parts += rows[:, 1::2] * _column(of_bias)
+            fall, along = parts.index_select(0, blocks.order).sum(0).unbind()
         share = torch.where(along > 0, fall / along, 0.0)
         return _within(share.expand(len(terms)), terms[:, 4])
-
-
-def _weighed(rows: Tensor, blocks: Blocks, base: OfBase) -> tuple[Tensor, Tensor]:
-    """Return Σ lr ‖M‖² and Σ lr ⟨D, M⟩ over blocks."""
-    weights, biases = _rates(blocks, base)
-    if _are_alike([*weights, *biases]):
-        total = rows.index_select(0, blocks.order).sum(0)
-        return total[0], total[2]
-    of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
-    parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(of_weight))
-    parts += rows[:, 1::2] * _column(of_bias)
-    fall, along = parts.index_select(0, blocks.order).sum(0).unbind()
-    return fall, along
 
 
 def _column(values: Number) -> Number:
@@ -273,18 +282,6 @@ def _rates(blocks: Blocks, base: OfBase) -> tuple[list[Any], list[Any]]:
     """Return the learning rates of the layers' weights and of their biases."""
     rates = base.rates
     return [rates.get(p, 0.0) for p in blocks.weights], [rates.get(p, 0.0) for p in blocks.biases]
-
-
-def _settings(blocks: Blocks, base: OfBase) -> list[Number]:
-    """Return each number of the layers' settings, one for all blocks or one for each.
-
-    A layer's first parameter, its weight, has the settings of the layer.
-    """
-    settings = [base.settings.get(p, base.idle) for p in blocks.weights]
-    if len(set(map(id, settings))) == 1:
-        return list(settings[0])
-    each = enumerate(zip(*settings, strict=True))
-    return [blocks.each(str(i), list(values)) for i, values in each]
 
 
 def _within(scale: Tensor, limit: Tensor) -> Tensor:
@@ -327,14 +324,6 @@ def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
     for stack, share in zip(found, shares.split(list(map(len, found))), strict=True):
         stack[..., -1] *= share[:, None]
     return found
-
-
-def _rest(one: Stepped, base: OfBase) -> None:
-    """Zero directions and momenta of weights at rate 0: the fall is left to their biases."""
-    rates = torch.ones_like(one.peaks) * one.blocks.each("rate", _rates(one.blocks, base)[0])
-    for stacks in (one.directions, one.momenta):
-        for stack, moves in zip(stacks, (rates != 0).split(list(map(len, stacks))), strict=True):
-            stack[..., :-1] *= moves[:, None, None]
 
 
 def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:

@@ -28,7 +28,6 @@ from .stacks import (
     Factors,
     FactorStack,
     Key,
-    device_of,
     slots_of,
 )
 
@@ -53,11 +52,8 @@ class Refresher:
         self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
         self._notes = Notes()
 
-    def defers(self, layer: Layer) -> bool:
-        """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
-        return self.defers_on(device_of(layer))
-
     def defers_on(self, device: torch.device) -> bool:
+        """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
         return self._rule.checks_later and device.type in WITH_STREAMS
 
     # ---- on owners ----

@@ -199,13 +199,15 @@ class AdamStep(BaseStep):
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
     ) -> dict[Tensor, Any]:
-        found: dict[Tensor, Any] = {}
-        of_count: dict[int, Any] = {}
-        for p, count in zip(stepped, _counted([optimizer.state[p] for p in stepped]), strict=True):
-            if count not in of_count:
-                of_count[count] = _adam_settings(group, count)
-            found[p] = of_count[count]
-        return found
+        entries = [optimizer.state[p] for p in stepped]
+        counts = [int(entry.get("step", 0)) + 1 for entry in entries]
+        # Each entry gets a tensor of its own: one in common would also count for parameters that
+        # rest, and counting in place would change a loaded state, whose tensors torch keeps.
+        steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
+        for entry, step in zip(entries, steps, strict=True):
+            entry["step"] = step
+        of_count = {count: _adam_settings(group, count) for count in set(counts)}
+        return {p: of_count[count] for p, count in zip(stepped, counts, strict=True)}
 
     def ahead(
         self, group: Group, entries: list[Entry], gradients: list[Tensor]
@@ -228,17 +230,6 @@ def _adam_settings(group: Group, count: int) -> AdamSettings:
     if not group.get("bias_correction", True):
         rest1 = rest2 = 1.0
     return AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
-
-
-def _counted(entries: list[Entry]) -> list[int]:
-    """Count a step in Adam's format; return each entry's count."""
-    counts = [int(entry.get("step", 0)) + 1 for entry in entries]
-    # Each entry gets a tensor of its own: one in common would also count for parameters that rest,
-    # and counting in place would change the state that was loaded, whose tensors torch keeps.
-    steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
-    for entry, step in zip(entries, steps, strict=True):
-        entry["step"] = step
-    return counts
 
 
 class LAMBStep(AdamStep):
@@ -341,7 +332,14 @@ class AnyStep(BaseStep):
         for group in optimizer.param_groups:
             for params in _alike([p for p in group["params"] if p in steps and p in mine]):
                 entries = [optimizer.state[p] for p in params]
-                momenta = self._momenta(params, entries, _gradients(group, params))
+                gradients = _gradients(group, params)
+                if all("exp_avg" in entry for entry in entries):
+                    momenta = parts_here([entry["exp_avg"] for entry in entries])
+                else:  # the base has none: K-FAC keeps them
+                    for p, entry in zip(params, entries, strict=True):
+                        _begin(entry, p)
+                    momenta = parts_here([entry[MOMENTUM] for entry in entries])
+                    torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
                 found.momenta.update(zip(params, momenta, strict=True))
                 falls = torch._foreach_mul(momenta, [steps[p] for p in params])
                 found.measured.update(zip(params, falls, strict=True))
@@ -371,18 +369,6 @@ class AnyStep(BaseStep):
 
     def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
-
-    def _momenta(
-        self, params: list[Tensor], entries: list[Entry], gradients: list[Tensor]
-    ) -> list[Tensor]:
-        """Return the base's momenta of the gradient, or momenta that K-FAC keeps."""
-        if all("exp_avg" in entry for entry in entries):
-            return parts_here([entry["exp_avg"] for entry in entries])
-        for p, entry in zip(params, entries, strict=True):
-            _begin(entry, p)
-        momenta = parts_here([entry[MOMENTUM] for entry in entries])
-        torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
-        return momenta
 
     def open(
         self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]

@@ -63,9 +63,18 @@ class Load:
 
     def warn(self, optimizer: KFACMixin) -> None:
         """Warn of layers whose factors or momenta start anew."""
-        missing, momenta_anew = self.anew, self._without_momenta(optimizer)
-        if momenta_anew:
-            names = ", ".join(map(repr, momenta_anew))
+        missing, kfac, base = self.anew, self._kfac, optimizer.base_part
+        # Layers that have a state here, or had one, but no momentum
+        anew = dict.fromkeys(x.name for x in checkpoint.foreign_moments(kfac, self.entries))
+        _, with_momenta = kfac.gradients.stepped()
+        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for layer in kfac.registry.with_state:
+            weight = layer.parameters[0]
+            keeps = weight in with_momenta and base.keeps(group_of[weight])
+            if keeps and base.momentum not in optimizer.state[weight]:
+                anew[layer.name] = None
+        if anew:
+            names = ", ".join(map(repr, anew))
             warnings.warn(
                 f"this state lacks the momenta of {names}, or has those of another compute_method "
                 "or base, so these momenta start at zero; to continue a run, build the optimizer "
@@ -74,7 +83,7 @@ class Load:
                 stacklevel=3,
             )
         if missing and not self._fresh:
-            ranks, layers = self._kfac.ranks, self._kfac.registry.layers
+            ranks, layers = kfac.ranks, kfac.registry.layers
             refrozen = {layer.name for layer in self.refrozen}.issuperset(missing)
             share = f", which rank {ranks.rank} keeps" if ranks.world > 1 and not refrozen else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
@@ -90,26 +99,19 @@ class Load:
                 stacklevel=3,
             )
 
-    def _without_momenta(self, optimizer: KFACMixin) -> list[str]:
-        """Return the layers that have a state here, or had one, but no momentum."""
-        kfac, base = self._kfac, optimizer.base_part
-        found = [layer.name for layer in checkpoint.foreign_moments(kfac, self.entries)]
-        _, mine = kfac.gradients.stepped()
-        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-        for layer in kfac.registry.with_state:
-            weight = layer.parameters[0]
-            keeps = weight in mine and base.keeps(group_of[weight])
-            if keeps and base.momentum not in optimizer.state[weight]:
-                found.append(layer.name)
-        return list(dict.fromkeys(found))
-
 
 def warn_of_share(optimizer: KFACMixin) -> None:
     """Warn that a state is one rank's share, and name what it lacks."""
     kfac = optimizer.preconditioner
     if kfac.ranks.world == 1 or _saves_all_shares():
         return
-    averages = checkpoint.absent(kfac)
+    states, owned = kfac.registry.states, kfac.store.owned.by_key
+    averages = [
+        f"{side.upper()} of {layer.name!r}"
+        for layer in kfac.registry.active
+        for side in "ag"
+        if states[layer.name].has_average and (layer, side) not in owned
+    ]
     absent = [checkpoint.abridged(averages, between=", ")] if averages else []
     elsewhere = {p for p, momentum in optimizer.momenta().items() if momentum.shape != p.shape}
     if elsewhere:

@@ -101,13 +101,24 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        notices.refuse_late_process_group(self.preconditioner)
-        notices.refuse_graph_capture()
+        notices.refuse_step(self.preconditioner)
         # Some users call step() under autocast, which is for the model's passes.
         with precision.without_autocast(self.device.type):
             self._settle_load()
             if self.preconditioner.rule.makes_directions:
-                self._step_along()
+                # Step along K-FAC's directions; the base steps the parameters without one.
+                base = self.base_part
+                with gradients_of(base.limited(self)):
+                    bound = bases.Bound(base, self)
+                    directions = self.preconditioner.step(self.param_groups, bound)
+                    for p in self._stepped - directions.keys():
+                        if p.grad is not None:
+                            base.release(self.state[p])
+                            self._stepped.discard(p)
+                    self._stepped.update(directions)
+                    base.rest(self, directions)
+                with stage("base step"):
+                    base.move(self, directions)
             else:
                 with gradients_of(self.preconditioner.step(self.param_groups)):
                     self.base_step()
@@ -115,20 +126,6 @@ class KFACMixin(Optimizer):
         self._consolidated = None
         self._notices.look(self.preconditioner)
         return loss
-
-    def _step_along(self) -> None:
-        """Step along K-FAC's directions, and let the base step the parameters without one."""
-        base = self.base_part
-        with gradients_of(base.limited(self)):
-            directions = self.preconditioner.step(self.param_groups, bases.Bound(base, self))
-            for p in self._stepped - directions.keys():
-                if p.grad is not None:
-                    base.release(self.state[p])
-                    self._stepped.discard(p)
-            self._stepped.update(directions)
-            base.rest(self, directions)
-        with stage("base step"):
-            base.move(self, directions)
 
     def base_step(self) -> None:
         """Take the base's own step; on several ranks, an error waits for the next exchange."""
@@ -185,14 +182,20 @@ class KFACMixin(Optimizer):
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                value = self._scheduled(name, value)
+                # from a group that follows the schedule already, if any
+                of_groups = zip(self.param_groups, self._group_schedules, strict=True)
+                known = [group[name] for group, x in of_groups if x.get(name) is value]
+                built = hasattr(self, "preconditioner")
+                value = known[0] if known else value(self.preconditioner.steps if built else 0)
             param_group[name] = check(value)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
         options = self._kfac_options
         if options.compute_method != "polar":  # which has no clip
-            group.setdefault("kl_clip_lr", _clip_lr(group, options.kl_clip_lr))
+            # α of the clip: fixed at construction, so that a schedule of lr has effect
+            is_fixed = options.kl_clip_lr == "initial" and group.get("lr") is not None
+            group.setdefault("kl_clip_lr", float(group["lr"]) if is_fixed else "current")
         if options.kl_clip is not None and group.get("kl_clip_lr") == 0:
             warnings.warn(
                 "lr 0 at construction turns the KL clip off; build the optimizer with the peak lr "
@@ -222,13 +225,6 @@ class KFACMixin(Optimizer):
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
             raise
-
-    def _scheduled(self, name: str, schedule: Callable[[int], Any]) -> Any:
-        """Return a schedule's value, from a group that follows the schedule already, if any."""
-        for group, schedules in zip(self.param_groups, self._group_schedules, strict=True):
-            if schedules.get(name) is schedule:
-                return group[name]
-        return schedule(self.preconditioner.steps if hasattr(self, "preconditioner") else 0)
 
     def has_schedule(self, name: str) -> bool:
         """Return whether a hyperparameter was given as a callable of the step."""
@@ -389,12 +385,10 @@ class KFACMixin(Optimizer):
 
 
 def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Add tensors that came from other ranks; the other entries stay as they are."""
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer._consolidated is not None:
-        checkpoint.complete(state_dict, parameters, optimizer._consolidated[1])
-
-
-def _clip_lr(group: dict[str, Any], kind: str | None) -> float | str:
-    """Return the α of the KL clip: fixed at construction, so that a schedule of lr has effect."""
-    return float(group["lr"]) if kind == "initial" and group.get("lr") is not None else "current"
+    gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
+    for index, p in enumerate(parameters):
+        if entry := gathered.get(p):
+            state_dict["state"][index] = {**state_dict["state"].get(index, {}), **entry}

@@ -12,6 +12,7 @@ from ..comm import agreement
 from ..core import reports
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
+from ..plan.step_plan import PATIENCE
 
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
 
@@ -32,20 +33,19 @@ class Notices:
             self._of_order = True
             agreement.warn(kfac.ranks, text)
         if kfac.plan.exchanges and not self._of_uses:
-            self._look_at_uses(kfac)
-
-    def _look_at_uses(self, kfac: Preconditioner) -> None:
-        """Warn of much that is left, once no call of some layer was seen."""
-        registry = kfac.registry
-        trained = [p.requires_grad for p in registry.parameters]
-        looked = reports.given_up(registry), registry.uncovered, trained
-        if not looked[0] or looked == self._looked:
-            return
-        self._looked = looked
-        text = reports.poor_coverage(reports.coverage(registry))
-        if text:
-            self._of_uses = True
-            agreement.warn(kfac.ranks, text)
+            registry = kfac.registry
+            trained = [p.requires_grad for p in registry.parameters]
+            # Layers of which no call was seen before the search ended
+            states = registry.states.items()
+            unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
+            looked = unseen, registry.uncovered, trained
+            if not unseen or looked == self._looked:
+                return
+            self._looked = looked
+            text = reports.poor_coverage(reports.coverage(registry))
+            if text:
+                self._of_uses = True
+                agreement.warn(kfac.ranks, text)
 
 
 def refuse_zero_redundancy(title: str) -> None:
@@ -75,8 +75,8 @@ def missing_process_group(group: Any) -> None:
         )
 
 
-def refuse_late_process_group(kfac: Preconditioner) -> None:
-    """Refuse a process group that came after the optimizer."""
+def refuse_step(kfac: Preconditioner) -> None:
+    """Refuse a step inside a CUDA graph, and a process group that came after the optimizer."""
     distributed = torch.distributed
     if kfac.ranks.group is None and distributed.is_available() and distributed.is_initialized():
         world = distributed.get_world_size()
@@ -86,10 +86,6 @@ def refuse_late_process_group(kfac: Preconditioner) -> None:
                 "so the optimizer would exchange nothing; build the optimizer after "
                 "init_process_group()"
             )
-
-
-def refuse_graph_capture() -> None:
-    """Refuse a step inside a CUDA graph."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a K-FAC step can't be captured in a CUDA graph: the host decides in each step which "

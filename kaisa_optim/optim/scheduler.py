@@ -16,14 +16,6 @@ Factor = Callable[[int], float] | Mapping[int, float]
 _INTERVALS = ("factor_update_steps", "inv_update_steps")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, KFACMixin):
-        raise TypeError(
-            f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
-            "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
-        )
-
-
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """Return a schedule with one factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
     if not isinstance(milestones, Iterable) or isinstance(milestones, str):
@@ -61,7 +53,11 @@ class KFACParamScheduler:
         inv_update_steps: Factor | None = None,
         **unknown: Any,
     ) -> None:
-        check_optimizer(optimizer)
+        if not isinstance(optimizer, KFACMixin):
+            raise TypeError(
+                f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
+                "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
+            )
         given = {
             "damping": damping,
             "factor_decay": factor_decay,
@@ -108,7 +104,16 @@ class KFACParamScheduler:
         groups, kfac = self.optimizer.param_groups, self.optimizer.preconditioner
         for name, schedule in self.schedules.items():
             initial = self.initial.setdefault(name, [])
-            factor = _factor(name, schedule, self.last_epoch)
+            epoch = self.last_epoch
+            if callable(schedule):
+                factors = [schedule(epoch)]
+            else:
+                factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
+            for factor in factors:
+                if not is_real(factor):
+                    why = f"its schedule gives {factor!r} for epoch {epoch}"
+                    raise invalid_because(name, f"{why}; a factor must be a number")
+            factor = math.prod(factors)
             if name in PER_GROUP:
                 # A group that was added later starts from the value that it came with.
                 initial += [group[name] for group in groups[len(initial) :]]
@@ -119,19 +124,6 @@ class KFACParamScheduler:
                 initial.append(getattr(kfac, name))
             value = initial[0] * factor
             setattr(kfac, name, max(1, round(value)) if name in _INTERVALS else value)
-
-
-def _factor(name: str, schedule: Factor, epoch: int) -> float:
-    if callable(schedule):
-        factors = [schedule(epoch)]
-    else:
-        factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
-    for factor in factors:
-        if not is_real(factor):
-            raise invalid_because(
-                name, f"its schedule gives {factor!r} for epoch {epoch}; a factor must be a number"
-            )
-    return math.prod(factors)
 
 
 def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
