@@ -181,11 +181,10 @@ class FactorSums:
         ``largest`` returns the largest numbers over the ranks, on their device.
         """
         for same in by_place(layers):
-            device, each = device_of(same[0]), []
-            for layer in same:
-                plain = self.of_layer.get(layer)
-                uses = () if plain is None else (plain, plain.crossed)
-                each.append([x for x in uses if x is not None and x.gradients is not None])
+            device = device_of(same[0])
+            plain = [self.of_layer.get(layer) for layer in same]
+            pairs = [(x, None if x is None else x.crossed) for x in plain]
+            each = [[x for x in both if x and x.gradients is not None] for both in pairs]
             units = [[x.own_unit() for x in uses] or [_unit(0, device)] for uses in each]
             common = largest(torch.stack([torch.stack(x).amax() for x in units]))
             for uses, unit in zip(each, common, strict=True):
