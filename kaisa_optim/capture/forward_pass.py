@@ -53,7 +53,10 @@ class ForwardPass:
         if tensor is not None:
             self.shape = tensor.shape
             self.examples = tensor.shape[0] if tensor.dim() else 1
-            self.positions = _positions(tensor)
+            self.positions = tensor.numel()
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                # Channels are last in sequences, second in images.
+                self.positions //= max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
 
 
 def _has_examples(value: Any) -> bool:
@@ -89,13 +92,6 @@ def first_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
-
-
-def _positions(tensor: Tensor) -> int:
-    """Return tokens, or elements per channel; channels are last in sequences, second in images."""
-    if not tensor.is_floating_point() or tensor.dim() < 2:
-        return tensor.numel()
-    return tensor.numel() // max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -32,7 +32,6 @@ from .tap import (
     Call,
     Drawn,
     FirstError,
-    Passage,
     Tap,
     accumulates_into,
     as_used,
@@ -41,7 +40,6 @@ from .tap import (
     is_checkpointed,
     is_substituted,
     is_transformed,
-    passage,
     top_hooks,
 )
 from .uses import Uses
@@ -49,8 +47,6 @@ from .witness import Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
-# A module in which a weight's uses are watched.
-Watch = tuple[nn.Module, Tensor | None]
 
 
 class _Hook:
@@ -160,19 +156,21 @@ class Capture:
             layer.shared = self.shared
         self.uses = Uses(layers, self._passes)
         self._watched: dict[nn.Module, list[Layer]] = {}  # layers whose uses each module may hold
-        self._since: dict[Watch, int] = {}  # the NUMBERS at which watches began
-        self._handles = self._attach(model, layers) if layers else []  # TorchScript has no hooks
+        # The NUMBERS at which watches of weights' uses began.
+        self._since: dict[tuple[nn.Module, Tensor | None], int] = {}
+        self._handles: list[Any] = []
+        if layers:  # TorchScript has no hooks
+            self._attach(model, layers)
         # Hooks end with their optimizer: another may be built on the model.
         for handles in (self._handles, self.witness.handles):
             weakref.finalize(self, _remove, handles).atexit = False
 
-    def _attach(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
-        starts = _Hook(self._model_starts)
-        handles: list[Any] = [model.register_forward_pre_hook(starts, with_kwargs=True)]
+    def _attach(self, model: nn.Module, layers: list[Layer]) -> None:
+        handles, starts = self._handles, _Hook(self._model_starts)
+        handles.append(model.register_forward_pre_hook(starts, with_kwargs=True))
         by_module: dict[nn.Module, list[Layer]] = {}
         for layer in layers:
-            for module in layer.watched_in:
-                handles += self._watch_in(module, layer)
+            self._watch_at((layer, module) for module in layer.watched_in)
             if not layer.watched_in:
                 by_module.setdefault(layer.module, []).append(layer)
         for module, own in by_module.items():
@@ -186,19 +184,6 @@ class Capture:
                 handles.append(module.register_forward_hook(_Hook(self._exit), always_call=True))
         # Last, since the model may itself be a layer.
         handles.append(model.register_forward_hook(_Hook(self._model_ends), always_call=True))
-        return handles
-
-    def _watch_in(self, module: nn.Module, layer: Layer) -> list[Any]:
-        """Watch a layer's calls in a module; return the hooks of a module that had none."""
-        self._since[module, layer.weight] = next(NUMBERS)
-        watched = self._watched.setdefault(module, [])
-        watched.append(layer)
-        if len(watched) > 1:
-            return []
-        return [
-            module.register_forward_pre_hook(_Hook(self._watch_calls)),
-            module.register_forward_hook(_Hook(self._exit), always_call=True),
-        ]
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_data_parallel(module)
@@ -217,8 +202,17 @@ class Capture:
         self._watch_at(self.uses.noted())
 
     def _watch_at(self, places: Iterable[tuple[Layer, nn.Module]]) -> None:
+        """Watch layers' calls in modules, if they are not watched yet."""
         for layer, module in places:
-            self._handles += self._watch_in(module, layer)
+            watched = self._watched.setdefault(module, [])
+            if layer in watched:
+                continue
+            if not watched:
+                hooks = _Hook(self._watch_calls), _Hook(self._exit)
+                self._handles.append(module.register_forward_pre_hook(hooks[0]))
+                self._handles.append(module.register_forward_hook(hooks[1], always_call=True))
+            self._since[module, layer.weight] = next(NUMBERS)
+            watched.append(layer)
 
     def look_around(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Watch calls of these layers, of which no call was seen, in all modules around them."""
@@ -235,9 +229,8 @@ class Capture:
 
     def reset(self) -> None:
         """Start anew after a step, which has consumed the statistics."""
-        self._passes.break_off()
+        self.break_off()
         self._passes.close_loose()
-        self.shared.clear()
         self.backwards = self.draws = 0
         self.tapped = self.ran = False
         self.errors.error = None
@@ -381,21 +374,22 @@ class Capture:
         gathers = gathers and not paused
         if counts and not paused:
             forward_pass = self._passes.current(layer, x)
-            here = passage(layer, forward_pass, covers, outer)
+            call = Call(layer, forward_pass, covers, blocks, outer)
             if not gathers and not checkpointed:
-                self._watch(here, output)
+                self._watch(call, output)
                 return output
             if gathers:
                 part = layer.part(x, output, self.sample)
-                whole = covers[0] and self.witness.watches(layer, forward_pass, here.anchor)
+                whole = covers[0] and self.witness.watches(layer, forward_pass, call.anchor)
             order = layer.sequence_first(x)
             if order is not None and forward_pass.examples == order[0] != order[1]:
                 # K counts positions as examples. A model may take examples first and transpose
                 # them itself: then K is right.
                 self.misread = self.misread or (layer.name, *order)
-            record = functools.partial(self._backward, Call(here, blocks, part, gathers))
+            call.part, call.gathers = part, gathers
+            record = functools.partial(self._backward, call)
         whole = whole or checkpointed
-        kept = layer.needs_input(covers) and (gathers or checkpointed)
+        kept = covers[0] and (gathers or checkpointed)
         if kept and gathers and layer.reads_dense_only:
             check_layout(layer, x)
         held = as_used(layer, x, WHOLE if whole else part) if kept else None
@@ -407,7 +401,7 @@ class Capture:
         with untouched:
             return Tap.apply(output, held, record, probe, layer.unseen_output)
 
-    def _watch(self, passage: Passage, output: Tensor) -> None:
+    def _watch(self, call: Call, output: Tensor) -> None:
         """Notice a backward pass without a tap, in a quarter of a tap's time.
 
         The hook sits on a view's base: a view that is changed in place leaves its own node.
@@ -415,29 +409,29 @@ class Capture:
         base = output._base if output._is_view() else output
         node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
         assert node is not None
-        node.register_prehook(functools.partial(self._notice, passage))
+        node.register_prehook(functools.partial(self._notice, call))
 
     # ---- the backward pass ----
 
     @torch.compiler.disable  # as Tap's
-    def _notice(self, passage: Passage, grads: Any) -> None:
-        if self._drawing is not None or passage.forward_pass.reached == graph_task():
+    def _notice(self, call: Call, grads: Any) -> None:
+        if self._drawing is not None or call.forward_pass.reached == graph_task():
             return
-        if accumulates_into(passage.anchor):
+        if accumulates_into(call.anchor):
             with self._lock:
-                self._reach(passage)
-                self._sums.add(passage.layer, passage.forward_pass, passage.covers, None)
+                self._reach(call)
+                self._sums.add(call.layer, call.forward_pass, call.covers, None)
 
     def _backward(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         with self.errors:
             self._record(call, x, grad)
 
     def _record(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
-        passage, drawing, drawn = call.passage, self._drawing, call.drawn
-        if drawing is None and not accumulates_into(passage.anchor):
+        drawing, drawn = self._drawing, call.drawn
+        if drawing is None and not accumulates_into(call.anchor):
             return
-        layer, covers, device = passage.layer, passage.covers, grad.device.type
-        dtype = torch.promote_types(passage.own.dtype, torch.float32)
+        layer, covers, device = call.layer, call.covers, grad.device.type
+        dtype = torch.promote_types(call.own.dtype, torch.float32)
         how = PassSettings(self._reduce, dtype, call.blocks, call.part)
         precision = full_precision(self._precision)
         with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
@@ -445,9 +439,9 @@ class Capture:
                 if call.gathers:
                     known_a = None if drawn.moments is None else drawn.moments.a
                     of_draw = layer.moments(x, grad, covers, how, known_a)
-                    drawing[drawn] = passage.forward_pass, of_draw
+                    drawing[drawn] = call.forward_pass, of_draw
                 return
-            self._reach(passage)
+            self._reach(call)
             moments = None
             if call.gathers and drawn.ever:
                 moments = drawn.take()
@@ -457,23 +451,23 @@ class Capture:
                 unit = None if scaled else unit_of(grad)
                 rows = grad if unit is None else grad / unit
                 moments = layer.moments(x, rows, covers, how)._replace(unit=unit)
-            self._sums.add(layer, passage.forward_pass, covers, moments, drawn.ever)
+            self._sums.add(layer, call.forward_pass, covers, moments, drawn.ever)
             if call.gathers and covers[0]:
-                self.witness.add(layer, passage, x, grad, call.blocks)
+                self.witness.add(call, x, grad)
 
-    def _reach(self, passage: Passage) -> None:
+    def _reach(self, call: Call) -> None:
         """Note that a pass that trains comes to a layer."""
         self.backwards += 1
         self._passes.close_loose()
-        layer, gradient = passage.layer.primary, (passage.own, passage.anchor)
-        passage.forward_pass.reached = task = graph_task()
-        if passage.outer is not None:
-            task = passage.outer
+        layer, gradient = call.layer.primary, (call.own, call.anchor)
+        call.forward_pass.reached = task = graph_task()
+        if call.outer is not None:
+            task = call.outer
         # Every use of a layer in one pass meets the same missing gradient: the first drops.
         if not self._has_gradient(*gradient) and self._begun.get(layer) != task:
             self._begun[layer] = task
             self._sums.drop(layer)
-            if passage.outer is None and (task is None or task != self._looked):
+            if call.outer is None and (task is None or task != self._looked):
                 self._looked = task  # once a pass: the next pass drops what a hook clears in it
                 self._drop_gone(task)
         self._added[layer] = gradient

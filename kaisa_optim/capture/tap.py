@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..comm.sharding import gathered_in, is_sharded
 from ..layers import Layer, Moments
-from ..layers.sampling import Part
+from ..layers.sampling import WHOLE, Part
 from .forward_pass import ForwardPass
 
 Covers = tuple[bool, bool]
@@ -74,26 +74,30 @@ class Drawn:
         return moments
 
 
-class Passage(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Call:
     """One call of a layer in a forward pass, as its backward pass has to know it."""
 
     layer: Layer
     forward_pass: ForwardPass
-    anchor: Tensor  # the parameter that its gradients go to
-    own: Tensor  # that parameter, or the sharded one that it stands for
     covers: Covers
-    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
-
-
-@dataclasses.dataclass(eq=False)
-class Call:
-    """The facts of one call of a layer that its moments need, beside input and gradient."""
-
-    passage: Passage
     blocks: slice
-    part: Part
-    gathers: bool
+    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
+    part: Part = WHOLE
+    gathers: bool = False
     drawn: Drawn = dataclasses.field(default_factory=Drawn)
+
+    def __post_init__(self) -> None:
+        own = self.layer.weight if self.covers[0] else self.layer.bias
+        assert own is not None
+        # The parameter that its gradients go to, and that parameter or the sharded one that it
+        # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
+        self.anchor: Tensor = own
+        self.own: Tensor = own
+        if is_sharded(own):
+            whole = gathered_in(self.layer.module, self.layer.names[not self.covers[0]], own)
+            assert whole is not None
+            self.anchor = whole
 
 
 def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
@@ -118,19 +122,6 @@ def is_substituted(module: nn.Module, layer: Layer) -> bool:
     if "weight" in module._parameters:
         return module._parameters["weight"] is not layer.weight
     return is_parametrized(module, "weight")
-
-
-def passage(layer: Layer, forward_pass: ForwardPass, covers: Covers, outer: int | None) -> Passage:
-    """Return the passage with the parameter into which this forward's backward accumulates."""
-    own = layer.weight if covers[0] else layer.bias
-    assert own is not None
-    anchor: Tensor = own
-    if is_sharded(own):
-        # While a layer runs, the whole parameter stands in the place of its sharded one.
-        whole = gathered_in(layer.module, layer.names[not covers[0]], own)
-        assert whole is not None
-        anchor = whole
-    return Passage(layer, forward_pass, anchor, own, covers, outer)
 
 
 class FirstError:

@@ -20,12 +20,11 @@ class Uses:
 
     def __init__(self, layers: list[Layer], passes: ForwardPasses) -> None:
         self._passes = passes
-        self._watched = {layer: layer.watched_in for layer in layers}
         # Layers whose uses are looked for in the passes of the next step that gathers.
         self.sought = {layer for layer in layers if not layer.intercepts()}
         self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
         self.searched = False  # whether a pass since the last step was searched
-        self._noted: dict[Layer, dict[nn.Module, None]] = {}
+        self._noted: dict[tuple[Layer, nn.Module], None] = {}
 
     def search(self, tap: Callable[..., Tensor]) -> Scope:
         """Return a scope for the whole model's forward that taps other uses, and notes them."""
@@ -43,35 +42,27 @@ class Uses:
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
-        self._noted.setdefault(layer, {})[next(running_modules())] = None
+        self._noted[layer, next(running_modules())] = None
 
-    def noted(self) -> Iterator[tuple[Layer, nn.Module]]:
-        """Yield layers with modules that are to be watched from now on."""
-        uses, self._noted = self._noted, {}
-        for layer, modules in uses.items():
-            yield from self._new(layer, modules)
+    def noted(self) -> Iterable[tuple[Layer, nn.Module]]:
+        """Return layers with modules that are to be watched from now on."""
+        noted, self._noted = self._noted, {}
+        return noted
 
     def around(
         self, model: nn.Module, layers: Iterable[Layer]
     ) -> Iterator[tuple[Layer, nn.Module]]:
-        """Yield layers with all modules around their own, where they are not watched yet.
+        """Yield layers with all modules around their own.
 
         A search sees the model's own calls alone, and users may call its parts.
         """
         paths: dict[nn.Module, str] = {}
         for layer in layers:
             paths = paths or {module: name for name, module in model.named_modules()}
-            names, path = [], paths.get(layer.module, "")
+            path = "" if layer.intercepts() else paths.get(layer.module, "")
             while path:
                 path = path.rpartition(".")[0]
-                names.append(path)
-            if not layer.intercepts():
-                yield from self._new(layer, map(model.get_submodule, names))
-
-    def _new(self, layer: Layer, modules: Iterable[nn.Module]) -> Iterator[tuple[Layer, nn.Module]]:
-        new = tuple(module for module in modules if module not in self._watched[layer])
-        self._watched[layer] += new
-        yield from ((layer, module) for module in new)
+                yield layer, model.get_submodule(path)
 
     def reset(self) -> None:
         """End the search with the step whose passes were searched."""

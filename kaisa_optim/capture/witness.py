@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.sharding import is_sharded
 from ..layers import Layer
 from .forward_pass import ForwardPass, graph_task
-from .tap import Covers, FirstError, Passage, accumulates_into
+from .tap import Call, FirstError, accumulates_into
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -42,15 +42,16 @@ class _Seen:
         self.made = {part: torch.zeros_like(like, dtype=dtype) for part, like in both}
         self.rounding = [matrix.new_zeros((), dtype=dtype) for _ in (0, 1)]
 
-    def add(self, call: Layer, x: Tensor, grad: Tensor, covers: Covers, blocks: slice) -> bool:
+    def add(self, call: Call, x: Tensor, grad: Tensor) -> bool:
         """Add a call's Σ g aᵀ; return False if its kind does not tell."""
-        part = call.gradient(x, grad)
+        use, blocks = call.layer, call.blocks
+        part = use.gradient(x, grad)
         if part is None:
             return False
         norm = x.float().norm() if x.is_floating_point() else max(1, x.numel()) ** 0.5
-        self._add(0, part.mT if call.crossed else part, x, grad, norm, blocks)
-        if covers[1] and call.adds_bias:
-            rows = call.output_rows(x, grad).flatten(1, 2)
+        self._add(0, part.mT if use.crossed else part, x, grad, norm, blocks)
+        if call.covers[1] and use.adds_bias:
+            rows = use.output_rows(x, grad).flatten(1, 2)
             of_bias = rows.sum(1, dtype=self.made[1].dtype)
             self._add(1, of_bias, x, grad, rows.shape[1] ** 0.5, blocks)
         return True
@@ -141,21 +142,21 @@ class Witness:
                 self.handles.append(parameter.register_hook(hook))
                 self._waiting.add((layer, part))
 
-    def add(self, call: Layer, here: Passage, x: Tensor | None, grad: Tensor, at: slice) -> None:
-        """Add the rows of a call, of some blocks, to those of its backward pass."""
-        layer = call.primary
+    def add(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
+        """Add the rows of a call to those of its backward pass."""
+        layer = call.layer.primary
         if (layer, 0) not in self._waiting:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            compares = self._compares(layer, here.forward_pass)
-            self._seen[key] = _Seen(layer, here.anchor) if compares else None
+            compares = self._compares(layer, call.forward_pass)
+            self._seen[key] = _Seen(layer, call.anchor) if compares else None
             if compares:
-                self._compared[layer] = here.forward_pass
+                self._compared[layer] = call.forward_pass
         seen = self._seen[key]
         if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
             self._results.setdefault(layer, []).append((torch.ones(()), None))
-        elif seen is not None and (x is None or not seen.add(call, x, grad, here.covers, at)):
+        elif seen is not None and (x is None or not seen.add(call, x, grad)):
             self._seen[key] = None
 
     def compare(self, layer: Layer, part: int, grad: Tensor) -> None:
@@ -182,7 +183,12 @@ class Witness:
             return
         else:
             share = seen.share(part, whole)
-        self._results.setdefault(layer, []).append(_sent(share))
+        arrives = None
+        if share.device.type == "cuda":  # on its way to the host, without a wait
+            host = torch.empty(share.shape, dtype=share.dtype, device="cpu", pin_memory=True)
+            share = host.copy_(share, non_blocking=True)
+            arrives = torch.cuda.current_stream(whole.device).record_event()
+        self._results.setdefault(layer, []).append((share, arrives))
 
     def settle(self) -> set[Layer]:
         """Read what was compared since the last step; return layers to look for once more."""
@@ -228,12 +234,3 @@ def _compare(witness: Any, layer: Any, part: int, grad: Tensor) -> None:
     if compared is not None and of is not None:
         with compared.errors:
             compared.compare(of, part, grad)
-
-
-def _sent(share: Tensor) -> tuple[Tensor, Any]:
-    """Return a share on its way to the host, and the event of its arrival, if there is one."""
-    if share.device.type != "cuda":
-        return share, None
-    host = torch.empty(share.shape, dtype=share.dtype, device="cpu", pin_memory=True)
-    host.copy_(share, non_blocking=True)
-    return host, torch.cuda.current_stream(share.device).record_event()

@@ -218,10 +218,6 @@ class Layer:
             raise invalid("example_dim", dim, must)
         return part
 
-    def needs_input(self, covers: tuple[bool, bool]) -> bool:
-        """Return whether statistics need the module's input in the backward pass."""
-        return covers[0]
-
     # ---- moments of rows; a kind that knows a shorter way overrides them ----
 
     def moments(
@@ -463,8 +459,10 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
     """Return a module's registered kind, or ``None``; no kind covers an overridden forward."""
     for cls in type(module).__mro__:
         kind = _registered(cls)
-        if kind is not None:
-            return kind if _runs_as(module, cls) else None
+        if kind is not None:  # weight standardization overrides _conv_forward
+            names = [] if "forward" in vars(module) else ["forward", "_conv_forward"]
+            same = [getattr(type(module), x, None) is getattr(cls, x, None) for x in names]
+            return kind if same and all(same) else None
     return None
 
 
@@ -475,11 +473,3 @@ def inherited_kind(module: nn.Module) -> type[Layer] | None:
 
 def _registered(cls: type) -> type[Layer] | None:
     return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__name__}")
-
-
-def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Return whether a module's forward is its class's own, not a subclass's or its instance's."""
-    if "forward" in vars(module):
-        return False
-    names = ("forward", "_conv_forward")  # weight standardization overrides _conv_forward
-    return all(getattr(type(module), n, None) is getattr(cls, n, None) for n in names)

@@ -19,6 +19,7 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
         self.in_shape = (module.num_embeddings,)
         self.outputs = module.embedding_dim
+        self.padding = module.padding_idx
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -33,10 +34,6 @@ class EmbeddingLayer(Layer):
         """Return the tokens as ``[batch, positions]``."""
         return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], x.shape[1:].numel())
 
-    def _padding(self) -> int | None:
-        assert isinstance(self.module, nn.Embedding)
-        return self.module.padding_idx
-
     def example_dim(self, output: Tensor) -> int | None:
         return 0 if output.dim() > 1 else None
 
@@ -44,7 +41,7 @@ class EmbeddingLayer(Layer):
         assert x is not None
         tokens = self._tokens(x)
         rows = grad.reshape(1, *tokens.shape, self.outputs)
-        padding = self._padding()
+        padding = self.padding
         # No gradient reaches the padding vector: such a row is zero on both sides.
         return rows if padding is None else rows * (tokens != padding)[None, :, :, None]
 
@@ -71,7 +68,7 @@ class EmbeddingLayer(Layer):
             value = _occurrences(tokens).to(dtype) / tokens.shape[1] ** 2
         else:
             value = tokens.new_ones(tokens.shape, dtype=dtype)
-        padding = self._padding()
+        padding = self.padding
         if padding is not None:
             value = value * (tokens != padding)
         moment = torch.zeros(self.inputs, dtype=dtype, device=x.device)

@@ -9,13 +9,6 @@ from torch import Tensor, nn
 from .base import _KINDS, Layer, register_layer
 
 
-def as_sequences(tensor: Tensor) -> Tensor:
-    """Return ``[batch, ..., features]`` (or one example) as ``[1, batch, positions, features]``."""
-    if tensor.dim() == 1:
-        tensor = tensor[None]
-    return tensor.reshape(1, tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
-
-
 class SequenceRows(Layer):
     """Rows of a product with a matrix: the last dimension holds the features."""
 
@@ -24,10 +17,12 @@ class SequenceRows(Layer):
     reads_input = False
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return as_sequences(x)
+        return SequenceRows.output_rows(self, None, x)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        return as_sequences(grad)
+        # [batch, ..., features], or one example.
+        grad = grad[None] if grad.dim() == 1 else grad
+        return grad.reshape(1, grad.shape[0], grad.shape[1:-1].numel(), grad.shape[-1])
 
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1

@@ -174,14 +174,11 @@ class TableUse(Use, EmbeddingLayer):
 
     def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
-        self._padding_row = padding
+        self.padding = padding
 
     def _tokens(self, x: Tensor) -> Tensor:
         # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
         return super()._tokens(x).remainder(self.inputs)
-
-    def _padding(self) -> int | None:
-        return self._padding_row
 
     def input_moment(
         self,

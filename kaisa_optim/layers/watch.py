@@ -37,12 +37,6 @@ class Found(NamedTuple):
     whole: Tensor  # the parameter, or a tensor that stands in for it; ``view`` is a view of it
     view: Tensor
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the view is the parameter as it is."""
-        same = self.view.shape == self.whole.shape and self.view.stride() == self.whole.stride()
-        return self.view is self.whole or same
-
 
 class Scope:
     """The layers that are watched in one call of a module, and the tap for their uses."""
@@ -401,9 +395,11 @@ def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     bias = mode.find(_argument(args, kwargs, 2, "bias"))
-    if found is None or not isinstance(found.layer, ConvLayer) or not found.is_whole:
+    if found is None or not isinstance(found.layer, ConvLayer):
         return out
-    layer, module = found.layer, found.layer.module
+    layer, module, view, whole = found.layer, found.layer.module, found.view, found.whole
+    if view.shape != whole.shape or view.stride() != whole.stride():
+        return out
     if layer.bias is not None and (bias is None or bias.layer is not layer):
         return out
     geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}

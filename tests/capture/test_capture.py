@@ -524,39 +524,18 @@ class OwnUses(nn.Module):
         return self.gamma * self.run(self.outer, x)
 
 
-def own_uses(run: Callable[..., Tensor] | None) -> tuple[nn.Module, Any]:
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), OwnUses(*filter(None, [run]))))
-    opt = exact(net, factor_update_steps=2, inv_update_steps=2)
-    for i in range(4):  # steps that are due for statistics and steps that are not
-        opt.zero_grad()
-        for size in (3, 2):
-            (loss_of(net(normal(size, 3, 4, seed=i))) / 2).backward()
-        opt.step()
-    return net, opt
+POLICIES = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_forward_may_checkpoint_uses_of_its_own_parameters(whole):
-    def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if part.__name__ == "outer" and not whole:
-            return part(x)
-        return checkpoint(part, x, use_reentrant=False)
-
-    found, plain = own_uses(run), own_uses(None)
-    for name, p in plain[0].named_parameters():
-        assert_close(found[0].get_parameter(name), p, 1e-9, name)
-    assert_same(found, plain, list(plain[1].preconditioner.layers))
-    assert set(found[1].preconditioner.coverage().left) == {"1.gamma"}
-
-
-@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_selective_checkpoints_of_own_parameters_keep_the_gradients(policy):
-    """Their operations are counted, and the tap's own must not be among them."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
+    """A tap's tensors and operations must not be among those that checkpoints count."""
 
     def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if part.__name__ == "inner":
-            return part(x)
-        return checkpoint(part, x, use_reentrant=False, context_fn=contexts)
+            return part(x) if policy else checkpoint(part, x, use_reentrant=False)
+        how = {"context_fn": contexts} if policy else {}
+        return checkpoint(part, x, use_reentrant=False, **how)
 
     def contexts():
         return create_selective_checkpoint_contexts(lambda *_, **__: policy)

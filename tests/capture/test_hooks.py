@@ -314,9 +314,9 @@ def test_layers_that_do_not_gather_are_watched_where_k_counts_their_passes(monke
     watched = []
     real = Capture._watch
 
-    def watch(capture: Capture, passage: Any, output: Tensor) -> None:
-        watched.append(passage.layer.name)
-        real(capture, passage, output)
+    def watch(capture: Capture, call: Any, output: Tensor) -> None:
+        watched.append(call.layer.name)
+        real(capture, call, output)
 
     monkeypatch.setattr(Capture, "_watch", watch)
     for step in range(11):

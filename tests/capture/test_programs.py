@@ -120,8 +120,8 @@ def noting(seen: list[Seen]) -> AbstractContextManager[Any]:
     real = Capture._record
 
     def record(self: Capture, call: Any, x: Tensor, grad: Tensor) -> None:
-        if call.gathers and accumulates_into(call.passage.anchor):
-            layer = call.passage.layer
+        if call.gathers and accumulates_into(call.anchor):
+            layer = call.layer
             made = layer.gradient(x, grad)
             of_bias = layer.output_rows(x, grad).sum((1, 2)) * layer.adds_bias
             if layer.crossed:
