@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACMuon
+from kaisa_optim import KFACSGD
 from kaisa_optim.curvature import refresh
 from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
@@ -179,11 +180,10 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
 def drifted(options: dict[str, Any], able: int) -> float:
     """How far this rank's weights are from rank 0's, where so many of the ranks can."""
     model = network(dtype=torch.float32)
-    cls = KFACSGD if options else KFACMuon
     with mock.patch.object(
         precision, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
     ):
-        opt = cls(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
+        opt = KFACSGD(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
         train(model, opt, range(8))  # all ranks have the same batches
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     first = mine.clone()
@@ -195,7 +195,7 @@ def drifted(options: dict[str, Any], able: int) -> float:
 @pytest.mark.parametrize(
     "options",
     [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
-    ids=["eigen", "polar", "muon"],
+    ids=["eigen", "stored in half", "polar"],
 )
 @pytest.mark.parametrize("able", [0, 1, 2])
 def test_ranks_multiply_in_bfloat16_only_together(options, able):
@@ -237,9 +237,8 @@ def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **EVERY_STEP),
         lambda m: KFACSGD(m, lr=0.1, damping=1e-4, **ALWAYS["inverse"]),
         lambda m: KFACSGD(m, lr=0.1, **ALWAYS["polar"]),
-        lambda m: KFACMuon(m, lr=0.01),
     ],
-    ids=["eigen", "inverse", "polar", "muon"],
+    ids=["eigen", "inverse", "polar"],
 )
 def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
     """Some call it there; torch's own steps are elementwise, and so have nothing to cast."""
@@ -582,6 +581,23 @@ def test_a_broken_input_leaves_the_averages_clean(value, feature):
         assert_same(factors(opt), kept)
 
 
+def test_a_root_after_broken_first_statistics_is_that_of_a_fresh_run():
+    how = {"lr": 0.0, **ALWAYS["polar"]}
+    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
+    opt, fresh = KFACSGD(model, **how), KFACSGD(other, **how)
+    backward(model, 0, lambda loss: loss * math.nan)
+    for p in model.parameters():
+        p.grad.zero_()
+    with pytest.warns(UserWarning, match="not finite have been left out for") as record:
+        opt.step()
+    assert len(record) == 1
+    train(model, opt, [0])  # inputs were finite in the first step, too
+    train(other, fresh, [0])
+    for name in ("0", "2"):
+        assert_near(state_of(opt, name), state_of(fresh, name), rtol=1e-4, atol=1e-5)
+    assert opt.preconditioner.metrics()["failures"] == 0
+
+
 @pytest.mark.filterwarnings("ignore:statistics that were not finite")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method):
@@ -591,9 +607,7 @@ def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method)
     )
     overflow(model, 0)
     before = values(model)
-    with pytest.warns(UserWarning, match="failed, 1 in a row; its raw gradient") as record:
-        opt.step()
-    assert len(record) == 3  # of each layer, and of what was left out
+    opt.step()
     moved = difference(before, model)
     for name, p in model.named_parameters():
         assert_near(moved[name], p.grad, rtol=1e-4, atol=1e-6)
@@ -603,11 +617,11 @@ def test_a_layer_whose_first_statistics_are_broken_uses_its_raw_gradient(method)
         warnings.simplefilter("error")
         train(model, opt, [1])
     for name in ("0", "2"):
-        wanted = expected(opt, name, method, 0.1 * AFTER_A_FAILURE[method])
+        wanted = expected(opt, name, method, 0.1)
         assert_near(moved_matrix(before, model, name).double(), wanted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:the decomposition", "ignore:statistics that were not finite")
+@pytest.mark.filterwarnings("ignore:statistics that were not finite")
 def test_broken_statistics_for_ever_raise():
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=1e-9, compute_method="eigen", max_failures=2)
@@ -889,7 +903,7 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(choice, settings, mo
     CHOICES[choice]()
     chosen = snapshot()
     model = network(dtype=torch.float32)
-    opt = KFACMuon(model, lr=0.01)
+    opt = KFACSGD(model, lr=0.01)
     train(model, opt, range(1))
     with torch.autocast("cpu", torch.bfloat16):
         opt.step()
