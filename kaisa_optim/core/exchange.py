@@ -62,13 +62,13 @@ def reduce_to_owners(
     ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
 ) -> Iterator[dict[Key, Tensor]]:
     """Yield new values of the factors that this rank owns, as they arrive."""
-    sums.mix(layers, agreed, functools.partial(ranks.sum_on_device, kind="factors"))
+    sums.mix(layers, agreed, functools.partial(ranks.reduce_on_device, kind="factors"))
     if ranks.world == 1:
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
         return
     if sums.units:
-        sums.level(layers, functools.partial(ranks.largest, kind="factors"))
+        sums.level(layers, functools.partial(ranks.reduce_on_device, kind="factors", op="MAX"))
     items = [
         ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
         for layer in layers
@@ -98,7 +98,7 @@ def damping_shifts(
     """Return the damping of each factor's diagonal, on all ranks."""
     means = rule.means(owned, layers)
     if registry.placements.splits_owners:  # each owner needs the other owner's mean
-        means = [ranks.sum_on_device(both, "second_order") for both in means]
+        means = [ranks.reduce_on_device(both, "second_order") for both in means]
     return rule.shifts(layers, damping_of, means)
 
 
