@@ -426,6 +426,20 @@ def test_the_refresh_after_a_failure_is_in_float64_with_more_damping(method, pla
             assert [float(x) for x in planted.dampings] == pytest.approx(dampings)
 
 
+@pytest.mark.filterwarnings("ignore:the decomposition")
+def test_a_device_without_float64_is_refreshed_in_float32_after_a_failure(
+    method, planted, monkeypatch
+):
+    monkeypatch.setattr(refresh, "WITHOUT_DOUBLES", {"cpu"})
+    model, opt, *_ = pair_of_runs(method, planted)
+    train(model, opt, [0])
+    planted.fails = lambda matrices: size_of(matrices) == 7
+    train(model, opt, [1])
+    planted.fails, planted.seen = (lambda matrices: False), []
+    train(model, opt, [2])
+    assert {m.dtype for m in planted.seen} == {torch.float32}
+
+
 def test_training_never_ends_for_a_root_that_fails(method, planted):
     model, opt, *_ = pair_of_runs(method, planted)
     planted.fails = lambda matrices: size_of(matrices) == 7
