@@ -163,21 +163,12 @@ class Ranks:
         self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
         return total
 
-    def sum_on_device(self, numbers: Tensor, kind: str) -> Tensor:
-        """Return sums over all ranks of a few numbers on their device; the host does not wait."""
+    def reduce_on_device(self, numbers: Tensor, kind: str, op: str = "SUM") -> Tensor:
+        """Reduce a few numbers over all ranks, in place on their device; the host does not wait."""
         if self.world == 1:
             return numbers
         with _named(f"exchanging {kind}"):
-            dist.all_reduce(numbers, group=self.group)
-        self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
-        return numbers
-
-    def largest(self, numbers: Tensor, kind: str) -> Tensor:
-        """Return the largest of a few numbers on any rank, in place; the host does not wait."""
-        if self.world == 1:
-            return numbers
-        with _named(f"exchanging {kind}"):
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(numbers, op=getattr(dist.ReduceOp, op), group=self.group)
         self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
         return numbers
 

@@ -65,8 +65,8 @@ def reduce_to_owners(
     tied = [layer for layer in layers if layer.name in agreed.crossed]
     leveled = tied if ranks.world == 1 else layers
     if sums.units and leveled:
-        sums.level(leveled, functools.partial(ranks.largest, kind="factors"))
-    sums.mix(tied, agreed, functools.partial(ranks.sum_on_device, kind="factors"))
+        sums.level(leveled, functools.partial(ranks.reduce_on_device, kind="factors", op="MAX"))
+    sums.mix(tied, agreed, functools.partial(ranks.reduce_on_device, kind="factors"))
     if ranks.world == 1:
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
@@ -100,7 +100,7 @@ def damping_shifts(
     """Return the damping of each factor's diagonal, on all ranks."""
     means = rule.means(owned, layers)
     if registry.placements.splits_owners:  # each owner needs the other owner's mean
-        means = [ranks.sum_on_device(both, "second_order") for both in means]
+        means = [ranks.reduce_on_device(both, "second_order") for both in means]
     return rule.shifts(layers, damping_of, means)
 
 

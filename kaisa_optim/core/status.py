@@ -22,6 +22,7 @@ from ..plan.step_plan import (
     REJECTED,
     SIDES,
     AgreedStep,
+    LayerState,
     RefreshReport,
     StepPlan,
     StepReport,
@@ -287,19 +288,20 @@ class Status:
         if failed:
             agreement.raise_together(self._ranks, report.error, "decomposing factors")
         agreed, states = RefreshReport.of(plan.refresh, flags), self._registry.states
-        lost = agreed.failed | agreed.empty
         for name in plan.refresh:
             state = states[name]
             if name in agreed.empty:
                 state.reset()
-            if name in lost:
+                state.empties += 1
+                _end_after(f"the refresh of layer {name!r} failed", state, max_failures)
+            elif name in agreed.failed:
                 kept = "its older state" if state.has_state else "its raw gradient"
-                if from_identity and not state.has_state and name not in agreed.empty:
+                if from_identity and not state.has_state:
                     kept, state.has_state = "the identity", True
                 self._count_failure(name, max_failures, kept)
             else:
                 state.has_state = True
-                state.failures = 0
+                state.failures = state.empties = 0
                 state.refreshes += 1
                 state.refreshed = plan.number
         for name in agreed.rejected:
@@ -315,15 +317,10 @@ class Status:
         state = self._registry.states[name]
         state.failures += 1
         state.failed += 1
-        text = f"the decomposition of layer {name!r} failed, {state.failures} in a row"
-        if max_failures is not None and state.failures > max_failures:
-            raise RuntimeError(
-                f"{text} (max_failures={max_failures}): its statistics are not finite or "
-                "too ill-conditioned; look for a loss that is not finite and for diverging "
-                "activations, raise damping or skip the layer with skip_layers"
-            )
-        text = f"{text}; {kept} stays in use. See whether the loss is finite"
-        agreement.warn(self._ranks, text)
+        text = f"the decomposition of layer {name!r} failed"
+        _end_after(text, state, max_failures)
+        text = f"{text}, {state.failures} in a row; {kept} stays in use"
+        agreement.warn(self._ranks, f"{text}. See whether the loss is finite")
 
     # ---- after a load ----
 
@@ -381,3 +378,14 @@ class Status:
             if failures:
                 state.failures = round(failures / world)
         return absent, uneven, in_part, lacking > 0
+
+
+def _end_after(text: str, state: LayerState, max_failures: int | None) -> None:
+    """Raise if more refreshes in a row failed than the user allows."""
+    count = state.failures + state.empties
+    if max_failures is not None and count > max_failures:
+        raise RuntimeError(
+            f"{text}, {count} in a row (max_failures={max_failures}): its statistics are not "
+            "finite or too ill-conditioned; look for a loss that is not finite and for diverging "
+            "activations, raise damping or skip the layer with skip_layers"
+        )

@@ -1,8 +1,8 @@
 """Refreshes: owners decompose the running averages.
 
-If a decomposition fails, the older state stays, and the layer's next refresh uses float64 and more
-damping. On a GPU, no host waits for damped inverses and roots, where there is an older state: all
-ranks learn of a failure in the next step's exchange.
+If a decomposition fails, the older state stays, and the layer's next refresh uses float64, and more
+damping where the rule damps factors. On a GPU, no host waits for damped inverses and roots, where
+there is an older state: all ranks learn of a failure in the next step's exchange.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg.precision import full_precision
+from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
 from ..plan.step_plan import FAILED, REJECTED, RefreshReport, StepPlan
 from ..stages import stage
@@ -127,8 +128,9 @@ class Refresher:
         average = own["average"][slots].to(stack.key.dtype)
         shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
         if again:
-            average = average.double()
-            shift = None if shift is None else _MORE_DAMPING * shift.double()
+            if stack.key.device.type not in WITHOUT_DOUBLES:
+                average = average.double()
+            shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
         solve, diagonal = self._rule.solve, stack.key.diagonal
         results, good = attempt(average, shift, solve, diagonal=diagonal)
         all_good = not attempts and bool(good.all())

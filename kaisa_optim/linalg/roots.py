@@ -23,7 +23,7 @@ _POLYNOMIALS: tuple[Polynomial, ...] = (
 # Largest singular value at the start. Polynomials soon leave all bounds beyond 1.001.
 _BELOW_ONE = 0.999
 _TOLERANCE = 0.1  # largest residual of good roots
-_WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
+WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -82,7 +82,7 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     Rounding F̂ to float32 would change its smallest eigenvalues, by a tenth where the condition
     number is 1e6.
     """
-    exact = factors if factors.device.type in _WITHOUT_DOUBLES else factors.double()
+    exact = factors if factors.device.type in WITHOUT_DOUBLES else factors.double()
     mean = mean_eigenvalue(exact, diagonal=diagonal)
     # A negative mean must not make a factor definite.
     zero = mean.abs() <= least(factors.dtype)

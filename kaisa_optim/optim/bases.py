@@ -100,10 +100,11 @@ class BaseStep:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p in ready and self.spreads(group, optimizer.state[p]):
-                    here = optimizer.state[p].get(self.momentum) if p in mine else None
-                    shape = p.shape if p in mine else (0,)
-                    room = torch.zeros(shape, dtype=p.dtype, device=p.device)
-                    found[p] = room if here is None else here
+                    momentum = optimizer.state[p].get(self.momentum) if p in mine else None
+                    if momentum is None:
+                        shape = p.shape if p in mine else (0,)
+                        momentum = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                    found[p] = momentum
         return found
 
     def open(

@@ -23,6 +23,7 @@ class LayerState:
     has_average: bool = False
     has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # decompositions that failed in a row
+    empties: int = 0  # refreshes since the last good one without finite statistics
     failed: int = 0  # decompositions that failed in all
     refreshes: int = 0  # refreshes that were done
     refreshed: int = -1  # the step of the last one
@@ -196,7 +197,7 @@ class StepPlan:
     refresh: tuple[str, ...] = ()  # layers with a factor to refresh
     decompose: frozenset[FactorName] = frozenset()  # factors for which the host waits
     attempt: frozenset[FactorName] = frozenset()  # factors that are checked in the next step
-    again: frozenset[str] = frozenset()  # layers whose last refresh failed
+    again: frozenset[str] = frozenset()  # layers whose last decomposition failed
     precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
 
     @property

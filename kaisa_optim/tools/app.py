@@ -55,7 +55,7 @@ def faults() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         screen(stderr=True).print(Text("error:", "red"), str(error), soft_wrap=True)
         raise typer.Exit(WRONG) from None
-    except (Exception, SystemExit):  # a factory may exit, too, with any status
+    except Exception:
         traceback.print_exc()
         raise typer.Exit(FAILED) from None
 

@@ -15,6 +15,10 @@ from torch import nn
 from ..errors import invalid, invalid_because
 
 
+class FactoryError(RuntimeError):
+    """A factory's own failure, whatever it raised."""
+
+
 def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
     """Return a factory's model on the meta device, and its batch or ``None``.
 
@@ -42,8 +46,11 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
     except TypeError as error:
         why = f"{target!r}: {error}; give its arguments as --arg name=value"
         raise invalid_because("factory", why) from None
-    with torch.device("meta"):
-        made = factory(**arguments)
+    try:
+        with torch.device("meta"):
+            made = factory(**arguments)
+    except (Exception, SystemExit) as error:  # a factory may exit, too, with any status
+        raise FactoryError(f"{target!r} raised {type(error).__name__}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         must = "it must return a module, or a module and a batch"

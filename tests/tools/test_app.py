@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import os
@@ -42,10 +43,10 @@ def chatty():
     return Chatty(6, 3), torch.zeros(10, 6)
 
 
-def failing(how="raise"):
+def failing(how):
     if how == "exit":
         sys.exit(1)
-    raise RuntimeError("a factory's own fault")
+    raise getattr(builtins, how)("a factory's own fault")
 
 
 def kaisa(*arguments):
@@ -116,7 +117,7 @@ def test_faults_are_one_line_and_exit_with_2(arguments, said):
     assert said in told.output and "Traceback" not in told.output
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("how", ["RuntimeError", "ValueError", "TypeError", "OSError", "exit"])
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_failing_factory_does_not_look_as_if_nothing_fits(command, how):
     factory = "tests.tools.test_app:failing"
