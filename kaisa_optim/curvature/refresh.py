@@ -1,8 +1,8 @@
 """Refreshes: owners decompose the running averages.
 
 If a decomposition fails, the older state stays, and the layer's next refresh uses float64, and more
-damping where the rule damps factors. On a GPU, no host waits for damped inverses and roots, where there is an older state: all
-ranks learn of a failure in the next step's exchange.
+damping where the rule damps factors. On a GPU, no host waits for damped inverses and roots, where
+there is an older state: all ranks learn of a failure in the next step's exchange.
 """
 
 from __future__ import annotations
