@@ -317,10 +317,10 @@ class Status:
         state = self._registry.states[name]
         state.failures += 1
         state.failed += 1
-        text = f"the decomposition of layer {name!r} failed"
-        _end_after(text, state, max_failures)
-        text = f"{text}, {state.failures} in a row; {kept} stays in use"
-        agreement.warn(self._ranks, f"{text}. See whether the loss is finite")
+        what = f"the decomposition of layer {name!r} failed"
+        _end_after(what, state, max_failures)
+        text = f"{what}, {state.failures} in a row; {kept} stays in use. See whether the loss is"
+        agreement.warn(self._ranks, f"{text} finite")
 
     # ---- after a load ----
 

@@ -50,7 +50,8 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             made = factory(**arguments)
     except (Exception, SystemExit) as error:  # a factory may exit, too, with any status
-        raise FactoryError(f"{target!r} raised {type(error).__name__}") from error
+        raised = f"the factory {target!r} raised {type(error).__name__}"
+        raise FactoryError(f"{raised}; mend what its traceback names") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         must = "it must return a module, or a module and a batch"
