@@ -199,6 +199,8 @@ class AdamStep(BaseStep):
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
     ) -> dict[Tensor, Any]:
+        if not stepped:
+            return {}
         # Each entry has a tensor of its own: a common one would count for idle parameters, too.
         entries = [optimizer.state[p] for p in stepped]
         for entry in entries:
