@@ -199,17 +199,14 @@ class AdamStep(BaseStep):
     def settings(
         self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
     ) -> dict[Tensor, Any]:
-        if not stepped:
-            return {}
-        # Each entry has a tensor of its own: a common one would count for idle parameters, too.
         entries = [optimizer.state[p] for p in stepped]
-        for entry in entries:
-            zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            if entry.setdefault("step", zero).device.type != "cpu":
-                entry["step"] = entry["step"].to("cpu", torch.float32)
-        steps = [entry["step"] for entry in entries]
-        torch._foreach_add_(steps, 1)
-        counts = list(map(int, steps))
+        counts = [int(entry.get("step", 0)) + 1 for entry in entries]
+        # Each entry gets a tensor of its own: one in common would also count for parameters that
+        # rest, and counting in place would change the state that was loaded, whose tensors torch
+        # keeps.
+        steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
+        for entry, step in zip(entries, steps, strict=True):
+            entry["step"] = step
         of_count = {count: _adam_settings(group, count) for count in set(counts)}
         return {p: of_count[count] for p, count in zip(stepped, counts, strict=True)}
 
