@@ -208,6 +208,14 @@ def differs(value: Any, default: Any) -> bool:
     return value is not default and not (plain and value == default)
 
 
+def _early(options: Options) -> tuple[int, ...]:
+    """Return early steps where the first batches' state would else be kept for long."""
+    every = options.inv_update_steps
+    seldom = not callable(every) and every >= _SELDOM
+    early = options.compute_method == "polar" or seldom
+    return EARLY if early and not options.kaisa_scaling else ()
+
+
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
@@ -406,9 +414,7 @@ class Options:
             if option.follows is not None and getattr(self, name) is None:
                 self._settle(name, option.follows(self))
         # Numbers of the steps that gather and refresh everything; a later interval changes none.
-        seldom = not callable(self.inv_update_steps) and self.inv_update_steps >= _SELDOM
-        early = (self.compute_method == "polar" or seldom) and not self.kaisa_scaling
-        self._settle("early", EARLY if early else ())
+        self._settle("early", _early(self))
         # First, since conflicts name options of the papers as remedies.
         for name, value in asked.items():
             self._refuse_without_use(name, value)

@@ -18,10 +18,7 @@ class Notes:
 
     def send(self, of: Any, numbers: Tensor) -> None:
         if numbers.device.type in WITH_STREAMS:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            host.copy_(numbers, non_blocking=True)
-            arrival = torch.cuda.current_stream(numbers.device).record_event()
-            self._arriving[of] = host, arrival
+            self._arriving[of] = _sent(numbers)
 
     def read(self, of: Any, numbers: Tensor) -> list[Any]:
         """Return the numbers as they were sent; wait for numbers that were not sent."""
@@ -33,3 +30,10 @@ class Notes:
 
     def clear(self) -> None:
         self._arriving.clear()
+
+
+def _sent(notes: Tensor) -> tuple[Tensor, Any]:
+    """Return the host tensor that the notes are copied to, and the event of their arrival."""
+    host = torch.empty(notes.shape, dtype=notes.dtype, device="cpu", pin_memory=True)
+    host.copy_(notes, non_blocking=True)
+    return host, torch.cuda.current_stream(notes.device).record_event()

@@ -203,7 +203,8 @@ class AdamStep(BaseStep):
         entries = [optimizer.state[p] for p in stepped]
         counts = [int(entry.get("step", 0)) + 1 for entry in entries]
         # Each entry gets a tensor of its own: one in common would also count for parameters that
-        # rest, and counting in place would change a loaded state, whose tensors torch keeps.
+        # rest, and counting in place would change the state that was loaded, whose tensors torch
+        # keeps.
         steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
         for entry, step in zip(entries, steps, strict=True):
             entry["step"] = step
