@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,19 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import invalid, invalid_because
-from ..plan import routes
 from ..plan.assignment import Grid
-from ..plan.routes import (
-    Bucket,
-    Moves,
-    Shard,
-    adder_to_all,
-    cargo_bytes,
-    chunks,
-    grouped,
-    owner_to_adder,
-    route,
-)
+from ..plan.routes import Bucket, cargo_bytes, chunks, grouped, in_buckets, overlaps
 
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
 
@@ -46,14 +36,14 @@ class ReduceItem(NamedTuple):
 
 
 class BroadcastItem(NamedTuple):
-    """Bytes that ``root`` sends to the other members of its group."""
+    """Bytes that their owner sends to the other members of its group."""
 
-    root: int
+    owner: int
     size: int  # bytes of all its cargo, by cargo_bytes
 
 
 class Cargo(Protocol):
-    """Tensors of an item, alike on all members: the root sends them, the others fill them."""
+    """Tensors of an item, alike on all members: the owner sends them, the others fill them."""
 
     @property
     def tensors(self) -> list[Tensor]: ...
@@ -65,7 +55,7 @@ C = TypeVar("C", bound=Cargo)
 class RankGroup(NamedTuple):
     """Ranks that share items; each item starts on one of them."""
 
-    members: Sequence[int]
+    members: Sequence[int]  # in ascending order
     items: list[BroadcastItem]
 
 
@@ -82,68 +72,25 @@ class GatherItem(NamedTuple):
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def like(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
 
 class _Flight(NamedTuple):
+    """Terms of a bucket on their way."""
+
     bucket: Bucket[ReduceItem]
     sent: Tensor  # kept alive until the exchange ends
     received: Tensor
-    scales: Tensor | None
     work: Any
-
-
-class _Added(NamedTuple):
-    bucket: Bucket[ReduceItem]
-    part: Tensor  # the sum of this rank's share of the bucket
-    scales: Tensor | None
-
-
-class _Move(NamedTuple):
-    """Parts of a flat buffer that are on their way in from other ranks."""
-
-    flat: Tensor
-    parts: list[tuple[int, int]]  # ranges of the buffer that the received bytes fill
-    received: Tensor
-    sent: Tensor  # kept alive until the work is done
-    work: Any
-    kind: str
-
-    def finish(self) -> None:
-        """Wait for the bytes, and put them into the buffer."""
-        with _named(f"receiving {self.kind}"):
-            self.work.wait()
-        at = 0
-        for start, stop in self.parts:
-            self.flat[start:stop] = self.received[at : at + stop - start]
-            at += stop - start
 
 
 class _Round(NamedTuple, Generic[C]):
-    """Items that travel together."""
+    """A bucket of copies on its first or second way."""
 
-    flat: Tensor
-    relay: _Move | None  # brings the bytes that this rank is to pass on
-    moves: Moves  # from the ranks that pass bytes on to all members
-    targets: list[tuple[Tensor, Tensor]]  # tensors to fill, each with its part of the buffer
+    bucket: Bucket[BroadcastItem]
+    sent: Tensor  # kept alive until the exchange ends
+    received: Tensor
+    work: Any  # None: the first hop is left out
+    targets: list[Tensor]  # tensors to fill
     cargo: list[C]
-
-
-class _Arrival(NamedTuple, Generic[C]):
-    """A round on its last way."""
-
-    move: _Move
-    targets: list[tuple[Tensor, Tensor]]
-    cargo: list[C]
-
-    def unload(self) -> list[C]:
-        """Wait for the round; return its cargo, filled."""
-        self.move.finish()
-        if self.targets:
-            tensors, parts = zip(*self.targets, strict=True)
-            torch._foreach_copy_(tensors, parts)
-        return self.cargo
 
 
 def _is_group(group: Any) -> bool:
@@ -250,33 +197,30 @@ class Ranks:
 
         ``loads`` are the :meth:`buckets`, each with this rank's terms. The next load is asked for
         while earlier ones are on their way. Every element is added up in one order of the ranks,
-        whichever rank adds, so that the bits depend neither on the owners nor on the buckets.
+        whichever rank adds, so that the bits depend neither on the owners nor on the buckets. Sums
+        of several buckets go on together, up to a bucket for each owner: a large factor's bucket
+        has one owner, and bucket by bucket all others would wait for that owner alone.
         """
-        added: list[_Added] = []
-        coming: Counter[int] = Counter()  # bytes of these buckets that each owner is to receive
-        for one in self._buckets_added_up(loads, kind):
-            if not one.bucket.passed_on:
-                yield self._pass_on([one], kind)
-                del one  # free this receive buffer before the next bucket is filled
-                continue
-            itemsize = one.part.element_size()
-            more = Counter({owner: n * itemsize for owner, n in one.bucket.passed_on.items()})
-            most = max(coming.values(), default=0)
+        added: list[tuple[Bucket[ReduceItem], Tensor]] = []
+        coming = [0] * self.world  # bytes of these buckets that each owner is to receive
+        for bucket, piece in self._added_pieces(loads, kind):
+            sizes = [size * piece.itemsize for size in bucket.sizes.values()]
+            most = max(map(sum, zip(coming, sizes, strict=True)))
             if added and (
-                max((coming + more).values()) > max(most, self.bucket_bytes)
-                or one.part.device != added[0].part.device
+                most > max(self.bucket_bytes, *coming) or piece.device != added[0][1].device
             ):
-                yield self._pass_on(added, kind)
-                coming.clear()
-            added.append(one)
-            coming += more
+                yield self._to_owners(added, kind)
+                coming = [0] * self.world
+            added.append((bucket, piece))
+            coming = [*map(sum, zip(coming, sizes, strict=True))]
+            del piece
         if added:
-            yield self._pass_on(added, kind)
+            yield self._to_owners(added, kind)
 
-    def _buckets_added_up(
+    def _added_pieces(
         self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
-    ) -> Iterator[_Added]:
-        """Yield one bucket after the other, while the terms of the next are on their way."""
+    ) -> Iterator[tuple[Bucket[ReduceItem], Tensor]]:
+        """Yield the sums of this rank's pieces, while the terms of the next are on their way."""
         on_the_way: deque[_Flight] = deque()
         for bucket, terms in loads:
             on_the_way.append(self._send(bucket, terms, kind))
@@ -289,8 +233,8 @@ class Ranks:
     def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
         """Return items of one device and dtype together, up to the size that the user has set."""
         return (
-            Bucket(some, self.world)
-            for some in routes.in_buckets(
+            Bucket(chunk, range(self.world))
+            for chunk in in_buckets(
                 items,
                 lambda item: (item.device, item.dtype),
                 lambda item: (self.comm_dtype or item.dtype).itemsize,
@@ -299,86 +243,47 @@ class Ranks:
         )
 
     def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
-        place = bucket.items[0]
-        wire = self.comm_dtype or place.dtype
-        scales = None
-        if wire == torch.float16:
-            scales = self._common_scales(terms, kind)
-            terms = list(torch._foreach_div(terms, list(scales.unbind())))
-        flat = torch.zeros(bucket.size, dtype=wire, device=place.device)
-        targets = [flat[bucket.start[i] :][: x.size] for i, x in enumerate(bucket.items)]
-        torch._foreach_copy_(targets, terms)
-        ordered = [piece for pieces in bucket.to_add for piece in pieces]
-        if any(a.stop != b.start for a, b in itertools.pairwise(ordered)):
-            flat = torch.cat([flat[p.start : p.stop] for p in ordered])
-        sizes = bucket.sizes
-        mine = sizes[self.rank]
-        received = torch.empty(self.world * mine, dtype=wire, device=place.device)
-        work = self._exchange(received, [mine] * self.world, flat, sizes, kind)
-        return _Flight(bucket, flat, received, scales, work)
+        """Send every rank this rank's terms of its piece."""
+        item = bucket.items[0]
+        flat = torch.zeros(bucket.size, dtype=self.comm_dtype or item.dtype, device=item.device)
+        places = zip(bucket.items, bucket.starts, strict=True)
+        torch._foreach_copy_([flat[start : start + x.size] for x, start in places], terms)
+        sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
+        received = flat.new_empty(self.world * sizes[self.rank])
+        work = self._exchange(received, [sizes[self.rank]] * self.world, flat, sizes, kind)
+        return _Flight(bucket, flat, received, work)
 
-    def _common_scales(self, terms: list[Tensor], kind: str) -> Tensor:
-        """Return the largest magnitude of each item on any rank: float16 has few exponents."""
-        peaks = torch.stack(torch._foreach_norm(terms, math.inf))
-        peaks = torch.where(peaks.isfinite() & (peaks > 0), peaks, torch.ones_like(peaks))
-        return self.largest(peaks, kind)
-
-    def _add_up(self, flight: _Flight, kind: str) -> _Added:
-        bucket, dtype = flight.bucket, flight.bucket.items[0].dtype
+    def _add_up(self, flight: _Flight, kind: str) -> tuple[Bucket[ReduceItem], Tensor]:
         with _named(f"receiving {kind}"):
             flight.work.wait()
-        part = _added_up(flight.received.view(self.world, -1).to(dtype))
-        if bucket.passed_on:  # the sum may wait: do not keep the whole receive buffer with it
-            part = part.clone()
-        return _Added(bucket, part, flight.scales)
+        rows = flight.received.view(self.world, -1).to(flight.bucket.items[0].dtype)
+        return flight.bucket, _added_up(rows).clone()  # a view would keep all rows
 
-    def _pass_on(self, added: list[_Added], kind: str) -> dict[Any, Tensor]:
-        """Send other owners their sums, and return this rank's, of several buckets at once.
+    def _to_owners(
+        self, added: list[tuple[Bucket[ReduceItem], Tensor]], kind: str
+    ) -> dict[Any, Tensor]:
+        """Send the sums of this rank's pieces to their owners; return the sums that it owns.
 
-        The list is emptied. A large factor's bucket has one owner: bucket by bucket, all others
-        would wait for that owner alone.
+        The list is emptied.
         """
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
-        kept: list[tuple[Tensor, Tensor]] = []
-        mine: dict[Any, Tensor] = {}
-        scales: list[tuple[Tensor, Tensor]] = []
-        for bucket, part, factors in added:
-            coming = bool(bucket.passed_on)
-            start, stop = bucket.owned[self.rank]
-            own = part.new_empty(stop - start) if coming else part  # all that this rank owns
-            sizes = [piece.stop - piece.start for piece in bucket.to_add[self.rank]]
-            for piece, numbers in zip(bucket.to_add[self.rank], part.split(sizes), strict=True):
-                if piece.owner != self.rank:
-                    outgoing[piece.owner].append(numbers)
-                elif coming:
-                    kept.append((own[piece.start - start : piece.stop - start], numbers))
-            for piece in bucket.pieces if coming else ():
-                if piece.owner == self.rank != piece.adder:
-                    incoming[piece.adder].append(own[piece.start - start : piece.stop - start])
-            for i, item in [(i, x) for i, x in enumerate(bucket.items) if x.owner == self.rank]:
-                at = bucket.start[i] - start
-                mine[item.key] = own[at : at + item.size]
-                if factors is not None:
-                    scales.append((mine[item.key], factors[i]))
-        if kept:
-            targets, sources = zip(*kept, strict=True)
-            torch._foreach_copy_(targets, sources)
-        if any(one.bucket.passed_on for one in added):
-            self.all_to_all(outgoing, incoming, added[0].part.device, kind)
+        sums: dict[Any, Tensor] = {}
+        for bucket, piece in added:
+            room = piece.new_empty(bucket.sizes[self.rank])
+            leaving = piece.split(overlaps(bucket.pieces, self.rank, bucket.owned))
+            arriving = room.split(overlaps(bucket.owned, self.rank, bucket.pieces))
+            for rank in range(self.world):
+                outgoing[rank].append(leaving[rank])
+                incoming[rank].append(arriving[rank])
+            for item, start in zip(bucket.items, bucket.starts, strict=True):
+                if item.owner == self.rank:
+                    first = start - bucket.owned[self.rank]
+                    sums[item.key] = room[first : first + item.size]
+        device = added[0][1].device
         added.clear()
-        if scales:
-            scaled, by = zip(*scales, strict=True)
-            torch._foreach_mul_(scaled, by)
-        return mine
-
-    def _move(self, flat: Tensor, moves: Moves, kind: str) -> _Move:
-        """Send parts of ``flat`` to other ranks, and begin to take others in."""
-        parts = [flat[start:stop] for start, stop in moves.outgoing]
-        sent = torch.cat(parts) if parts else flat.new_empty(0)
-        received = flat.new_empty(sum(moves.sizes_in))
-        work = self._exchange(received, list(moves.sizes_in), sent, list(moves.sizes_out), kind)
-        return _Move(flat, moves.incoming, received, sent, work, kind)
+        self.all_to_all(outgoing, incoming, device, kind)
+        return sums
 
     def _exchange(
         self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
@@ -398,14 +303,6 @@ class Ranks:
 
     # ---- copies ----
 
-    def broadcast_from(self, root: int, tensors: list[Tensor], kind: str) -> None:
-        """Give ``root``'s tensors to all ranks."""
-        if tensors:
-            item = BroadcastItem(root, cargo_bytes(tensor.nbytes for tensor in tensors))
-            group, device = RankGroup(range(self.world), [item]), tensors[0].device
-            for _ in self.broadcast([group], iter([[_Tensors(tensors)]]), device, kind):
-                pass
-
     def all_to_all(
         self,
         outgoing: list[list[Tensor]],
@@ -417,44 +314,31 @@ class Ranks:
         if self.world == 1:
             torch._foreach_copy_(incoming[0], outgoing[0])
             return
-        sent, views = _carve([t for tensors in outgoing for t in tensors], device)
-        if views:
-            torch._foreach_copy_(views, [t for tensors in outgoing for t in tensors])
+        sent = _carved([t for tensors in outgoing for t in tensors], device)
         sizes = [[cargo_bytes(t.nbytes for t in x) for x in part] for part in (outgoing, incoming)]
         received = sent.new_empty(sum(sizes[1]))
         work = self._exchange(received, sizes[1], sent, sizes[0], kind)
         with _named(f"exchanging {kind}"):
             work.wait()
-        targets = [t for tensors in incoming for t in tensors]
-        if targets:
-            torch._foreach_copy_(targets, _views(received, targets))
+        _unload(received, [t for tensors in incoming for t in tensors])
 
     def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
-        found: dict[Any, Tensor] = {}
+        gathered: dict[Any, Tensor] = {}
         for same in grouped(items, lambda item: item.device).values():
             for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
-                mine = [x for x in chunk if x.source == self.rank]
-                sizes_in = [
-                    cargo_bytes(x.bytes() for x in chunk if x.source == rank and to == self.rank)
-                    for rank in range(self.world)
-                ]
-                sizes_out = [0] * self.world
-                sent = torch.empty(0, dtype=torch.uint8, device=chunk[0].device)
-                if mine:
-                    sent, views = _carve([x.like() for x in mine], sent.device)
-                    torch._foreach_copy_(views, [x.tensor for x in mine if x.tensor is not None])
-                    sizes_out[to] = sent.numel()
-                received = sent.new_empty(sum(sizes_in))
-                work = self._exchange(received, sizes_in, sent, sizes_out, kind)
-                with _named(f"collecting {kind}"):
-                    work.wait()
+                outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+                incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+                for x in chunk:
+                    if x.source == self.rank and x.tensor is not None:
+                        outgoing[to].append(x.tensor)
+                    if to == self.rank:
+                        gathered[x.key] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                        incoming[x.source].append(gathered[x.key])
+                self.all_to_all(outgoing, incoming, chunk[0].device, kind)
                 if to == self.rank:
-                    received = received.cpu()
-                    came = sorted(chunk, key=lambda x: x.source)
-                    views = _views(received, [x.like() for x in came])
-                    found.update((x.key, v.clone()) for x, v in zip(came, views, strict=True))
-        return found
+                    gathered.update({x.key: gathered[x.key].cpu() for x in chunk})
+        return gathered
 
     def broadcast(
         self,
@@ -465,84 +349,99 @@ class Ranks:
         *,
         ahead: bool = False,
     ) -> Iterator[C]:
-        """Give each group's items from their roots to all its members; yield cargo as it arrives.
+        """Give each group's items from their owners to all its members; yield cargo as it arrives.
 
         All ranks exhaust the iterator. Groups have no rank in common. One group may stand for all
         groups if their items have the same sizes. ``cargo`` yields the cargo of each item of this
-        rank's group, in the order of the items. An item's cargo is made when its round begins,
-        while earlier rounds are still on their way. With ``ahead``, all remaining cargo is made
-        before this rank first waits for another. If a root could not send its bytes to all in time,
-        other members pass them on, and meanwhile the next round begins.
+        rank's group, in the order of the items. An item's cargo is made when its bucket is loaded,
+        while earlier buckets are still on their way. With ``ahead``, all remaining cargo is made
+        before this rank first waits for another. If all owners have about equal parts, these are
+        the pieces, and the first hop is left out.
         """
         rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
-        begun: deque[_Round[C]] = deque()
-        on_the_way: deque[_Arrival[C]] = deque()
-        for parts in itertools.zip_longest(*rounds):
-            begun.append(self._begin(groups, parts, cargo, device, kind))
-            while begun and (begun[0].relay is None or len(begun) > 1):
-                if ahead and begun[0].relay is not None:
+        scattered: deque[_Round[C]] = deque()
+        on_the_way: deque[_Round[C]] = deque()
+        for parts in itertools.zip_longest(*rounds, fillvalue=[]):
+            buckets = [Bucket(x, g.members) for x, g in zip(parts, groups, strict=True)]
+            items, bucket = next(
+                (pair for pair in zip(parts, buckets, strict=True) if self.rank in pair[1].sizes),
+                ([], Bucket([], [self.rank])),
+            )
+            is_even = all([each.is_even for each in buckets])
+            loaded = list(itertools.islice(cargo, len(items)))
+            scattered.append(self._scatter(bucket, items, loaded, device, kind, is_even))
+            while scattered and (len(scattered) > 1 or scattered[0].work is None):
+                if ahead and scattered[0].work is not None:
                     cargo = iter(list(cargo))
-                on_the_way.append(self._send_on(begun, kind))
-            if len(begun) + len(on_the_way) == _IN_FLIGHT:
-                if ahead:
-                    cargo = iter(list(cargo))
-                yield from on_the_way.popleft().unload()
-        while begun:
-            on_the_way.append(self._send_on(begun, kind))
+                on_the_way.append(self._pass_on(scattered.popleft(), kind))
+            if len(scattered) + len(on_the_way) == _IN_FLIGHT:
+                cargo = iter(list(cargo)) if ahead else cargo
+                yield from _arrived(on_the_way.popleft(), kind)
+        while scattered:
+            on_the_way.append(self._pass_on(scattered.popleft(), kind))
         while on_the_way:
-            yield from on_the_way.popleft().unload()
+            yield from _arrived(on_the_way.popleft(), kind)
 
-    def _begin(
+    def _scatter(
         self,
-        groups: Sequence[RankGroup],
-        parts: Sequence[list[BroadcastItem] | None],
-        cargo: Iterator[list[C]],
+        bucket: Bucket[BroadcastItem],
+        items: list[BroadcastItem],
+        cargo: list[list[C]],
         device: torch.device,
         kind: str,
+        is_even: bool,
     ) -> _Round[C]:
-        """Load this rank's items of a round, and send the bytes that others are to pass on."""
-        pieces: tuple[Shard, ...] = ()
-        members: Sequence[int] = ()
-        items: list[BroadcastItem] = []
-        relayed = False
-        for group, own in zip(groups, parts, strict=True):
-            if own is not None:
-                segments = tuple((x.root, x.size) for x in own)
-                ways = route(tuple(group.members), segments)
-                relayed = relayed or any(p.adder != p.owner for p in ways)
-                if self.rank in group.members:
-                    members, items, pieces = group.members, own, ways
-        flat = torch.empty(sum(x.size for x in items), dtype=torch.uint8, device=device)
-        targets: list[tuple[Tensor, Tensor]] = []
-        loaded: list[C] = []
-        at = 0
-        for item in items:
-            own_cargo = next(cargo)
-            tensors = [tensor for one in own_cargo for tensor in one.tensors]
-            views = _views(flat[at : at + item.size], tensors)
-            at += item.size
-            if item.root == self.rank:
-                torch._foreach_copy_(views, tensors)
-            else:
-                targets += zip(tensors, views, strict=True)
-            loaded += own_cargo
-        relay = None
-        if relayed:
-            relay = self._move(flat, owner_to_adder(pieces, self.rank, self.world), kind)
-        moves = adder_to_all(pieces, tuple(members), self.rank, self.world)
-        return _Round(flat, relay, moves, targets, loaded)
+        """Send each member its piece of this rank's items."""
+        by_owner = sorted(zip(items, cargo, strict=True), key=lambda pair: pair[0].owner)
+        tensors: dict[bool, list[Tensor]] = {True: [], False: []}
+        for item, parts in by_owner:
+            tensors[item.owner == self.rank] += [t for part in parts for t in part.tensors]
+        sent = _carved(tensors[True], device)
+        loaded = [part for parts in cargo for part in parts]
+        if is_even:
+            bucket.pieces = bucket.owned
+            return _Round(bucket, sent, sent, None, tensors[False], loaded)
+        at = list(bucket.sizes).index(self.rank)
+        sizes_in = self._by_rank(bucket, overlaps(bucket.pieces, at, bucket.owned))
+        sizes_out = self._by_rank(bucket, overlaps(bucket.owned, at, bucket.pieces))
+        received = sent.new_empty(sum(sizes_in))
+        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+        return _Round(bucket, sent, received, work, tensors[False], loaded)
 
-    def _send_on(self, begun: deque[_Round[C]], kind: str) -> _Arrival[C]:
-        """Send the first of these rounds to all, once its relayed bytes are here."""
-        flat, relay, moves, targets, cargo = begun.popleft()
-        if relay is not None:
-            relay.finish()
-            relay = None  # free the relayed bytes
-        return _Arrival(self._move(flat, moves, kind), targets, cargo)
+    def _pass_on(self, scattered: _Round[C], kind: str) -> _Round[C]:
+        """Send this rank's piece to all members, each without the bytes that came from it."""
+        if scattered.work is not None:
+            with _named(f"receiving {kind}"):
+                scattered.work.wait()
+        bucket, piece = scattered.bucket, scattered.received
+        at = list(bucket.sizes).index(self.rank)
+        first = bucket.pieces[at]
+        parts: list[Tensor] = []
+        for start, stop in itertools.pairwise(bucket.owned):
+            parts += [piece[: max(0, start - first)], piece[max(0, stop - first) :]]
+        lengths = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
+        present = overlaps(bucket.owned, at, bucket.pieces)  # parts that came from this rank
+        sizes_in = self._by_rank(bucket, [*map(operator.sub, lengths, present)])
+        owned = overlaps(bucket.pieces, at, bucket.owned)
+        sizes_out = self._by_rank(bucket, [len(piece) - size for size in owned])
+        sent, received = torch.cat(parts), piece.new_empty(sum(sizes_in))
+        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
+        return scattered._replace(sent=sent, received=received, work=work)
+
+    def _by_rank(self, bucket: Bucket[BroadcastItem], sizes: list[int]) -> list[int]:
+        """Return sizes of a bucket's members as sizes of all ranks."""
+        every = [0] * self.world
+        for member, size in zip(bucket.sizes, sizes, strict=True):
+            every[member] = size
+        return every
 
 
-class _Tensors(NamedTuple):
-    tensors: list[Tensor]
+def _arrived(last: _Round[C], kind: str) -> list[C]:
+    """Wait for a bucket's last bytes; return its cargo, filled."""
+    with _named(f"receiving {kind}"):
+        last.work.wait()
+    _unload(last.received, last.targets)
+    return last.cargo
 
 
 def _added_up(rows: Tensor) -> Tensor:
@@ -559,14 +458,23 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-def _carve(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return one buffer of bytes for all tensors, and views of it that are shaped like them."""
+def _carved(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return one buffer with the bytes of all tensors."""
     size = cargo_bytes(tensor.nbytes for tensor in tensors)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    return buffer, _views(buffer, tensors)
+    if tensors:
+        torch._foreach_copy_(_views(buffer, tensors), tensors)
+    return buffer
+
+
+def _unload(buffer: Tensor, tensors: list[Tensor]) -> None:
+    """Fill tensors with the bytes of a buffer."""
+    if tensors:
+        torch._foreach_copy_(tensors, _views(buffer, tensors))
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return views of a buffer of bytes that are shaped like these tensors."""
     views, start = [], 0
     for tensor in tensors:
         view = buffer[start : start + tensor.nbytes]

@@ -15,11 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from . import routes
 from .assignment import Grid
 from .facts import LayerFacts
 from .moves import Sizes, gradient_buckets
-from .routes import cargo_bytes, grouped
+from .routes import Bucket, cargo_bytes, grouped, in_buckets
 from .schedule import Schedule, Slots
 from .step_plan import SIDES, RefreshReport, StepPlan, StepReport
 
@@ -222,20 +221,21 @@ class Account:
             for same in grouped(average, operator.attrgetter("place")).values():
                 _add(got, [self._all_reduced(_UNIT * len(same))] * world)
         factors = itertools.chain(*(layer.factors for layer in average))
-        for items in routes.in_buckets(
+        for items in in_buckets(
             factors,
             lambda factor: factor.layer.place,
             lambda factor: self.sizes.wire or factor.layer.itemsize,
             self.bucket_bytes,
         ):
             itemsize = items[0].layer.itemsize
-            scales = self._all_reduced(len(items) * itemsize) if self.sizes.scaled else 0
-            # Every other rank sends its term of the part that this rank adds up.
-            wire = (world - 1) * (self.sizes.wire or itemsize)
-            sizes, passed_on = routes.added_up(routes.segments_of(items), world)
-            _add(got, [scales + wire * size for size in sizes])
-            for owner, size in passed_on.items():
-                got[owner] += size * itemsize
+            bucket = Bucket(items, range(world))
+            bounds = itertools.pairwise(bucket.pieces), itertools.pairwise(bucket.owned)
+            for rank, ((start, stop), (first, last)) in enumerate(zip(*bounds, strict=True)):
+                # Every other rank sends its term of this rank's piece, and its sums of this
+                # rank's factors.
+                got[rank] += (world - 1) * (stop - start) * (self.sizes.wire or itemsize)
+                common = max(0, min(stop, last) - max(start, first))
+                got[rank] += (last - first - common) * itemsize
         return got
 
     def _renewed(self, plan: StepPlan) -> list[int]:

@@ -360,17 +360,14 @@ def updates(plan: Plan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
-@pytest.mark.parametrize(
-    ("wire", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=["bf16", "fp16"]
-)
 @pytest.mark.parametrize("world", WORLDS)
-def test_half_precision_on_the_wire(world, wire, unit, scale):
+def test_half_precision_on_the_wire(world, scale):
     """Rounded to ``unit``, A and G are off by no more than that times their trace, so F = G ⊗ A by
     2 unit tr A tr G, and (F + γI)⁻¹∇ relatively by that over γ; and once more when it travels.
 
     The loss × c with the damping × c² is the same in other units.
     """
-    damping = 2.0
+    damping, unit = 2.0, 2**-8
     options = {**PAPERS["eigen"], "damping": damping * scale**2, "kl_clip": None}
     # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
     base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
@@ -378,7 +375,7 @@ def test_half_precision_on_the_wire(world, wire, unit, scale):
     alone = train_alone(plan)
     expected = updates(plan, alone.parameters)
     for fraction in fractions(world):
-        spread = {"comm_dtype": wire, **fraction}
+        spread = {"comm_dtype": torch.bfloat16, **fraction}
         ranks = run(world, train, dataclasses.replace(plan, spread=spread))
         assert_alike([rank.parameters for rank in ranks])
         actual = updates(plan, ranks[0].parameters)
@@ -391,11 +388,11 @@ def test_half_precision_on_the_wire(world, wire, unit, scale):
             assert error({name: actual[name] for name in own}, own) <= 1.1 * bound
 
 
-@pytest.mark.parametrize(("wire", "world"), [(torch.bfloat16, 4), (torch.float16, 3)])
+@pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_ten_steps_with_half_precision_on_the_wire(optimizer, method, wire, world):
-    spread = {"comm_dtype": wire, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
+def test_ten_steps_with_half_precision_on_the_wire(optimizer, method, world):
+    spread = {"comm_dtype": torch.bfloat16, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
     options = {**CURVATURES[method], "damping": 1.0, **INTERVALS}
     rows = ROWS if method == "polar" else FEW
     check(Plan(even(world, rows), "images", optimizer, options=options, spread=spread), 0.02)
@@ -482,7 +479,7 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
 def test_sums_are_those_in_the_order_of_the_ranks(data):
     world = data.draw(st.sampled_from([*WORLDS, 5]))
     dtypes = st.sampled_from([torch.float32, torch.float64])
-    # One owner of all is the worst case: others then add up for it.
+    # One owner of all is the worst case.
     owners = data.draw(st.sampled_from([st.integers(0, world - 1), st.just(world - 1)]))
     sizes = st.integers(1, 300) | st.sampled_from([1, 15, 16, 17, 5000])
     parcels = data.draw(st.lists(st.tuples(owners, sizes, dtypes), min_size=1, max_size=12))
@@ -545,35 +542,8 @@ def alive_when_filled(owners: list[int]) -> int:
 
 @pytest.mark.parametrize("owners", [[0, 1] * 4, [0] * 8])
 def test_no_more_buckets_stay_in_memory_than_are_on_their_way(owners):
-    for world in (2, 4):  # of four ranks, others add up, and what they pass on waits
+    for world in (2, 4):
         assert run(world, alive_when_filled, owners) == [2] * world
-
-
-def reduced_in_half(size: int, magnitudes: list[float]) -> dict[int, float]:
-    """Errors, over the magnitudes, of sums that travel in float16, an owner's two in a bucket."""
-    ranks = Ranks(None, bucket_cap_mb=2 * size * 2 / 2**20, comm_dtype=torch.float16)
-    parcels = [
-        ReduceItem(i, i // 2, size, torch.device("cpu"), torch.float32)
-        for i in range(len(magnitudes))
-    ]
-
-    loads = (
-        (bucket, [torch.linspace(-1, 1, size) * magnitudes[p.key] for p in bucket.items])
-        for bucket in ranks.buckets(parcels)
-    )
-    errors = {}
-    for sums in ranks.reduce_to_owners(loads, "x"):
-        for key, value in sums.items():
-            exact = ranks.world * torch.linspace(-1, 1, size)
-            errors[key] = float((value / magnitudes[key] - exact).abs().max())
-    return errors
-
-
-def test_sums_that_are_passed_on_together_keep_their_own_scales():
-    magnitudes = [1e-6, 1.0, 1e6, 30.0, 2e-3, 5e4, 7.0, 1e-5]
-    for rank, errors in enumerate(run(4, reduced_in_half, 4096, magnitudes)):
-        assert errors.keys() == {2 * rank, 2 * rank + 1}
-        assert all(error < 4 * 2**-11 for error in errors.values())
 
 
 def exchanges_of_steps(method: str, strategy: str, cap: int) -> tuple[int, int]:
@@ -610,8 +580,7 @@ def exchanges_of_steps(method: str, strategy: str, cap: int) -> tuple[int, int]:
 )
 def test_ranks_send_side_by_side_what_is_theirs(method, gradient, state):
     # Four ranks have a quarter each. A call takes four layers' gradients, or states of four
-    # factors: one of each rank's, which it sends straight to all. A quarter of all in each call,
-    # from one rank, would have gone by way of others, in a call of its own.
+    # factors, one of each rank's: no first hop is needed, and no rank waits for another.
     assert run(4, exchanges_of_steps, method, "layer-wise", 4 * gradient) == [(4, 0)] * 4
     assert run(4, exchanges_of_steps, method, "opt", 4 * state) == [(0, 8)] * 4
 

@@ -1,58 +1,60 @@
-"""Buckets, and the ranks that their parts go by."""
+"""Buckets, and the pieces that they are cut into."""
 
 from __future__ import annotations
 
-import math
+import itertools
+from typing import NamedTuple
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kaisa_optim.plan.routes import cut
+from kaisa_optim.plan.routes import Bucket, in_buckets, overlaps
 from tests.core.test_distribution import exchanged
 from tests.support.ranks import run
 
 
+class Item(NamedTuple):
+    owner: int
+    size: int
+
+
 @given(st.data())
 @settings(max_examples=200)
-def test_buckets_are_cut_into_fair_parts(data):
-    world = data.draw(st.integers(1, 64))
-    segment = st.tuples(st.integers(0, world - 1), st.integers(1, 400).map(lambda n: 16 * n))
-    segments = tuple(sorted(data.draw(st.lists(segment, min_size=1, max_size=40))))
-    pieces = cut(segments, world)
-    at = 0
-    load = [0] * world
-    arrives = [0] * world  # from others, be it to be added up or as a sum
-    for piece in pieces:
-        assert piece.start == at < piece.stop
-        at = piece.stop
-        load[piece.adder] += piece.stop - piece.start
-        arrives[piece.owner] += (piece.stop - piece.start) * (piece.adder != piece.owner)
-        assert piece.start % 16 == piece.stop % 16 == 0
-    total = sum(size for _, size in segments)
-    assert at == total
-    mean = math.ceil(total / (16 * world)) * 16
-    assert max(load) <= 2 * mean
-    for rank in range(world):
-        arrives[rank] += load[rank] * (world - 1)
-        owned = sum(size for owner, size in segments if owner == rank)
-        assert arrives[rank] <= (total if owned > 2 * mean else 2 * mean * (world - 1))
-    # Every element has its owner.
-    ends = 0
-    for owner, size in segments:
-        ends += size
-        inside = [p for p in pieces if ends - size <= p.start < ends]
-        assert inside[-1].stop == ends
-        assert {p.owner for p in inside} == {owner}
+def test_buckets_are_cut_into_equal_pieces(data):
+    members = range(data.draw(st.integers(0, 3)), 64, data.draw(st.integers(1, 40)))
+    item = st.builds(Item, st.sampled_from(members), st.integers(1, 5000))
+    items = data.draw(st.lists(item, max_size=40))
+    bucket = Bucket(items, members)
+    ends = [start + x.size for start, x in zip(bucket.starts, bucket.items, strict=True)]
+    assert sorted(bucket.items) == sorted(items)
+    assert all(end <= start for end, start in zip(ends, bucket.starts[1:], strict=False))
+    whole = sum(-(-x.size // 16) * 16 for x in items)
+    assert bucket.size == bucket.owned[-1] == bucket.pieces[-1] == whole
+    sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
+    assert max(sizes) <= -(-whole // (16 * len(members))) * 16
+    assert all(x % 16 == 0 for x in (*bucket.starts, *bucket.pieces, *bucket.owned))
+    for item, start in zip(bucket.items, bucket.starts, strict=True):
+        at = members.index(item.owner)
+        assert bucket.owned[at] <= start < start + item.size <= bucket.owned[at + 1]
+    # Every element of a piece has its owner, and every owner's element is in a piece.
+    for at in range(len(members)):
+        assert sum(overlaps(bucket.pieces, at, bucket.owned)) == sizes[at]
+        assert sum(overlaps(bucket.owned, at, bucket.pieces)) == bucket.sizes[members[at]]
 
 
-def test_what_is_passed_on_to_several_owners_travels_together():
+def test_owners_take_turns():
+    items = [Item(0, 8), Item(0, 9), Item(0, 10), Item(2, 8), Item(1, 9)]
+    order = [[item.owner for item in some] for some in in_buckets(items, len, lambda _: 1, 27)]
+    assert order == [[0, 2, 1], [0, 0]]
+
+
+def test_sums_for_several_owners_travel_together():
     size, float32 = 4096, torch.float32
-    cap = size * 4 / 2**20  # each in a bucket of its own, which others add up
+    cap = size * 4 / 2**20  # each in a bucket of its own
     each = [(owner, size, float32) for owner in range(4)]
     assert run(4, exchanged, each, cap) == [4 + 1] * 4
     # To one owner no more at once than a bucket.
     assert run(4, exchanged, [*each[:2], *each[:2]], cap) == [4 + 2] * 4
     assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
-    # Nothing is passed on where owners add up all that is theirs.
-    assert run(2, exchanged, each[:2], cap) == [2] * 2
+    assert run(2, exchanged, each[:2], cap) == [2 + 1] * 2
