@@ -203,7 +203,7 @@ def received(
         opt.step()
         found.append(Counter(kfac.ranks.received) - before)
     account = kfac.view.account
-    both = account.price(account.plan(average=account.names, refresh=account.names))[rank]
+    both = account.price(average=account.names, refresh=account.names)[rank]
     return found, both, kfac.communication_volume()
 
 

@@ -1,4 +1,4 @@
-"""Bytes of what ranks keep and send, and the buckets of new gradients."""
+"""Bytes of what ranks keep and send, and the rounds of new gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kaisa_optim.plan.assignment import Placement, Task
 from kaisa_optim.plan.facts import LayerFacts
-from kaisa_optim.plan.moves import Sizes, TensorSpec, gradient_buckets
+from kaisa_optim.plan.moves import Sizes, TensorSpec, gradient_rounds
 
 
 def facts(name: str, g: int = 4, column: int = 0, blocks: int = 1) -> LayerFacts:
@@ -35,23 +35,24 @@ def test_gradients_travel_with_terms_and_scales():
 
 
 @pytest.mark.parametrize("limit", [1, 300, 10_000])
-def test_buckets_hold_each_layer_once_by_column_and_shape(limit):
+def test_rounds_hold_each_layer_once_by_column_and_shape(limit):
     known = {
         f"{column}.{i}": facts(f"{column}.{i}", 4 + i % 2, column)
         for column, i in itertools.product(range(2), range(5))
     }
     sizes = Sizes(())
-    found = gradient_buckets(known, [*known], sizes, 2, limit)
-    assert [column for column, _ in found] == [0, 1]
+    rounds = gradient_rounds([*known], known.__getitem__, sizes, range(6, 8), limit)
     total = sum(sizes.gradients([layer]) for layer in known.values())
     each = limit if total <= limit else limit // 2
-    for column, buckets in found:
-        own = []
-        for size, bucket in buckets:
-            counted = [sizes.gradients([known[name] for name in same]) for same in bucket]
-            assert size == sum(counted)
-            assert size <= each or len(bucket) == 1 == len(bucket[0])
-            for same in bucket:
+    names = []
+    for (bucket,) in rounds:
+        assert bucket.size <= limit or len(bucket.items) == 1
+        assert bucket.size == sum(item.size for item in bucket.items)
+        for owner, size, content in bucket.items:
+            assert size == sum(sizes.gradients([known[name] for name in same]) for same in content)
+            assert size <= each or len(content) == 1 == len(content[0])
+            for same in content:
                 assert len({known[name].shape for name in same}) == 1
-                own += same
-        assert sorted(own) == [name for name in known if name.startswith(str(column))]
+                assert {known[name].placement.g for name in same} == {owner - 6}
+                names += same
+    assert sorted(names) == [*known]
