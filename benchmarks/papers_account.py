@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kaisa_optim.plan.account import KEPT, MOVED, Account, Means, Usage
-from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.curvature.rules import EigenRule
+from kaisa_optim.plan.account import Account, Means, Usage
+from kaisa_optim.plan.moves import Sizes
 
 
 @dataclass(frozen=True)
@@ -22,41 +22,33 @@ class Papers:
     account: Account
     packed: bool = False
 
+    @property
+    def of_state(self) -> Account:
+        """The account without factors: of eigenvectors, eigenvalues and plain gradients."""
+        return replace(self.account, sizes=Sizes(EigenRule.sizes.of_factor, of_owner=()))
+
     def memory(self) -> list[Usage]:
         """Return the bytes that each rank keeps, by kind."""
-        grid, factors = self.account.grid, 0
-        usage = [dict.fromkeys(KEPT, 0) for _ in range(grid.world)]
-        for layer in self.account.active:
-            factors += sum(factor.elements for factor in layer.factors) * layer.itemsize
-            for rank in grid.workers_of(layer.placement.g):
-                for _, kind, size in self._state(layer):
-                    usage[rank][kind] += size
-        for own in usage:
-            own["factors"] += factors
-            own["total"] = sum(own.values())
-        return usage
+        factors = self._factors(packed=False)
+        return [
+            own | {"factors": factors, "total": own["total"] + factors}
+            for own in self.of_state.memory()
+        ]
 
     def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
         """Return the bytes that arrive at each rank in a step, as a mean over whole intervals."""
-        grid = self.account.grid
-        got: list[Means] = [dict.fromkeys(MOVED, 0.0) for _ in range(grid.world)]
-        for layer in self.account.active:
-            sizes = [f.size if self.packed else f.elements for f in layer.factors]
-            reduced = 2 * (grid.world - 1) / grid.world * sum(sizes) * layer.itemsize
-            workers = grid.workers_of(layer.placement.g)
-            for rank in range(grid.world):
-                got[rank]["factors"] += reduced / factor_update_steps
-                if rank not in workers:
-                    got[rank]["gradients"] += layer.gradient * layer.itemsize
-            for root, _, size in self._state(layer):
-                for rank in workers:
-                    if rank != root:
-                        got[rank]["second_order"] += size / inv_update_steps
-        return [own | {"total": sum(own.values())} for own in got]
+        world = self.account.grid.world
+        reduced = 2 * (world - 1) / world * self._factors(packed=self.packed)
+        steps = []
+        for price in self.of_state.price(refresh=self.account.names):
+            means: Means = {
+                "factors": reduced / factor_update_steps,
+                "second_order": price["second_order"] / inv_update_steps,
+                "gradients": price["gradients"],
+            }
+            steps.append(means | {"total": sum(means.values())})
+        return steps
 
-    def _state(self, layer: LayerFacts) -> Iterator[tuple[int, str, int]]:
-        """Yield a decomposition's parts: the rank that makes it, its kind, its bytes."""
-        for factor in layer.factors:
-            if not factor.diagonal:
-                yield factor.owner, "eigenvectors", factor.elements * layer.itemsize
-            yield factor.owner, "eigenvalues", layer.task.blocks * factor.n * layer.itemsize
+    def _factors(self, *, packed: bool) -> int:
+        factors = [factor for layer in self.account.active for factor in layer.factors]
+        return sum((f.size if packed else f.elements) * f.layer.itemsize for f in factors)

@@ -252,7 +252,7 @@ def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> Waiti
     slots = Schedule(found.layers, together).refresh_slots(REFRESHED).values()
     busiest = [max(operations(found, names)) for names in slots]
     fair = sum(operations(found, found.names)) / world
-    prices = [found.price(found.plan(refresh=names)) for names in slots]
+    prices = [found.price(refresh=names) for names in slots]
     arriving = [rank["second_order"] for ranks in prices for rank in ranks]
     return Waiting(sum(busiest) / fair, max(busiest) / fair, max(arriving))
 

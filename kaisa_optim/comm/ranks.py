@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -20,26 +20,19 @@ from torch import Tensor
 
 from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
-from ..plan.routes import Bucket, cargo_bytes, chunks, grouped, in_buckets, overlaps
+from ..plan.routes import (
+    Bucket,
+    CopyItem,
+    Round,
+    Sized,
+    all_reduced,
+    cargo_bytes,
+    chunks,
+    grouped,
+    overlaps,
+)
 
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
-
-
-class ReduceItem(NamedTuple):
-    """A flat tensor that is summed over all ranks for its owner."""
-
-    key: Any  # the name under which the sum is returned
-    owner: int
-    size: int
-    device: torch.device
-    dtype: torch.dtype  # of the sum
-
-
-class BroadcastItem(NamedTuple):
-    """Bytes that their owner sends to the other members of its group."""
-
-    owner: int
-    size: int  # bytes of all its cargo, by cargo_bytes
 
 
 class Cargo(Protocol):
@@ -50,13 +43,7 @@ class Cargo(Protocol):
 
 
 C = TypeVar("C", bound=Cargo)
-
-
-class RankGroup(NamedTuple):
-    """Ranks that share items; each item starts on one of them."""
-
-    members: Sequence[int]  # in ascending order
-    items: list[BroadcastItem]
+P = TypeVar("P", bound=Sized)
 
 
 class GatherItem(NamedTuple):
@@ -73,10 +60,11 @@ class GatherItem(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Flight(NamedTuple):
+class _Flight(NamedTuple, Generic[P]):
     """Terms of a bucket on their way."""
 
-    bucket: Bucket[ReduceItem]
+    bucket: Bucket[P]
+    dtype: torch.dtype  # of the sums
     sent: Tensor  # kept alive until the exchange ends
     received: Tensor
     work: Any
@@ -85,7 +73,7 @@ class _Flight(NamedTuple):
 class _Round(NamedTuple, Generic[C]):
     """A bucket of copies on its first or second way."""
 
-    bucket: Bucket[BroadcastItem]
+    bucket: Bucket[CopyItem]
     sent: Tensor  # kept alive until the exchange ends
     received: Tensor
     work: Any  # None: the first hop is left out
@@ -160,7 +148,7 @@ class Ranks:
         with _named(during):
             dist.all_reduce(total, group=self.group)
             total = total.cpu()
-        self.received["status"] += 2 * total.nbytes * (self.world - 1) // self.world
+        self.received["status"] += all_reduced(total.nbytes, self.world)
         return total
 
     def reduce_on_device(self, numbers: Tensor, kind: str, op: str = "SUM") -> Tensor:
@@ -169,7 +157,7 @@ class Ranks:
             return numbers
         with _named(f"exchanging {kind}"):
             dist.all_reduce(numbers, op=getattr(dist.ReduceOp, op), group=self.group)
-        self.received[kind] += 2 * numbers.nbytes * (self.world - 1) // self.world
+        self.received[kind] += all_reduced(numbers.nbytes, self.world)
         return numbers
 
     def gather_objects(self, mine: Any, during: str) -> list[Any]:
@@ -184,17 +172,17 @@ class Ranks:
     # ---- sums ----
 
     def reduce_to_owners(
-        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
-    ) -> Iterator[dict[Any, Tensor]]:
+        self, loads: Iterable[tuple[Bucket[P], list[Tensor]]], kind: str
+    ) -> Iterator[list[tuple[P, Tensor]]]:
         """Bring every item's sum to its owner; yield this rank's sums of some buckets at a time.
 
-        ``loads`` are the :meth:`buckets`, each with this rank's terms. The next load is asked for
-        while earlier ones are on their way. Every element is added up in one order of the ranks,
-        whichever rank adds, so that the bits depend neither on the owners nor on the buckets. Sums
-        of several buckets go on together, up to a bucket for each owner: a large factor's bucket
-        has one owner, and bucket by bucket all others would wait for that owner alone.
+        ``loads`` are buckets, each with this rank's terms, flat and of one dtype and device. The
+        next load is asked for while earlier ones are on their way. Every element is added up in one
+        order of the ranks, whichever rank adds, so that the bits depend neither on the owners nor
+        on the buckets. Sums of several buckets go on together, up to a bucket for each owner: a
+        large factor's bucket has one owner, and bucket by bucket all others would wait for it.
         """
-        added: list[tuple[Bucket[ReduceItem], Tensor]] = []
+        added: list[tuple[Bucket[P], Tensor]] = []
         coming = [0] * self.world  # bytes of these buckets that each owner is to receive
         for bucket, piece in self._added_pieces(loads, kind):
             sizes = [size * piece.itemsize for size in bucket.sizes.values()]
@@ -211,10 +199,10 @@ class Ranks:
             yield self._to_owners(added, kind)
 
     def _added_pieces(
-        self, loads: Iterable[tuple[Bucket[ReduceItem], list[Tensor]]], kind: str
-    ) -> Iterator[tuple[Bucket[ReduceItem], Tensor]]:
+        self, loads: Iterable[tuple[Bucket[P], list[Tensor]]], kind: str
+    ) -> Iterator[tuple[Bucket[P], Tensor]]:
         """Yield the sums of this rank's pieces, while the terms of the next are on their way."""
-        on_the_way: deque[_Flight] = deque()
+        on_the_way: deque[_Flight[P]] = deque()
         for bucket, terms in loads:
             on_the_way.append(self._send(bucket, terms, kind))
             del terms  # free them before the next load is made
@@ -223,45 +211,33 @@ class Ranks:
         while on_the_way:
             yield self._add_up(on_the_way.popleft(), kind)
 
-    def buckets(self, items: list[ReduceItem]) -> Iterator[Bucket[ReduceItem]]:
-        """Return items of one device and dtype together, up to the size that the user has set."""
-        return (
-            Bucket(chunk, range(self.world))
-            for chunk in in_buckets(
-                items,
-                lambda item: (item.device, item.dtype),
-                lambda item: (self.comm_dtype or item.dtype).itemsize,
-                self.bucket_bytes,
-            )
-        )
-
-    def _send(self, bucket: Bucket[ReduceItem], terms: list[Tensor], kind: str) -> _Flight:
+    def _send(self, bucket: Bucket[P], terms: list[Tensor], kind: str) -> _Flight[P]:
         """Send every rank this rank's terms of its piece."""
-        item = bucket.items[0]
-        flat = torch.zeros(bucket.size, dtype=self.comm_dtype or item.dtype, device=item.device)
+        dtype = terms[0].dtype
+        flat = terms[0].new_zeros(bucket.size, dtype=self.comm_dtype or dtype)
         places = zip(bucket.items, bucket.starts, strict=True)
         torch._foreach_copy_([flat[start : start + x.size] for x, start in places], terms)
         sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
         received = flat.new_empty(self.world * sizes[self.rank])
         work = self._exchange(received, [sizes[self.rank]] * self.world, flat, sizes, kind)
-        return _Flight(bucket, flat, received, work)
+        return _Flight(bucket, dtype, flat, received, work)
 
-    def _add_up(self, flight: _Flight, kind: str) -> tuple[Bucket[ReduceItem], Tensor]:
+    def _add_up(self, flight: _Flight[P], kind: str) -> tuple[Bucket[P], Tensor]:
         with _named(f"receiving {kind}"):
             flight.work.wait()
-        rows = flight.received.view(self.world, -1).to(flight.bucket.items[0].dtype)
+        rows = flight.received.view(self.world, -1).to(flight.dtype)
         return flight.bucket, _added_up(rows).clone()  # a view would keep all rows
 
     def _to_owners(
-        self, added: list[tuple[Bucket[ReduceItem], Tensor]], kind: str
-    ) -> dict[Any, Tensor]:
+        self, added: list[tuple[Bucket[P], Tensor]], kind: str
+    ) -> list[tuple[P, Tensor]]:
         """Send the sums of this rank's pieces to their owners; return the sums that it owns.
 
         The list is emptied.
         """
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
-        sums: dict[Any, Tensor] = {}
+        sums: list[tuple[P, Tensor]] = []
         for bucket, piece in added:
             room = piece.new_empty(bucket.sizes[self.rank])
             leaving = piece.split(overlaps(bucket.pieces, self.rank, bucket.owned))
@@ -272,7 +248,7 @@ class Ranks:
             for item, start in zip(bucket.items, bucket.starts, strict=True):
                 if item.owner == self.rank:
                     first = start - bucket.owned[self.rank]
-                    sums[item.key] = room[first : first + item.size]
+                    sums.append((item, room[first : first + item.size]))
         device = added[0][1].device
         added.clear()
         self.all_to_all(outgoing, incoming, device, kind)
@@ -335,34 +311,29 @@ class Ranks:
 
     def broadcast(
         self,
-        groups: Sequence[RankGroup],
+        rounds: Iterable[Round],
         cargo: Iterator[list[C]],
         device: torch.device,
         kind: str,
         *,
         ahead: bool = False,
     ) -> Iterator[C]:
-        """Give each group's items from their owners to all its members; yield cargo as it arrives.
+        """Give items from their owners to all members of their groups; yield cargo as it arrives.
 
-        All ranks exhaust the iterator. Groups have no rank in common. One group may stand for all
-        groups if their items have the same sizes. ``cargo`` yields the cargo of each item of this
-        rank's group, in the order of the items. An item's cargo is made when its bucket is loaded,
-        while earlier buckets are still on their way. With ``ahead``, all remaining cargo is made
-        before this rank first waits for another. If all owners have about equal parts, these are
-        the pieces, and the first hop is left out.
+        All ranks exhaust the iterator. One group may stand for all groups if their items have the
+        same sizes. ``cargo`` yields the cargo of each item of this rank's buckets, in the order
+        of their items. An item's cargo is made when its bucket is loaded, while earlier buckets
+        are still on their way. With ``ahead``, all remaining cargo is made before this rank first
+        waits for another. The first hop is left out if every member owns its piece.
         """
-        rounds = [list(chunks(g.items, lambda x: x.size, self.bucket_bytes)) for g in groups]
         scattered: deque[_Round[C]] = deque()
         on_the_way: deque[_Round[C]] = deque()
-        for parts in itertools.zip_longest(*rounds, fillvalue=[]):
-            buckets = [Bucket(x, g.members) for x, g in zip(parts, groups, strict=True)]
-            items, bucket = next(
-                (pair for pair in zip(parts, buckets, strict=True) if self.rank in pair[1].sizes),
-                ([], Bucket([], [self.rank])),
-            )
-            is_even = all([each.is_even for each in buckets])
-            loaded = list(itertools.islice(cargo, len(items)))
-            scattered.append(self._scatter(bucket, items, loaded, device, kind, is_even))
+        for buckets in rounds:
+            members = [bucket for bucket in buckets if self.rank in bucket.sizes]
+            bucket: Bucket[CopyItem] = members[0] if members else Bucket([], [self.rank])
+            straight = all(each.pieces == each.owned for each in buckets)
+            loaded = list(itertools.islice(cargo, len(bucket.items)))
+            scattered.append(self._scatter(bucket, loaded, device, kind, straight))
             while scattered and (len(scattered) > 1 or scattered[0].work is None):
                 if ahead and scattered[0].work is not None:
                     cargo = iter(list(cargo))
@@ -377,22 +348,19 @@ class Ranks:
 
     def _scatter(
         self,
-        bucket: Bucket[BroadcastItem],
-        items: list[BroadcastItem],
+        bucket: Bucket[CopyItem],
         cargo: list[list[C]],
         device: torch.device,
         kind: str,
-        is_even: bool,
+        straight: bool,
     ) -> _Round[C]:
         """Send each member its piece of this rank's items."""
-        by_owner = sorted(zip(items, cargo, strict=True), key=lambda pair: pair[0].owner)
         tensors: dict[bool, list[Tensor]] = {True: [], False: []}
-        for item, parts in by_owner:
+        for item, parts in zip(bucket.items, cargo, strict=True):
             tensors[item.owner == self.rank] += [t for part in parts for t in part.tensors]
         sent = _carved(tensors[True], device)
         loaded = [part for parts in cargo for part in parts]
-        if is_even:
-            bucket.pieces = bucket.owned
+        if straight:  # every member has its piece
             return _Round(bucket, sent, sent, None, tensors[False], loaded)
         at = list(bucket.sizes).index(self.rank)
         sizes_in = self._by_rank(bucket, overlaps(bucket.pieces, at, bucket.owned))
@@ -421,7 +389,7 @@ class Ranks:
         work = self._exchange(received, sizes_in, sent, sizes_out, kind)
         return scattered._replace(sent=sent, received=received, work=work)
 
-    def _by_rank(self, bucket: Bucket[BroadcastItem], sizes: list[int]) -> list[int]:
+    def _by_rank(self, bucket: Bucket[CopyItem], sizes: list[int]) -> list[int]:
         """Return sizes of a bucket's members as sizes of all ranks."""
         every = [0] * self.world
         for member, size in zip(bucket.sizes, sizes, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import sharding
-from ..comm.ranks import BroadcastItem, RankGroup, Ranks, ReduceItem
+from ..comm.ranks import Ranks
 from ..curvature.lengths import Blocks, BlockSums, Kept, Length, OfBase, Stepped, peaks_of
 from ..curvature.rules import Rule, StepValues
 from ..curvature.stacks import (
@@ -34,8 +33,8 @@ from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
-from ..plan.moves import Sizes, gradient_buckets
-from ..plan.routes import chunks, grouped, in_turn, side_by_side
+from ..plan.moves import Sizes, gradient_rounds, state_rounds, sum_buckets
+from ..plan.routes import Bucket, Round, chunks, grouped
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
 from . import gradients
@@ -52,7 +51,6 @@ from .registry import Registry
 
 # Takes stacks, and a reader of their gradients.
 Precondition = Callable[..., list[NewGradients]]
-_Bucket = tuple[int, list[list[Layer]]]  # bytes, and the layers of each shape
 _AT_ONCE = 1 << 25  # numbers of the stacks that are stepped together
 
 # ---- sums ----
@@ -71,21 +69,22 @@ def reduce_to_owners(
         keys = [(layer, side) for layer in layers for side in "ag"]
         yield dict(zip(keys, sums.take(keys, agreed), strict=True))
         return
-    items = [
-        ReduceItem((layer, f.side), f.owner, f.size, *stack_key(layer, f.side)[2:])
-        for layer in layers
-        for f in registry.placements.facts[layer].factors
-    ]
-    loads = (
-        (bucket, [v.flatten() for v in sums.take([item.key for item in bucket.items], agreed)])
-        for bucket in ranks.buckets(items)
-    )
+    facts = [registry.placements.facts[layer] for layer in layers]
+    wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
+    buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
+
+    def terms(bucket: Bucket[FactorFacts]) -> list[Tensor]:
+        keys = [(registry.layers[factor.layer.name], factor.side) for factor in bucket.items]
+        return [term.flatten() for term in sums.take(keys, agreed)]
+
+    loads = ((bucket, terms(bucket)) for bucket in buckets)
     for arrived in ranks.reduce_to_owners(loads, "factors"):
         values = {}
-        for (layer, side), total in arrived.items():
-            key = stack_key(layer, side)
+        for factor, total in arrived:
+            layer = registry.layers[factor.layer.name]
+            key = stack_key(layer, factor.side)
             total = total.unflatten(0, (layer.blocks, -1))
-            values[layer, side] = total if key.diagonal else unpack(total, key.size)
+            values[layer, factor.side] = total if key.diagonal else unpack(total, key.size)
         yield values
 
 
@@ -138,23 +137,19 @@ def _broadcast_state(
     device: torch.device,
 ) -> None:
     """Broadcast the state of factors on one device along their columns."""
-    grid, groups = ranks.grid, []
-    mine: list[list[FactorFacts]] = []  # the factors of each item of this rank's column
-    renewed = [registry.placements.facts[layer].factors["ag".index(side)] for layer, side in keys]
-    columns = grouped(renewed, lambda factor: factor.owner % grid.columns)
-    for column, factors in columns.items():
-        by_root = grouped(factors, operator.attrgetter("owner"))
-        limit = side_by_side(sum(map(sizes.state, factors)), len(by_root), ranks.bucket_bytes)
-        order = in_turn([*chunks(own, sizes.state, limit)] for own in by_root.values())
-        if column == ranks.rank % grid.columns:
-            mine = order
-        items = [BroadcastItem(some[0].owner, sum(map(sizes.state, some))) for some in order]
-        groups.append(RankGroup(grid.workers_of(column), items))
-    # A generator, so that a packed triangle lives only until it has arrived.
-    layers = registry.layers
-    here = ([applied.by_key[layers[f.layer.name], f.side] for f in some] for some in mine)
-    cargo = ([_PackedState(factor, rule.outgoing(factor)) for factor in some] for some in here)
-    for packed in ranks.broadcast(groups, cargo, device, "second_order"):
+    facts, layers = registry.placements.facts, registry.layers
+    renewed = [facts[layer].factors["ag".index(side)] for layer, side in keys]
+    rounds = state_rounds(renewed, sizes, ranks.grid, ranks.bucket_bytes)
+    contents = [
+        item.content
+        for bucket in itertools.chain(*rounds)
+        if ranks.rank in bucket.sizes
+        for item in bucket.items
+    ]
+    # Generators, so that a packed triangle lives only until it has arrived.
+    factors = ([applied.by_key[layers[f.layer.name], f.side] for f in x] for x in contents)
+    cargo = ([_PackedState(factor, rule.outgoing(factor)) for factor in each] for each in factors)
+    for packed in ranks.broadcast(rounds, cargo, device, "second_order"):
         rule.incoming(packed.factor, packed.tensors)
 
 
@@ -210,8 +205,8 @@ class GradientExchange:
         self._applied = applied
         self._places: dict[Layer, Places] = {}
         self._stacks: dict[Layer, GradientStack] = {}  # the last step's stacks, by first layer
-        # Each column's buckets of the layers on one device, by the first of these layers.
-        self._buckets: dict[Layer, tuple[list[Layer], list[tuple[int, list[_Bucket]]]]] = {}
+        # The rounds of the layers on one device, by the first of these layers.
+        self._rounds: dict[Layer, tuple[list[Layer], list[Round]]] = {}
         # The last step's, by first layer and count: all layers begin as the first of their parts.
         self._blocks: dict[tuple[Layer, int], Blocks] = {}
         self._together: dict[tuple[Layer, int], tuple[list[GradientStack], list[Together]]] = {}
@@ -361,26 +356,25 @@ class GradientExchange:
         The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
         counts as zero. Columns send side by side, and no column waits for another's products.
         """
-        members = self._ranks.grid.receivers_of(self._ranks.rank)
         for same in by_device(layers):
-            order = in_turn(
-                [(members[column], bucket) for bucket in buckets]
-                for column, buckets in self._buckets_of(same)
-            )
-            items = [BroadcastItem(root, size) for root, (size, _) in order]
-            cargo = (self._wires(root, shapes, precondition) for root, (_, shapes) in order)
+            rounds = self._rounds_of(same)
+            copies = itertools.chain.from_iterable([bucket.items for (bucket,) in rounds])
+            cargo = (self._wires(x.owner, x.content, precondition) for x in copies)
             arrived = self._ranks.broadcast(
-                [RankGroup(members, items)], cargo, device_of(same[0]), "gradients", ahead=True
+                rounds, cargo, device_of(same[0]), "gradients", ahead=True
             )
             updates.add(one.unpack() for one in arrived)
 
-    def _buckets_of(self, layers: list[Layer]) -> list[tuple[int, list[_Bucket]]]:
-        """Return each column's buckets of layers on one device; worked out once."""
-        known = self._buckets.get(layers[0])
+    def _rounds_of(self, layers: list[Layer]) -> list[Round]:
+        """Return the rounds of layers on one device; worked out once."""
+        known = self._rounds.get(layers[0])
         if known is None or known[0] != layers:
-            parts = self._sizes, self._ranks.grid.columns, self._ranks.bucket_bytes
-            divided = gradient_buckets(self._placements.facts, layers, *parts)
-            known = self._buckets[layers[0]] = layers, divided
+            ranks, facts = self._ranks, self._placements.facts
+            row = ranks.grid.receivers_of(ranks.rank)
+            rounds = gradient_rounds(
+                layers, facts.__getitem__, self._sizes, row, ranks.bucket_bytes
+            )
+            known = self._rounds[layers[0]] = layers, rounds
         return known[1]
 
     def _wires(

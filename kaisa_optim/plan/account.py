@@ -11,16 +11,16 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from .assignment import Grid
-from .facts import LayerFacts
-from .moves import Sizes, gradient_buckets
-from .routes import Bucket, cargo_bytes, grouped, in_buckets
-from .schedule import Schedule, Slots
-from .step_plan import SIDES, RefreshReport, StepPlan, StepReport
+from .facts import FactorFacts, LayerFacts
+from .moves import Sizes, gradient_rounds, state_rounds, sum_buckets
+from .routes import Bucket, Round, all_reduced, cargo_bytes, grouped, overlaps
+from .schedule import Schedule
+from .step_plan import RefreshReport, StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -46,16 +46,51 @@ class PerSlot(NamedTuple):
 
     def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
         """Return the bytes of a step by rank and kind, as a mean over whole intervals."""
-        got = {kind: [0.0] * len(self.gradients) for kind in MOVED}
-        got["gradients"] = list(map(float, self.gradients))
-        got["status"] = [self.status] * len(self.gradients)
-        for kind, slots, interval in (
-            ("factors", self.factors, factor_update_steps),
-            ("second_order", self.state, inv_update_steps),
-        ):
-            for sizes in slots.values():
-                got[kind] = [x + size / interval for x, size in zip(got[kind], sizes, strict=True)]
-        return _by_rank(got)
+        none = [0] * len(self.gradients)
+        factors, state = (zip(none, *x.values(), strict=True) for x in (self.factors, self.state))
+        kinds = {
+            "factors": [sum(sizes) / factor_update_steps for sizes in factors],
+            "second_order": [sum(sizes) / inv_update_steps for sizes in state],
+            "gradients": [float(size) for size in self.gradients],
+            "status": [self.status] * len(none),
+        }
+        return _by_rank(kinds)
+
+
+class Recorder:
+    """Counts the bytes that arrive at every rank; it stands in the place of ``Ranks``.
+
+    Its methods take the buckets and rounds that ``Ranks`` takes, without tensors.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.received = [0] * world
+
+    def all_reduce(self, *sizes: int) -> None:
+        """Count numbers of these bytes that all ranks add up, or take the largest of."""
+        size = sum(all_reduced(size, self.world) for size in sizes)
+        self.received = [size + before for before in self.received]
+
+    def reduce_to_owners(self, bucket: Bucket[FactorFacts], wire: int | None) -> None:
+        """Count terms, of ``wire`` bytes a number, and sums on the way to their owners."""
+        itemsize = bucket.items[0].layer.itemsize
+        each = (self.world - 1) * (wire or itemsize)
+        for rank, (start, stop) in enumerate(itertools.pairwise(bucket.pieces)):
+            self.received[rank] += each * (stop - start)
+        for owner in {item.owner for item in bucket.items}:
+            (added,) = overlaps(bucket.owned, owner, bucket.pieces[owner : owner + 2])
+            self.received[owner] += (bucket.sizes[owner] - added) * itemsize
+
+    def broadcast(self, rounds: Iterable[Round]) -> None:
+        """Count copies: a member receives all that it does not own, in both hops together."""
+        for bucket in itertools.chain.from_iterable(rounds):
+            for rank, size in bucket.sizes.items():
+                self.received[rank] += bucket.size - size
+
+    def send(self, source: int, to: int, sizes: Iterable[int]) -> None:
+        """Count tensors of these bytes that one rank sends another."""
+        self.received[to] += cargo_bytes(sizes) if source != to else 0
 
 
 @dataclass(frozen=True)
@@ -108,36 +143,26 @@ class Account:
 
     # ---- communication ----
 
-    def plan(
+    def price(
         self,
         *,
         average: Collection[str] = (),
         refresh: Collection[str] = (),
         answered: Collection[str] = (),
-    ) -> StepPlan:
-        """Return the plan of a step in which all layers have a state and are in use."""
-        frozen = len(self.active) < len(self.layers)
-        taken, renewed = self._names(average), self._names(refresh)
-        return StepPlan(
-            number=1,
-            # As long as some layer has no statistics, every step might bring them.
-            exchanges=bool(taken or renewed or answered or frozen),
-            answered=self._names(answered),
-            average=taken,
-            refresh=renewed,
-            decompose=frozenset(itertools.product(renewed, SIDES)),
-            precondition=self.names,
-        )
+    ) -> list[Usage]:
+        """Return the bytes that arrive at each rank in a step, by kind.
 
-    def price(self, plan: StepPlan) -> list[Usage]:
-        """Return the bytes that arrive at each rank in a step, by kind."""
-        got = {kind: [0] * self.grid.world for kind in MOVED}
-        got["gradients"] = list(self._gradients(plan.precondition))
-        if self.grid.world > 1:
-            _add(got["status"], [self._status(plan)] * self.grid.world)
-            _add(got["factors"], self._sums(self._chosen(plan.average)))
-            _add(got["second_order"], self._renewed(plan))
-        return _by_rank(got)
+        All layers have a state and are in use. Sums of those to ``average`` travel, and new state
+        of those to ``refresh``; owners tell of the refreshes of those ``answered``.
+        """
+        status = 0
+        # As long as some layer has no statistics, every step might bring them.
+        if average or refresh or answered or len(self.active) < len(self.layers):
+            status += self._exchange(answered)
+        if refresh:
+            status += self._outcome(refresh)
+        kinds = self._sums(average), self._state(refresh), self._gradients
+        return _by_rank(dict(zip(MOVED, (*kinds, [status] * self.grid.world), strict=True)))
 
     def per_step(
         self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
@@ -156,162 +181,84 @@ class Account:
         """Return the bytes that arrive at each rank in the slots of both intervals."""
         gathering = schedule.gathering_slots(factor_update_steps)
         refresh = schedule.refresh_slots(inv_update_steps)
-        several = self.grid.world > 1
+        # A slot of the one kind meets one of the other in one step of both intervals, or never.
+        common = math.gcd(factor_update_steps, inv_update_steps)
+        meetings = sum((g - r) % common == 0 for g in gathering for r in refresh)
+        exchanging = len(gathering) / factor_update_steps + len(refresh) / inv_update_steps
+        exchanging -= meetings * common / (factor_update_steps * inv_update_steps)
+        plain = 0
+        if len(self.active) < len(self.layers):
+            exchanging, plain = 1.0, self._exchange(())
+        status = exchanging * self._exchange(())
+        for names in refresh.values():
+            later = [name for name in names if name in self.defers]
+            answers = self._exchange(later) - plain if later else 0
+            status += (self._outcome(names) + answers) / inv_update_steps
         return PerSlot(
-            self._gradients(self.names),
-            {n: self._sums(self._chosen(names)) for n, names in gathering.items() if several},
-            {n: self._renewed(self.plan(refresh=x)) for n, x in refresh.items() if several},
-            self._mean_status(gathering, refresh, factor_update_steps, inv_update_steps),
+            self._gradients,
+            {n: self._sums(names) for n, names in gathering.items()},
+            {n: self._state(names) for n, names in refresh.items()},
+            status,
         )
-
-    def _mean_status(
-        self, gathering: Slots, refresh: Slots, factor_update_steps: int, inv_update_steps: int
-    ) -> float:
-        """Return the bytes of numbers that ranks agree on in a step, as a mean."""
-        if self.grid.world == 1:
-            return 0.0
-        both = math.gcd(factor_update_steps, inv_update_steps)
-        together = factor_update_steps * inv_update_steps // both
-        # A slot of the one kind meets one of the other once in ``together`` steps, or never.
-        shares: dict[tuple[int | None, int | None], float]
-        shares = {(g, None): 1 / factor_update_steps for g in gathering}
-        shares.update({(None, r): 1 / inv_update_steps for r in refresh})
-        for g, r in itertools.product(gathering, refresh):
-            if (g - r) % both == 0:
-                shares[g, r] = 1 / together
-                shares[g, None] -= 1 / together
-                shares[None, r] -= 1 / together
-        shares[None, None] = 1 - sum(shares.values())
-        mean = 0.0
-        for (at_g, at_r), share in shares.items():
-            average = () if at_g is None else gathering[at_g]
-            plan = self.plan(average=average, refresh=() if at_r is None else refresh[at_r])
-            mean += share * self._status(plan)
-        # Add what the step after a refresh exchanges, if the refresh was not checked at once.
-        asked = [[name for name in renewed if name in self.defers] for renewed in refresh.values()]
-        checks = [self._status(self.plan(answered=x)) - self._status(self.plan()) for x in asked]
-        return mean + sum(checks) / inv_update_steps
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
         chosen = set(names)
         return [layer for layer in self.active if layer.name in chosen]
 
-    def _names(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the names in the model's order."""
-        return tuple(layer.name for layer in self._chosen(names))
+    def _exchange(self, answered: Collection[str]) -> int:
+        """Return the bytes of the numbers that ranks agree on before a step."""
+        sections = sum(layer.sections for layer in self.layers)
+        report = StepReport.blank(len(self.layers), len(answered), sections)
+        return all_reduced(8 * len(report.numbers()), self.grid.world)
 
-    def _status(self, plan: StepPlan) -> int:
-        """Return the bytes of the numbers that ranks agree on."""
-        size = 0
-        if plan.exchanges:
-            sections = sum(layer.sections for layer in self.layers)
-            report = StepReport.blank(len(self.layers), len(plan.answered), sections)
-            size += self._all_reduced(8 * len(report.numbers()))
-        if plan.refresh:
-            size += self._all_reduced(8 * len(RefreshReport().numbers(plan.refresh)))
-        return size
+    def _outcome(self, refresh: Collection[str]) -> int:
+        """Return the bytes of the numbers that ranks agree on after a refresh."""
+        return all_reduced(8 * len(RefreshReport().numbers([*refresh])), self.grid.world)
 
-    def _sums(self, average: list[LayerFacts]) -> list[int]:
+    def _sums(self, names: Collection[str]) -> list[int]:
         """Return the bytes of sums on their way to the factors' owners."""
-        world = self.grid.world
-        tied = grouped([layer for layer in average if layer.tied], operator.attrgetter("place"))
-        traces = [4 * same[0].itemsize * sum(x.task.blocks for x in same) for same in tied.values()]
-        got = [sum(map(self._all_reduced, traces))] * world
-        if self.sizes.units:
-            for same in grouped(average, operator.attrgetter("place")).values():
-                _add(got, [self._all_reduced(_UNIT * len(same))] * world)
-        factors = itertools.chain(*(layer.factors for layer in average))
-        for items in in_buckets(
-            factors,
-            lambda factor: factor.layer.place,
-            lambda factor: self.sizes.wire or factor.layer.itemsize,
-            self.bucket_bytes,
-        ):
-            itemsize = items[0].layer.itemsize
-            bucket = Bucket(items, range(world))
-            bounds = itertools.pairwise(bucket.pieces), itertools.pairwise(bucket.owned)
-            for rank, ((start, stop), (first, last)) in enumerate(zip(*bounds, strict=True)):
-                # Every other rank sends its term of this rank's piece, and its sums of this
-                # rank's factors.
-                got[rank] += (world - 1) * (stop - start) * (self.sizes.wire or itemsize)
-                common = max(0, min(stop, last) - max(start, first))
-                got[rank] += (last - first - common) * itemsize
-        return got
+        ranks, average = Recorder(self.grid.world), self._chosen(names)
+        for same in grouped(average, operator.attrgetter("place")).values():
+            tied = [4 * layer.itemsize * layer.task.blocks for layer in same if layer.tied]
+            ranks.all_reduce(sum(tied), _UNIT * len(same) * self.sizes.units)
+        for bucket in sum_buckets(average, self.sizes.wire, ranks.world, self.bucket_bytes):
+            ranks.reduce_to_owners(bucket, self.sizes.wire)
+        return ranks.received
 
-    def _renewed(self, plan: StepPlan) -> list[int]:
+    def _state(self, names: Collection[str]) -> list[int]:
         """Return the bytes of a refresh: mean eigenvalues, and new state."""
-        refresh = self._chosen(plan.refresh)
-        size = sum(map(self._all_reduced, self._means(refresh)))
-        return [size + own for own in self._shared(refresh, plan)]
-
-    def _means(self, refresh: list[LayerFacts]) -> Iterator[int]:
-        """Yield the bytes of mean eigenvalues that the owners of A and of G tell each other."""
+        ranks, refresh = Recorder(self.grid.world), self._chosen(names)
         splits = any(layer.placement.a != layer.placement.g for layer in self.layers)
         if splits and self.sizes.tells_means:
-            for layers in grouped(refresh, operator.attrgetter("place")).values():
-                yield 2 * layers[0].itemsize * sum(layer.task.blocks for layer in layers)
-
-    def _shared(self, refresh: list[LayerFacts], plan: StepPlan) -> list[int]:
-        """Return the bytes of new state on its way from owners to gradient workers."""
-        got = [0] * self.grid.world
-        columns = [0] * self.grid.columns
-        for factor in itertools.chain(*(layer.factors for layer in refresh)):
-            if factor.name in plan.decompose or factor.name in plan.attempt:
-                size = self.sizes.state(factor)
-                columns[factor.owner % self.grid.columns] += size
-                got[factor.owner] -= size
-        _add(got, [columns[rank % self.grid.columns] for rank in range(self.grid.world)])
-        return got
-
-    def _gradients(self, names: tuple[str, ...]) -> list[int]:
-        """Return the bytes of preconditioned gradients."""
-        if names == self.names:
-            return self._all_gradients
-        return self._gradients_of(self._chosen(names))
+            for same in grouped(refresh, operator.attrgetter("place")).values():
+                ranks.all_reduce(2 * same[0].itemsize * sum(x.task.blocks for x in same))
+        factors = itertools.chain.from_iterable([layer.factors for layer in refresh])
+        ranks.broadcast(state_rounds(factors, self.sizes, self.grid, self.bucket_bytes))
+        return ranks.received
 
     @functools.cached_property
-    def _all_gradients(self) -> list[int]:
-        return self._gradients_of(self.active)
-
-    def _gradients_of(self, layers: list[LayerFacts]) -> list[int]:
-        got = [0] * self.grid.world
-        sizes = [0] * self.grid.columns
-        whole = [layer for layer in layers if not layer.shards]
+    def _gradients(self) -> list[int]:
+        """The bytes of new gradients in every step."""
+        ranks, columns = Recorder(self.grid.world), self.grid.columns
+        whole = [layer for layer in self.active if not layer.shards]
         for same in grouped(whole, operator.attrgetter("device")).values():
-            facts = dict(enumerate(same))
-            parts = self.sizes, self.grid.columns, self.bucket_bytes
-            for column, buckets in gradient_buckets(facts, [*facts], *parts):
-                sizes[column] += sum(size for size, _ in buckets)
-        received = [sum(sizes) - sizes[rank % self.grid.columns] for rank in range(self.grid.world)]
-        _add(got, received)
-        for layer in layers:
-            if layer.shards and self.grid.world > 1:
-                _add(got, self._returned(layer))
-        return got
+            ranks.broadcast(
+                gradient_rounds(same, lambda x: x, self.sizes, range(columns), self.bucket_bytes)
+            )
+        ranks.received = ranks.received[:columns] * self.grid.workers  # rows are alike
+        for layer in self.active:
+            for rank in range(self.grid.world) if layer.shards else ():
+                self._return_shards(ranks, layer, rank)
+        return ranks.received
 
-    def _returned(self, layer: LayerFacts) -> list[int]:
-        """Return the bytes of a sharded gradient: its shards to the owner, and back as new ones."""
-        got, owner = [0] * self.grid.world, layer.placement.g
-        others = [rank for rank in range(self.grid.world) if rank != owner]
-        for shards, itemsize in layer.shards:
-            for rank in others:
-                size = cargo_bytes([math.prod(shards.part_shape(rank)) * itemsize])
-                got[rank] += size
-                got[owner] += size * shards.sends(rank, owner)
-        numbers = layer.task.blocks * layer.itemsize
-        for rank in others:
-            sends = any(shards.sends(rank, owner) for shards, _ in layer.shards)
-            got[rank] += cargo_bytes([self.sizes.terms * numbers])
-            got[owner] += cargo_bytes([self.sizes.shard_sums * numbers]) * sends
-        return got
-
-    def _all_reduced(self, size: int) -> int:
-        """Return the bytes that an all-reduce brings to a rank."""
-        return 2 * size * (self.grid.world - 1) // self.grid.world
-
-
-def _add(to: list[int], sizes: list[int]) -> None:
-    to[:] = [a + b for a, b in zip(to, sizes, strict=True)]
+    def _return_shards(self, ranks: Recorder, layer: LayerFacts, rank: int) -> None:
+        """Send a rank's shards of a gradient to the owner, and the new ones back, with numbers."""
+        owner, numbers = layer.placement.g, layer.task.blocks * layer.itemsize
+        sizes = [math.prod(shards.part_shape(rank)) * n for shards, n in layer.shards]
+        sends = [shards.sends(rank, owner) for shards, _ in layer.shards]
+        sums = self.sizes.shard_sums * numbers * any(sends)
+        ranks.send(rank, owner, [*itertools.compress(sizes, sends), sums])
+        ranks.send(owner, rank, [*sizes, self.sizes.terms * numbers])
 
 
 def _by_rank(got: Mapping[str, Sequence[N]]) -> list[dict[str, N]]:

@@ -1,17 +1,30 @@
-"""Sizes of the tensors that ranks keep and send: the step and its account read the same ones."""
+"""The tensors that ranks keep and send, and their buckets: the step and its account share them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from .assignment import Grid
 from .facts import FactorFacts, LayerFacts
-from .routes import cargo_bytes, chunks, grouped, side_by_side
+from .routes import (
+    Bucket,
+    CopyItem,
+    Round,
+    cargo_bytes,
+    chunks,
+    grouped,
+    in_turn,
+    owner_of,
+    rounds,
+    side_by_side,
+    size_of,
+)
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T")
 Shape = tuple[int, ...]
 
 # What a state that is loaded without a tensor means for its layer.
@@ -103,23 +116,56 @@ class Sizes(NamedTuple):
         return cargo_bytes([new, self.terms * blocks * own])
 
 
-def gradient_buckets(
-    facts_of: Mapping[T, LayerFacts], layers: Sequence[T], sizes: Sizes, columns: int, limit: int
-) -> list[tuple[int, list[tuple[int, list[list[T]]]]]]:
-    """Return each column's buckets of layers on one device: bytes, and lists of one shape each.
+def sum_buckets(
+    layers: Iterable[LayerFacts], wire: int | None, world: int, limit: int
+) -> Iterator[Bucket[FactorFacts]]:
+    """Yield buckets of the layers' sums, of one place each; owners take turns."""
+    factors = itertools.chain.from_iterable([layer.factors for layer in layers])
+    for same in grouped(factors, lambda factor: factor.layer.place).values():
+        numbers = limit // (wire or same[0].layer.itemsize)
+        turns = in_turn(grouped(same, owner_of).values())
+        yield from (Bucket(chunk, range(world)) for chunk in chunks(turns, size_of, numbers))
 
-    Columns send side by side, and have ``limit`` bytes together at a time.
+
+def state_rounds(
+    factors: Iterable[FactorFacts], sizes: Sizes, grid: Grid, limit: int
+) -> list[Round]:
+    """Return the rounds in which owners send new state along the columns; factors are content.
+
+    Owners in a column send side by side, and have ``limit`` bytes together at a time.
+    """
+    groups = []
+    for column, members in grouped(factors, lambda f: f.owner % grid.columns).items():
+        by_owner = grouped(members, owner_of)
+        share = side_by_side(sum(map(sizes.state, members)), len(by_owner), limit)
+        turns = in_turn([*chunks(owned, sizes.state, share)] for owned in by_owner.values())
+        copies = [CopyItem(x[0].owner, sum(map(sizes.state, x)), x) for x in turns]
+        groups.append((grid.workers_of(column), copies))
+    return rounds(groups, limit)
+
+
+def gradient_rounds(
+    layers: Sequence[T],
+    facts_of: Callable[[T], LayerFacts],
+    sizes: Sizes,
+    row: Sequence[int],
+    limit: int,
+) -> list[Round]:
+    """Return the rounds in which a row of ranks hands out new gradients of layers on one device.
+
+    Content are lists of layers of one shape. Ranks send side by side, and have ``limit`` bytes
+    together at a time.
     """
 
     def size(alike: list[T]) -> int:
-        return sizes.gradients([facts_of[layer] for layer in alike])
+        return sizes.gradients([facts_of(layer) for layer in alike])
 
-    by_column = grouped(layers, lambda layer: facts_of[layer].placement.g % columns)
-    limit = side_by_side(sum(size([layer]) for layer in layers), len(by_column), limit)
-    found = []
-    for column, own in sorted(by_column.items(), key=operator.itemgetter(0)):
-        alike = grouped(own, lambda layer: facts_of[layer].shape).values()
-        shapes = itertools.chain(*(chunks(same, lambda x: size([x]), limit) for same in alike))
-        buckets = chunks([*shapes], size, limit)
-        found.append((column, [(sum(map(size, bucket)), bucket) for bucket in buckets]))
-    return found
+    by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % len(row))
+    share = side_by_side(sum(size([layer]) for layer in layers), len(by_column), limit)
+    turns: list[list[CopyItem]] = []
+    for column, members in sorted(by_column.items(), key=operator.itemgetter(0)):
+        alike = grouped(members, lambda layer: facts_of(layer).shape).values()
+        shapes = itertools.chain(*(chunks(same, lambda x: size([x]), share) for same in alike))
+        buckets = chunks([*shapes], size, share)
+        turns.append([CopyItem(row[column], sum(map(size, x)), x) for x in buckets])
+    return rounds([(row, in_turn(turns))], limit)

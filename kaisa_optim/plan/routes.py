@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 # Items are padded to this number of elements, and tensors to this number of bytes: views of any
 # dtype can begin there.
 _ALIGN = 16
-_owner = operator.attrgetter("owner")
+owner_of = operator.attrgetter("owner")
+size_of = operator.attrgetter("size")
 
 
 class Sized(Protocol):
@@ -24,6 +25,14 @@ class Sized(Protocol):
 
     @property
     def size(self) -> int: ...
+
+
+class CopyItem(NamedTuple):
+    """Tensors that their owner sends to the other members of its group, all at once."""
+
+    owner: int
+    size: int  # in bytes
+    content: Any
 
 
 P = TypeVar("P", bound=Sized)
@@ -40,7 +49,7 @@ class Bucket(Generic[P]):
     """
 
     def __init__(self, items: Iterable[P], members: Sequence[int]) -> None:
-        self.items = sorted(items, key=_owner)  # the items of each owner lie side by side
+        self.items = sorted(items, key=owner_of)  # the items of each owner lie side by side
         padded = [_padded(item.size) for item in self.items]
         *self.starts, self.size = itertools.accumulate(padded, initial=0)
         self.sizes = dict.fromkeys(members, 0)  # of all items of each owner
@@ -48,16 +57,41 @@ class Bucket(Generic[P]):
             self.sizes[item.owner] += size
         # Bounds of the owners' items and of the pieces, in the order of the members.
         self.owned = [*itertools.accumulate(self.sizes.values(), initial=0)]
-        piece = _padded(-(-self.size // len(members)))
-        self.pieces = [min(self.size, i * piece) for i in range(len(members) + 1)]
-        # Whether no member owns more than twice the mean.
-        self.is_even = max(self.sizes.values()) * len(members) <= 2 * self.size
+        piece = max(_ALIGN, _padded(-(-self.size // len(members))))
+        self.pieces = [*range(0, self.size, piece)]
+        self.pieces += [self.size] * (len(members) + 1 - len(self.pieces))
+
+
+# Buckets that travel at the same time: one for each group of ranks, which have no rank in common.
+Round = list[Bucket[CopyItem]]
+
+
+def rounds(groups: Sequence[tuple[Sequence[int], list[CopyItem]]], limit: int) -> list[Round]:
+    """Return members' items in rounds; a bucket has ``limit`` bytes, or a single item.
+
+    If no member of a round owns more than twice its group's mean, the owners' parts are the pieces:
+    every member has its piece from the start, and the first hop can be left out.
+    """
+    each = [[*chunks(items, size_of, limit)] for _, items in groups]
+    divided: list[Round] = []
+    for row in itertools.zip_longest(*each, fillvalue=[]):
+        buckets = [Bucket(x, members) for x, (members, _) in zip(row, groups, strict=True)]
+        if all(max(b.sizes.values()) * len(b.sizes) <= 2 * b.size for b in buckets):
+            for bucket in buckets:
+                bucket.pieces = bucket.owned
+        divided.append(buckets)
+    return divided
 
 
 def overlaps(bounds: Sequence[int], at: int, others: Sequence[int]) -> list[int]:
     """Return how much of the interval ``at`` between bounds lies in each of the other intervals."""
     start, stop = bounds[at], bounds[at + 1]
     return [max(0, min(stop, b) - max(start, a)) for a, b in itertools.pairwise(others)]
+
+
+def all_reduced(size: int, world: int) -> int:
+    """Return the bytes that an all-reduce of so many bytes brings to each rank."""
+    return 2 * size * (world - 1) // world
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
@@ -88,19 +122,6 @@ def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups.setdefault(key_of(item), []).append(item)
     return groups
-
-
-def in_buckets(
-    items: Iterable[P],
-    place_of: Callable[[P], Hashable],
-    itemsize_of: Callable[[P], int],
-    bucket_bytes: int,
-) -> Iterator[list[P]]:
-    """Yield items of one place together, up to ``bucket_bytes``; owners take turns."""
-    for same in grouped(items, place_of).values():
-        limit = bucket_bytes // itemsize_of(same[0])
-        turns = in_turn(grouped(same, _owner).values())
-        yield from chunks(turns, lambda item: item.size, limit)
 
 
 def side_by_side(total: int, senders: int, limit: int) -> int:

@@ -12,7 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
 from kaisa_optim.comm.agreement import alike, checksum
-from kaisa_optim.comm.ranks import Ranks, ReduceItem
+from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
+from kaisa_optim.plan.routes import Bucket, chunks, grouped
 from tests.support.cluster import (
     CLASSES,
     INPUTS,
@@ -431,6 +432,14 @@ def in_a_tree(parts: tuple[Tensor, ...]) -> Tensor:
     return rows[0]
 
 
+class Sum(NamedTuple):
+    """A sum on the way to its owner."""
+
+    owner: int
+    size: int
+    key: int
+
+
 Sums = tuple[dict[int, Tensor], list[tuple[int, int]]]
 
 
@@ -438,19 +447,18 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
     """What this rank gets; elements and bytes' limit of every bucket."""
     ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
     mine = terms(ranks.rank, parcels, seed)
-    things = [
-        ReduceItem(i, owner, size, torch.device("cpu"), dtype)
-        for i, (owner, size, dtype) in enumerate(parcels)
+    each = [Sum(owner, size, i) for i, (owner, size, _) in enumerate(parcels)]
+    buckets = [
+        Bucket(chunk, range(ranks.world))
+        for same in grouped(each, lambda x: parcels[x.key][2]).values()
+        for chunk in chunks(same, lambda x: x.size * mine[x.key].itemsize, cap * 2**20)
     ]
     found: dict[int, Tensor] = {}
-    loads = ((b, [mine[p.key].clone() for p in b.items]) for b in ranks.buckets(things))
+    loads = ((b, [mine[x.key].clone() for x in b.items]) for b in buckets)
     for sums in ranks.reduce_to_owners(loads, "x"):
-        found |= {key: value.clone() for key, value in sums.items()}
-    buckets = [
-        (len(b.items), sum(p.size * p.dtype.itemsize for p in b.items))
-        for b in ranks.buckets(things)
-    ]
-    return found, buckets
+        found |= {x.key: value.clone() for x, value in sums}
+    sizes = [sum(x.size * mine[x.key].itemsize for x in b.items) for b in buckets]
+    return found, [(len(b.items), size) for b, size in zip(buckets, sizes, strict=True)]
 
 
 @given(st.data())
@@ -496,9 +504,7 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 def alive_when_filled(owners: list[int]) -> int:
     """The most buckets that are still in memory when the next one is filled."""
     ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
-    parcels = [
-        ReduceItem(i, r, size, torch.device("cpu"), torch.float32) for i, r in enumerate(owners)
-    ]
+    buckets = [Bucket([Sum(r, size, i)], range(ranks.world)) for i, r in enumerate(owners)]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
     send = ranks._send
@@ -509,7 +515,7 @@ def alive_when_filled(owners: list[int]) -> int:
         return flight
 
     def loads() -> Iterator[tuple[Any, list[Tensor]]]:
-        for bucket in ranks.buckets(parcels):
+        for bucket in buckets:
             counts.append(alive(received, at_most=2))
             yield bucket, [torch.ones(size)]
 

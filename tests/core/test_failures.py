@@ -461,7 +461,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_agree"),
     "sums": (Ranks, "_add_up"),
-    "passing on": (Ranks, "_pass_on"),
+    "passing on": (Ranks, "_to_owners"),
     "decomposition": (roots, "inverse_root"),
     "state": (exchange, "share_state"),
     "gradients": (exchange.GradientExchange, "updates"),

@@ -215,19 +215,18 @@ def check(case: Case, ranks: list[Measured]) -> None:
     period = math.lcm(every, refreshed)
     fed = ranks[0].schedule.gathering_slots(every)
     due = ranks[0].schedule.refresh_slots(refreshed)
-    plans = [
-        account.plan(
+    steps = [
+        account.price(
             average=fed.get(step % every, ()),
             refresh=due.get(step % refreshed, ()),
             answered=due.get((step - 1) % refreshed, ()) if account.defers else (),
         )
         for step in range(period)
     ]
-    steps = [account.price(plan) for plan in plans]
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
     names = account.names
-    everything = account.price(account.plan(average=names, refresh=names))
+    everything = account.price(average=names, refresh=names)
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.

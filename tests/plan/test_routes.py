@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kaisa_optim.plan.routes import Bucket, in_buckets, overlaps
+from kaisa_optim.plan.assignment import Placement, Task
+from kaisa_optim.plan.facts import LayerFacts
+from kaisa_optim.plan.moves import sum_buckets
+from kaisa_optim.plan.routes import Bucket, CopyItem, overlaps, rounds
 from tests.core.test_distribution import exchanged
 from tests.support.ranks import run
 
@@ -44,9 +48,19 @@ def test_buckets_are_cut_into_equal_pieces(data):
 
 
 def test_owners_take_turns():
-    items = [Item(0, 8), Item(0, 9), Item(0, 10), Item(2, 8), Item(1, 9)]
-    order = [[item.owner for item in some] for some in in_buckets(items, len, lambda _: 1, 27)]
-    assert order == [[0, 2, 1], [0, 0]]
+    owners = [Placement(0, 0), Placement(0, 2), Placement(1, 1)]
+    layers = [LayerFacts(Task(str(i), 4, 4), x) for i, x in enumerate(owners)]  # 10 numbers a side
+    order = [[f.owner for f in b.items] for b in sum_buckets(layers, None, 3, 4 * 30)]
+    assert order == [[0, 1, 2], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(("sizes", "straight"), [((32, 16, 16), True), ((16, 0, 64), False)])
+def test_owners_with_about_equal_parts_have_their_pieces(sizes, straight):
+    copies = [CopyItem(rank, size, None) for rank, size in enumerate(sizes) if size]
+    even = [CopyItem(rank, 16, None) for rank in range(3, 6)]
+    ((first, second),) = rounds([(range(3), copies), (range(3, 6), even)], 1000)
+    assert (first.pieces == first.owned) is straight
+    assert second.pieces == second.owned == [0, 16, 32, 48]
 
 
 def test_sums_for_several_owners_travel_together():
