@@ -49,15 +49,6 @@ def test_rates_are_those_of_the_kept_search():
         assert min(demo.GRID) < kept["rates"][name] < max(demo.GRID)
 
 
-def test_images_are_moved_and_not_wrapped():
-    images = demo.digits().view(-1, 5, 8, 8)
-    assert len(images) == demo.IMAGES
-    assert torch.equal(images[:, 1, 1:], images[:, 0, :-1])  # moved down
-    assert not images[:, 1, 0].any()
-    assert torch.equal(images[:, 4, :, :-1], images[:, 0, :, 1:])  # moved to the left
-    assert not images[:, 4, :, -1].any()
-
-
 def short_losses(name):
     """Train six steps, on the ranks that are there."""
     ranks = dist.is_initialized()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 
 import pytest
@@ -18,7 +17,6 @@ from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import ranks, steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import BASES, OURS, Trainer, ours, takes_part
-from benchmarks.step_time.report import Figure
 from benchmarks.step_time.tasks import DEFAULT, LONG, OFTEN, SHORT, TASKS, Task
 
 
@@ -222,11 +220,6 @@ def test_the_papers_code_stands_beside_ours_in_its_precision():
     results.append(measured("kfac-pytorch, bfloat16", 5.0))
     steps.set_beside(results)
     assert [one.beside for one in results] == [0.25, 0.2, None, None]
-
-
-def test_a_figure_that_is_missed_says_so():
-    assert str(Figure("growth", 1.2, " ×", 1.1)) == "growth: 1.20 × (at most 1.10 wanted: missed)"
-    assert str(Figure("growth", math.nan, "", 1.1)).endswith("missed)")
 
 
 # ---- ranks ----

@@ -292,18 +292,6 @@ def test_only_a_causal_transformer_hides_what_follows(causal):
     assert torch.equal(model(x)[:, :4], model(other)[:, :4]) == causal
 
 
-def test_unet_has_a_logit_for_every_pixel_and_passes_details_on():
-    torch.manual_seed(0)
-    model = UNet(3, (4, 8, 16)).eval()
-    x = torch.rand(1, 3, 16, 24, requires_grad=True)
-    out = model(x)
-    assert out.shape == (1, 1, 16, 24)
-    out[0, 0, 8, 8].backward()
-    assert (x.grad[0, :, 6:11, 6:11] != 0).any(0).all()
-    # Two poolings: what is seen ends somewhere.
-    assert (x.grad[0].abs().sum(0) > 0).sum() > 100
-
-
 # ---- fixed memory ----
 
 

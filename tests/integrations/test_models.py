@@ -245,18 +245,3 @@ def test_torchvision(name):
     options = {"image_size": 32} if name.startswith("vit") else {}
     net = getattr(library("torchvision").models, name)(num_classes=5, **options)
     train(net, on_classes(32), 1, KFACSGD, 3, max_factor_size=64)
-
-
-# ---------------------------------------------------------------- graphs
-
-
-@pytest.mark.parametrize("name", ["GCN", "GAT", "GraphSAGE", "GIN"])
-def test_torch_geometric(name):
-    geometric = library("torch_geometric.nn.models")
-    net = getattr(geometric, name)(5, 16, 2, 3)
-    edges = torch.randint(0, 10, (2, 30))
-
-    def loss(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(torch.randn(10, 5), edges), torch.arange(10) % 3)
-
-    train(net, loss, 0.9 if name == "GAT" else 0.99, KFACSGD)

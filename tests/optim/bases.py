@@ -23,6 +23,19 @@ FAMILY = [
 ]
 
 
+class Descent(Optimizer):
+    """Plain gradient descent, without an argument of the name ``differentiable``."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 class LARS(Optimizer):
     """Layer-wise adaptive rates (You et al., 2017), as a user would write them."""
 

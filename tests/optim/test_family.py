@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from tests.optim.bases import BASES, FAMILY, REFUSED, both, dynamic, over_lars
+from tests.optim.bases import BASES, FAMILY, REFUSED, Descent, both, dynamic, over_lars
 from tests.support.training import (
     METHODS,
     WITHOUT_PACKAGE,
@@ -99,17 +99,8 @@ def test_base_arguments_by_position():
         KFACSGD(network(), 0.5, 0.9, 0.1, 1e-4, True, network())
 
 
-class AbstractFirst(abc.ABC, Optimizer):
-    """A base as those of pytorch_optimizer: plain gradient descent."""
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+class AbstractFirst(abc.ABC, Descent):
+    """A base as those of pytorch_optimizer."""
 
 
 class AbstractLast(torch.optim.SGD, abc.ABC):

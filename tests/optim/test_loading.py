@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, with_kfac
 from tests.core.test_checkpoint import BASES, METHODS, disk, pair, quietly_load
+from tests.optim.bases import Descent
 from tests.support.ranks import run
 from tests.support.training import assert_same, factors, network, train
 
@@ -129,23 +130,10 @@ def test_a_users_hook_may_make_a_state_of_what_is_none():
     assert_same(opt.state_dict(), whole["optimizer"])
 
 
-class Plain(torch.optim.Optimizer):
-    """Gradient descent without an argument of the name ``differentiable``."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"])
-
-
 def test_its_own_state_loads_after_that_of_another_class():
     """Torch leaves "differentiable" in the defaults, and the other's groups bring it along."""
     model = network()
-    opt = with_kfac(Plain)(model, lr=0.02)
+    opt = with_kfac(Descent)(model, lr=0.02)
     train(model, opt, range(2))
     own, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
     train(model, opt, [2])

@@ -10,8 +10,6 @@ from kaisa_optim.plan.step_plan import (
     PATIENCE,
     AgreedStep,
     LayerState,
-    RefreshReport,
-    StepReport,
     plan_step,
 )
 
@@ -46,45 +44,6 @@ def test_what_is_renewed(state, in_slot, defers, waits_for, attempts):
     assert plan.deferred == (("x",) if attempts else ())
     assert plan.precondition == (("beside", "x") if state.has_average else ("beside",))
     assert plan.changes_factors == bool(waits_for or attempts)
-
-
-def test_sums_of_reports_are_read_back():
-    """Of two ranks, one without rows of the second layer; "x" is tied, "z" is turned."""
-    sections = {"x": 1, "y": 2, "z": 1, "unused": 1}
-    one = StepReport(
-        terms=2.0,
-        checksum=5,
-        gradients=[True, True, True, True],
-        stale=[0, 1],
-        rows=[3, 4, 0, 0, 0],
-        crossed=[6, 0, 0, 7, 0],
-    )
-    other = one._replace(
-        terms=1.0,
-        gradients=[True, False, True, False],
-        stale=[0, 0],
-        rows=[2, 0, 0, 0, 0],
-        crossed=[0, 0, 0, 1, 0],
-    )
-    totals = [x + y for x, y in zip(one.numbers(), other.numbers(), strict=True)]
-    assert len(totals) == len(StepReport.blank(4, 1, 5).numbers())
-    agreed = AgreedStep.of(one, totals, sections, ("x",))
-    assert (agreed.own_terms, agreed.terms) == (2.0, 3.0)
-    assert agreed.checksums == (10, 50)  # equal: 2 · 50 is 10²
-    assert agreed.gradients == {"x": 2, "y": 1, "z": 2, "unused": 1}
-    assert [*agreed.stale] == [0, 1]
-    assert agreed.rows == {"x": [5], "y": [4, 0], "z": [8]}
-    assert agreed.givers == {"x": [2], "y": [1, 0], "z": [2]}
-    assert agreed.turned == {"z"} and agreed.crossed == {"x": ([6], [1])}
-    assert agreed.has_rows("y") == [True, False]
-
-
-def test_reports_of_refreshes_are_read_back():
-    names = ["x", "y", "z"]
-    one, other = RefreshReport(failed={"x"}, empty={"z"}), RefreshReport(rejected={"x", "z"})
-    pairs = zip(one.numbers(names), other.numbers(names), strict=True)
-    found = RefreshReport.of(names, [x + y for x, y in pairs][1:])
-    assert (found.failed, found.empty, found.rejected) == ({"x"}, {"z"}, {"x", "z"})
 
 
 def test_a_layer_waits_for_a_first_average_with_patience():
