@@ -16,12 +16,12 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 14_485,
-    "functions of the package": 1_002,
+    "lines of the package": 14_475,
+    "functions of the package": 1_004,
     "files of the package": 76,
-    "lines of tools": 2_188,
-    "lines of tests": 32_640,
-    "lines of benchmarks": 8_228,
+    "lines of tools": 2_189,
+    "lines of tests": 32_565,
+    "lines of benchmarks": 8_220,
 }
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind

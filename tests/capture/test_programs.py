@@ -97,7 +97,7 @@ class Reference:
                 return f"{counts} rows for {self.counts[crossed]}, crossed: {crossed}"
             for side in "ag" if counts else "":
                 wanted, factor = getattr(self, side)[crossed], getattr(found, side)
-                if side == "g" and found.unit is not None:
+                if side == "ga"[crossed] and found.unit is not None:
                     factor = factor * found.unit.square()
                 if factor.dim() == 2:
                     wanted = wanted.diagonal(dim1=1, dim2=2)

@@ -26,12 +26,11 @@ def test_bytes_follow_the_dtype_and_the_side():
     assert TensorSpec("x", "kind").bytes(layer, (8, False), None) == 3 * 64 * 8
 
 
-def test_gradients_travel_with_terms_and_scales():
+def test_gradients_travel_with_terms():
     """Each rounded up to 16 bytes."""
     sizes, alike = Sizes((), terms=2), [facts("x"), facts("y", blocks=2)]
     assert sizes.gradients(alike) == 3 * 32 * 4 + 32
     assert sizes._replace(wire=2).gradients(alike) == 3 * 32 * 2 + 32
-    assert sizes._replace(wire=2, scaled=True).gradients(alike) == 3 * 32 * 2 + 32 + 16
 
 
 @pytest.mark.parametrize("limit", [1, 300, 10_000])
