@@ -125,15 +125,6 @@ def layout(tensor: Any) -> Any:
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 
-def laid_out(whole: Tensor, like: Any) -> Tensor:
-    """Shard a tensor as ``like`` is; every rank has the same ``whole`` and keeps its part."""
-    if not is_sharded(like):
-        return whole
-    mesh = like.device_mesh
-    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return copies.redistribute(mesh, like.placements)
-
-
 def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
     """Return the whole parameter while ``fully_shard`` has it in its module, else ``None``."""
     current = module._parameters.get(name)
