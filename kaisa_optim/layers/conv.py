@@ -62,12 +62,10 @@ class _Spatial(Layer):
         return _rows(self._patches(x, grad), self.blocks)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        grad = self._batched(grad)
-        rows_first = _channels_last(grad)
-        grad = grad.flatten(2)
+        grad = self._batched(grad).flatten(2)
         columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
         # Copy channel by channel, as memory has them: this is fast, and suits the product.
-        return (columns if rows_first else columns.contiguous()).permute(0, 2, 3, 1)
+        return columns.contiguous().permute(0, 2, 3, 1)
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
@@ -75,8 +73,6 @@ class _Spatial(Layer):
 
     def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
         """Return Σ a aᵀ over all positions of a part of the batch."""
-        if _channels_last(x) and self.blocks == 1:
-            return _moment_taps_first(self._patches(x, grad), append_one, dtype)
         rows = self.input_rows(x, grad).flatten(1, 2)
         return second_moment(rows, dtype, diagonal=False, append_one=append_one)
 
@@ -151,26 +147,6 @@ def _rows(patches: Tensor, groups: int) -> Tensor:
     positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
     columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + dims)
     return columns.flatten(3).permute(0, 2, 3, 1)
-
-
-def _channels_last(x: Tensor) -> bool:
-    """Return whether a GPU's memory has all channels of a position side by side."""
-    return x.device.type != "cpu" and x.shape[1] > 1 and x.stride(1) == 1
-
-
-def _moment_taps_first(patches: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-    """Return Σ a aᵀ over patches ``[batch, channels, *positions, *kernel]``, channels together.
-
-    Patches are copied as they lie in memory, tap after tap. Only the smaller moment is reordered.
-    """
-    dims, channels = (patches.dim() - 2) // 2, patches.shape[1]
-    n = channels * patches.shape[2 + dims :].numel()
-    rows = patches.movedim(1, -1).reshape(1, -1, n)
-    moment = second_moment(rows, dtype, diagonal=False, append_one=append_one)
-    order = torch.arange(n, device=rows.device).view(-1, channels).mT.flatten()
-    if append_one:
-        order = F.pad(order, (0, 1), value=n)
-    return moment[:, order[:, None], order]
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.layers import conv
 from tests.layers.cases import Case, channels_last, check, each, freeze, normal
 
 pytestmark = [
@@ -218,25 +217,3 @@ def test_an_input_that_changes_after_a_convolution_which_copied_it(make, autocas
         factors.append([f for name in ("first", "conv") for f in opt.preconditioner.factors(name)])
     for apart, within in zip(*factors, strict=True):
         torch.testing.assert_close(within, apart, rtol=1e-2 if autocast else 1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("kernel", "stride"), [((3, 3), 1), ((3, 2), 2), ((1, 1), 1)])
-def test_moments_are_those_of_other_memory_formats(monkeypatch, kernel, stride, bias):
-    """On CPUs the way of GPUs is not taken: here it is, by what asks for the device."""
-    torch.manual_seed(0)
-    module = nn.Conv2d(3, 4, kernel, stride, 1, bias=bias).double()
-    layer = conv.ConvLayer("conv", module)
-    x = torch.randn(5, 3, 7, 6, dtype=torch.float64)
-    grad = torch.randn(module(x).shape, dtype=torch.float64)
-    asked = {"reduce": False, "diagonal": False, "dtype": torch.float64}
-    wanted = layer.input_moment(x, grad, append_one=bias, **asked)
-    wanted_g, *counts = layer._output_moment(x, grad, **asked)
-    monkeypatch.setattr(conv, "_channels_last", lambda t: t.shape[1] > 1 and t.stride(1) == 1)
-    x, grad = (t.to(memory_format=torch.channels_last) for t in (x, grad))
-    assert conv._channels_last(x) and conv._channels_last(grad)
-    found = layer.input_moment(x, grad, append_one=bias, **asked)
-    found_g, *found_counts = layer._output_moment(x, grad, **asked)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found_g, wanted_g, rtol=1e-12, atol=1e-12)
-    assert counts == found_counts
