@@ -136,8 +136,6 @@ class Capture:
         self._missed = False  # misses(), as the model's last call began
         self.tapped = False  # whether a pass since the last reset may gather
         self.ran = False  # whether the model ran since the last reset, in a pass that may train
-        # Name, positions and examples of a layer whose positions K counts as examples.
-        self.misread: tuple[str, int, int] | None = None
         self._drawing: dict[Drawn, tuple[ForwardPass, Moments]] | None = None
         # An input of every tap that gathers: a derivative by it runs taps, but no parameter's node.
         self._probe = torch.empty(0, requires_grad=True, device="cpu")
@@ -292,7 +290,6 @@ class Capture:
         training pass to come. No parameter receives a gradient.
         """
         self.draws += 1
-        self.misread = None  # drawn gradients have a scale of their own
         drawing: dict[Drawn, tuple[ForwardPass, Moments]] = {}
         self._drawing = drawing
         try:
@@ -381,11 +378,6 @@ class Capture:
             if gathers:
                 part = layer.part(x, output, self.sample)
                 whole = covers[0] and self.witness.watches(layer, forward_pass, call.anchor)
-            order = layer.sequence_first(x)
-            if order is not None and forward_pass.examples == order[0] != order[1]:
-                # K counts positions as examples. A model may take examples first and transpose
-                # them itself: then K is right.
-                self.misread = self.misread or (layer.name, *order)
             call.part, call.gathers = part, gathers
             record = functools.partial(self._backward, call)
         whole = whole or checkpointed

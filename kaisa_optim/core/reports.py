@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +22,6 @@ from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .placements import task_of
 from .registry import Registry
-
-if TYPE_CHECKING:
-    from .preconditioner import Preconditioner
 
 _NAMED = 5  # layers of a warning
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
@@ -226,23 +223,6 @@ def name_elsewhere(
         "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "
         "and the factors leave it out; move such a use into the model's forward, and ignore this "
         "warning for a penalty or a hook",
-    )
-
-
-def misread(kfac: Preconditioner) -> str:
-    """Return a warning if K counts positions as examples, and if K matters."""
-    capture, options = kfac.capture, kfac.options
-    indifferent = options.kaisa_scaling or kfac.rule.scale_free
-    if indifferent or options.loss_reduction == "sum" or kfac.loss_terms != "examples":
-        capture.misread = None
-    if capture.misread is None:
-        return ""
-    name, positions, examples = capture.misread
-    return (
-        f"layer {name!r} has batch_first=False and sees {examples} examples of {positions} "
-        f"positions, but K counts {positions} examples, the first dimension of the model's input; "
-        "build the layer with batch_first=True and give the model examples first, or set "
-        "loss_terms to the number of terms that the loss averages"
     )
 
 

@@ -48,9 +48,6 @@ class ProjectionLayer(Layer):
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return grad.unflatten(2, (-1, self.outputs)).permute(2, 1, 0, 3)
 
-    def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
-        return None if getattr(self.module, "batch_first", True) else (x.shape[0], x.shape[1])
-
     def example_dim(self, output: Tensor) -> int | None:
         return 1
 

@@ -192,10 +192,6 @@ class Layer:
         """Return whether this input is a single example without a batch dimension."""
         return False
 
-    def sequence_first(self, x: Tensor) -> tuple[int, int] | None:
-        """Return positions and examples of an input if its module takes positions first."""
-        return None
-
     def example_dim(self, output: Tensor) -> int | None:
         """Return the dimension of the examples, alike in input and output; ``None``: it has none.
 

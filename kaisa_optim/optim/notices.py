@@ -21,17 +21,13 @@ class Notices:
     """Warnings that come once for each optimizer, at its steps."""
 
     def __init__(self) -> None:
-        self._of_order = self._of_uses = False  # whether each was given
+        self._of_uses = False  # whether it was given
         # The layers without calls, the parameters without a layer, and which of all are trained,
         # when coverage was last looked at.
         self._looked: Any = None
 
     def look(self, kfac: Preconditioner) -> None:
-        """Warn of a misread order of dimensions, and of much that is left to the base."""
-        text = "" if self._of_order else reports.misread(kfac)
-        if text:
-            self._of_order = True
-            agreement.warn(kfac.ranks, text)
+        """Warn of much that is left to the base."""
         if kfac.plan.exchanges and not self._of_uses:
             registry = kfac.registry
             trained = [p.requires_grad for p in registry.parameters]
