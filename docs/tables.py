@@ -455,8 +455,8 @@ def conflicts() -> str:
         for conflict in option.conflicts:
             values = " or ".join(repr(value) for value in conflict.values)
             other = f"`{conflict.other}` {values}"
-            rows.append([f"`{name}`", other, _plain(conflict.reason), _plain(conflict.remedy)])
-    table = traffic.table(["option", "with", "cause", "what to do"], rows)
+            rows.append([f"`{name}`", other, _plain(conflict.reason)])
+    table = traffic.table(["option", "with", "cause"], rows)
     return table.replace("--:", ":--")
 
 

@@ -20,7 +20,6 @@ from ..plan.facts import WIDEST
 
 Check = Callable[[str, Any], Any]
 Group = dict[str, Any]  # one of the optimizer's param_groups
-DEFAULT = object()  # stands for an option's own default
 AUTO = "auto"  # the fraction is chosen by a plan
 
 # The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
@@ -60,11 +59,11 @@ def _whole(least: int, must: str) -> Check:
     return check
 
 
-def _one_of(*choices: Any) -> Check:
+def _one_of(*choices: Any, must: str = "") -> Check:
     def check(name: str, value: Any) -> Any:
         # 1 and 0 equal True and False, but are no choices.
         if not any(value is x or (isinstance(x, str) and value == x) for x in choices):
-            raise invalid(name, value, f"choose from {', '.join(map(repr, choices))}")
+            raise invalid(name, value, must or f"choose from {', '.join(map(repr, choices))}")
         return value
 
     return check
@@ -72,15 +71,6 @@ def _one_of(*choices: Any) -> Check:
 
 def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
-
-
-def _among(values: tuple[Any, ...], must: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if value not in values:
-            raise invalid(name, value, must)
-        return value
-
-    return check
 
 
 def _above_zero(value: float) -> bool:
@@ -180,7 +170,6 @@ class Conflict:
     other: str
     values: tuple[Any, ...]
     reason: str
-    remedy: str = "leave one of the two out"
 
 
 @dataclass(frozen=True)
@@ -195,7 +184,6 @@ class Option:
     scope: str = "construction"  # "group" of parameters, "optimizer" (may be set) or "construction"
     schedulable: bool = False  # takes a callable of the step
     follows: Callable[[Options], Any] | None = None  # the value that None stands for
-    off: Any = DEFAULT  # the value that goes with every other option
     conflicts: tuple[Conflict, ...] = ()
     of_papers: bool = False  # it belongs to the papers' preconditioned gradients
     own_of_rank: bool = False  # ranks may set different values
@@ -304,9 +292,9 @@ _REFRESHES = (
            conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
            of_papers=True),
     Option("factor_dtype", None, "torch.dtype | None",
-           _among((None, torch.float32, torch.float64),
-                  "it must be torch.float32, torch.float64, or None for the arithmetic's: averages "
-                  "in fewer digits are indefinite; inv_dtype takes torch.bfloat16"),
+           _one_of(None, torch.float32, torch.float64, must="it must be torch.float32, "
+                   "torch.float64, or None for the arithmetic's: averages in fewer digits are "
+                   "indefinite; inv_dtype takes torch.bfloat16"),
            "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
            "or float64 for float64 parameters."),
     Option("inv_dtype", None, "torch.dtype | None", _dtype,
@@ -322,7 +310,7 @@ _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None",
            _or_none(_real(_above_zero, "a number above 0, or None for no clip")),
            "κ of the KL clip, which limits the length of a step. None: no limit.",
-           "optimizer", schedulable=True, off=None, of_papers=True),
+           "optimizer", schedulable=True, of_papers=True),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
            'None: "initial", or "current" if normalization is "kaisa".',
@@ -353,8 +341,8 @@ _RANKS = (
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
     Option("comm_dtype", None, "torch.dtype | None",
-           _among((None, torch.bfloat16),
-                  "it must be torch.bfloat16, or None for the data's own dtype"),
+           _one_of(None, torch.bfloat16,
+                   must="it must be torch.bfloat16, or None for the data's own dtype"),
            "The dtype in which statistics and directions (or gradients) travel. torch.bfloat16 "
            'rounds the directions of all ranks, but not with "opt", where none travel. None: as '
            "they are."),
@@ -451,15 +439,12 @@ class Options:
 
     def _refuse_conflicts(self, name: str, value: Any) -> None:
         option = OPTIONS[name]
-        off = option.default if option.off is DEFAULT else option.off
-        for conflict in option.conflicts if value is not None and differs(value, off) else ():
+        asked = value is not None and differs(value, option.default)
+        for conflict in option.conflicts if asked else ():
             found = getattr(self, conflict.other)
             if found in conflict.values:
-                why = (
-                    f"{value!r} with {conflict.other}={found!r}: {conflict.reason}; "
-                    f"{conflict.remedy}"
-                )
-                raise invalid_because(name, why)
+                why = f"{value!r} with {conflict.other}={found!r}: {conflict.reason}"
+                raise invalid_because(name, f"{why}; leave one of the two out")
 
     def having(self, values: Mapping[str, Any]) -> Options:
         """Return a copy with values that were checked where they were set."""
