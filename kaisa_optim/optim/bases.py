@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,36 +42,38 @@ Directions = Mapping[Tensor, Tensor]
 
 
 class BaseStep:
-    """Steps one kind of base along K-FAC's directions; an object keeps no state."""
+    """Steps one optimizer, of one kind of base, along K-FAC's directions; it keeps no state."""
 
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
     counts = False  # entries have a count of steps, on all ranks
+    idle: Any = ()  # the settings of a parameter without a gradient
 
-    def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
+    def __init__(self, optimizer: KFACMixin) -> None:
+        self.optimizer, self.groups = optimizer, optimizer.param_groups
+
+    def limited(self) -> dict[Tensor, Tensor]:
         """Return gradients that the base limits for all parameters together."""
         return {}
 
-    def follow(
-        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
-    ) -> OfBase:
+    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
         """Take this step's gradients into the momenta that this rank keeps.
 
         ``ready`` are the parameters that K-FAC steps, ``mine`` those whose momenta are kept here.
         """
-        found, second = self._found(optimizer), frozenset(self.second)
-        for group in optimizer.param_groups:
+        found, second = self._found(), frozenset(self.second)
+        for group in self.groups:
             stepped = [p for p in group["params"] if p in ready and p.grad is not None]
-            found.settings |= self.settings(optimizer, group, stepped)
+            found.settings |= self.settings(group, stepped)
             keeps = self.keeps(group)
             for p in stepped:
-                entry = optimizer.state[p]
+                entry = self.optimizer.state[p]
                 is_settled = (self.momentum in entry) == (keeps and p in mine)
                 if not is_settled or not second.isdisjoint(entry):
                     self._settle(entry, p, found if p in mine else None, group)
             for params in _alike([p for p in stepped if p in mine]):
-                entries = [optimizer.state[p] for p in params]
+                entries = [self.optimizer.state[p] for p in params]
                 gradients = _gradients(group, params)
                 ahead = self.ahead(group, entries, gradients)
                 found.momenta.update(zip(params, ahead, strict=True))
@@ -79,42 +81,36 @@ class BaseStep:
                     found.measured.update(zip(params, gradients, strict=True))
         return found
 
-    idle: Any = ()  # the settings of a parameter without a gradient
-
-    def _found(self, optimizer: KFACMixin) -> OfBase:
+    def _found(self) -> OfBase:
         rates: dict[Tensor, float | Tensor] = {}
-        for group in optimizer.param_groups:
+        for group in self.groups:
             rate = rate_of(group)
             host = isinstance(rate, Tensor) and rate.device.type == "cpu"
             rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
         return OfBase(idle=self.idle, rates=rates)
 
-    def kept(
-        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
-    ) -> dict[Tensor, Tensor]:
+    def kept(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Return the momenta of ``ready`` parameters; of those that are not ``mine``, an empty one.
 
         The keys are alike on all ranks.
         """
         found: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
+        for group in self.groups:
             for p in group["params"]:
-                if p in ready and self.spreads(group, optimizer.state[p]):
-                    momentum = optimizer.state[p].get(self.momentum) if p in mine else None
+                if p in ready and self.spreads(group, self.optimizer.state[p]):
+                    momentum = self.optimizer.state[p].get(self.momentum) if p in mine else None
                     if momentum is None:
                         shape = p.shape if p in mine else (0,)
                         momentum = torch.zeros(shape, dtype=p.dtype, device=p.device)
                     found[p] = momentum
         return found
 
-    def open(
-        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
-    ) -> None:
+    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
         """Make the entries of parameters, so that a checkpoint can be loaded into them."""
-        for group in optimizer.param_groups:
+        for group in self.groups:
             for p in group["params"]:
                 if p in ready:
-                    entry = optimizer.state[p]
+                    entry = self.optimizer.state[p]
                     self._settle(entry, p, OfBase() if p in mine else None, group)
                     if self.counts:
                         zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -142,9 +138,7 @@ class BaseStep:
         """Return whether a parameter has a momentum that gradient workers alone keep."""
         return self.keeps(group)
 
-    def settings(
-        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
-    ) -> dict[Tensor, Any]:
+    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
         """Count a step of these parameters; return what the length has to know of each."""
         return {}
 
@@ -154,10 +148,10 @@ class BaseStep:
         """Move the momenta; return the tensors along which the base would step."""
         raise NotImplementedError
 
-    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
+    def rest(self, directions: Directions) -> None:
         """Let the base step the parameters that have no direction."""
         with gradients_of(dict.fromkeys(directions)):
-            optimizer.base_step()
+            self.optimizer.base_step()
 
     def release(self, entry: Entry) -> None:
         """Empty the entry of a parameter that the base is to step again: it starts anew.
@@ -166,27 +160,14 @@ class BaseStep:
         """
         entry.clear()
 
-    def move(self, optimizer: KFACMixin, directions: Directions) -> None:
+    def move(self, directions: Directions) -> None:
         """Step along directions, which may be overwritten."""
-        for group in optimizer.param_groups:
+        for group in self.groups:
             for params in _alike([p for p in group["params"] if p in directions]):
                 self._move(group, params, [directions[p] for p in params])
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         descend(params, directions, group["lr"], group.get("weight_decay", 0.0))
-
-
-class Bound(NamedTuple):
-    """A base's part for one optimizer."""
-
-    base: BaseStep
-    optimizer: KFACMixin
-
-    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
-        return self.base.follow(self.optimizer, ready, mine)
-
-    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
-        self.base.open(self.optimizer, ready, mine)
 
 
 class AdamStep(BaseStep):
@@ -197,10 +178,8 @@ class AdamStep(BaseStep):
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def settings(
-        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
-    ) -> dict[Tensor, Any]:
-        entries = [optimizer.state[p] for p in stepped]
+    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
+        entries = [self.optimizer.state[p] for p in stepped]
         counts = [int(entry.get("step", 0)) + 1 for entry in entries]
         # Each entry gets a tensor of its own: one in common would also count for parameters that
         # rest, and counting in place would change the state that was loaded, whose tensors torch
@@ -239,22 +218,20 @@ class LAMBStep(AdamStep):
 
     counts = False
 
-    def limited(self, optimizer: KFACMixin) -> dict[Tensor, Tensor]:
-        return clipped_gradients(optimizer.param_groups)
+    def limited(self) -> dict[Tensor, Tensor]:
+        return clipped_gradients(self.groups)
 
-    def settings(
-        self, optimizer: KFACMixin, group: Group, stepped: list[Tensor]
-    ) -> dict[Tensor, Any]:
+    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
         return dict.fromkeys(stepped, _adam_settings(group, group.get("step", 0) + 1))
 
-    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
-        groups = optimizer.param_groups
+    def rest(self, directions: Directions) -> None:
+        groups = self.groups
         counts = [g.get("step", 0) + any(p in directions for p in g["params"]) for g in groups]
         limits = [group["max_grad_norm"] for group in groups]
         try:
             for group in groups:  # the gradients are limited already
                 group["max_grad_norm"] = None
-            super().rest(optimizer, directions)
+            super().rest(directions)
         finally:
             for group, limit, count in zip(groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
@@ -325,15 +302,13 @@ class AnyStep(BaseStep):
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
 
-    def follow(
-        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
-    ) -> OfBase:
-        found, steps = self._found(optimizer), self._steps(optimizer, ready)
+    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
+        found, steps = self._found(), self._steps(ready)
         for p in steps.keys() - set(mine):
-            optimizer.state[p].pop(MOMENTUM, None)  # a loaded state has those of all ranks
-        for group in optimizer.param_groups:
+            self.optimizer.state[p].pop(MOMENTUM, None)  # a loaded state has those of all ranks
+        for group in self.groups:
             for params in _alike([p for p in group["params"] if p in steps and p in mine]):
-                entries = [optimizer.state[p] for p in params]
+                entries = [self.optimizer.state[p] for p in params]
                 gradients = _gradients(group, params)
                 if all("exp_avg" in entry for entry in entries):
                     momenta = parts_here([entry["exp_avg"] for entry in entries])
@@ -347,21 +322,18 @@ class AnyStep(BaseStep):
                 found.measured.update(zip(params, falls, strict=True))
         return found
 
-    def _steps(self, optimizer: KFACMixin, ready: Collection[Tensor]) -> dict[Tensor, Tensor]:
+    def _steps(self, ready: Collection[Tensor]) -> dict[Tensor, Tensor]:
         """Let the base step all parameters, and put ``ready`` ones back where they were.
 
         Return how far the base moved these down. It is called once a step, since some bases count
         their steps in the group.
         """
         stepped = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p in ready and p.grad is not None
+            p for group in self.groups for p in group["params"] if p in ready and p.grad is not None
         ]
         steps = {p: parts_here([p])[0].clone() for p in stepped}
-        with _without_decay_of(steps.keys(), optimizer.param_groups):
-            optimizer.base_step()
+        with _without_decay_of(steps.keys(), self.groups):
+            self.optimizer.base_step()
         for p, former in steps.items():
             (moved,) = parts_here([p.data])
             step = former - moved
@@ -369,16 +341,14 @@ class AnyStep(BaseStep):
             steps[p] = step
         return steps
 
-    def rest(self, optimizer: KFACMixin, directions: Directions) -> None:
+    def rest(self, directions: Directions) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
-    def open(
-        self, optimizer: KFACMixin, ready: Collection[Tensor], mine: Collection[Tensor]
-    ) -> None:
+    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
         """Let the base make its entries, in a step that is taken back."""
-        for p in self._steps(optimizer, ready):
-            if p in mine and "exp_avg" not in optimizer.state[p]:
-                _begin(optimizer.state[p], p)
+        for p in self._steps(ready):
+            if p in mine and "exp_avg" not in self.optimizer.state[p]:
+                _begin(self.optimizer.state[p], p)
 
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)
@@ -426,7 +396,7 @@ def _begin(entry: Entry, p: Tensor) -> None:
         entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def lacks_second(base: BaseStep, entry: Any) -> bool:
+def lacks_second(base: BaseStep | type[BaseStep], entry: Any) -> bool:
     """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
     if not (base.second and entry and isinstance(entry, dict)):  # some bases keep other values
         return False
@@ -434,7 +404,7 @@ def lacks_second(base: BaseStep, entry: Any) -> bool:
     return own <= {base.momentum, "step"}
 
 
-def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
+def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
     """Return the part of a base: of torch's classes themselves, and of LAMB.
 
     A subclass may have a step of its own, and counts as any other base; so does Adam with amsgrad
@@ -442,9 +412,9 @@ def step_of(base: type[Optimizer], defaults: Group) -> BaseStep:
     """
     if base in (Adam, AdamW):
         tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
-        return AnyStep() if defaults["amsgrad"] or tensors else AdamStep()
+        return AnyStep if defaults["amsgrad"] or tensors else AdamStep
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
-    return kinds.get(base, AnyStep)()
+    return kinds.get(base, AnyStep)
 
 
 def descend(

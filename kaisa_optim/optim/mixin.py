@@ -61,7 +61,7 @@ class KFACMixin(Optimizer):
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
-        self.base_part = bases.step_of(self._base, self.defaults)
+        self._step_of_base = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise invalid_because(
@@ -80,7 +80,7 @@ class KFACMixin(Optimizer):
             self._kfac_options,
             self.param_groups,
             self._group_schedules,
-            self.base_part.length(),
+            self._step_of_base.length(),
             known,
             self._kfac_process_group,
             {"base optimizer": self._base.__name__} if compare else None,
@@ -108,17 +108,16 @@ class KFACMixin(Optimizer):
             if self.preconditioner.rule.makes_directions:
                 # Step along K-FAC's directions; the base steps the parameters without one.
                 base = self.base_part
-                with gradients_of(base.limited(self)):
-                    bound = bases.Bound(base, self)
-                    directions = self.preconditioner.step(self.param_groups, bound)
+                with gradients_of(base.limited()):
+                    directions = self.preconditioner.step(self.param_groups, base)
                     for p in self._stepped - directions.keys():
                         if p.grad is not None:
                             base.release(self.state[p])
                             self._stepped.discard(p)
                     self._stepped.update(directions)
-                    base.rest(self, directions)
+                    base.rest(directions)
                 with stage("base step"):
-                    base.move(self, directions)
+                    base.move(directions)
             else:
                 with gradients_of(self.preconditioner.step(self.param_groups)):
                     self.base_step()
@@ -153,6 +152,11 @@ class KFACMixin(Optimizer):
             "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
             "drop_last=True"
         )
+
+    @property
+    def base_part(self) -> bases.BaseStep:
+        """The base's part in a step; made anew, since a kept one would be a circle."""
+        return self._step_of_base(self)
 
     @property
     def device(self) -> torch.device:
@@ -276,7 +280,7 @@ class KFACMixin(Optimizer):
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
-        return self.base_part.kept(self, begun, mine)
+        return self.base_part.kept(begun, mine)
 
     def base_state_dict(self) -> dict[str, Any]:
         """Return a state that a plain optimizer of the base class loads, without K-FAC's part.

@@ -77,7 +77,7 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
 @torch.no_grad()
 def _state(
     optimizer: KFACMixin,
-    part: bases.BaseStep,
+    step: type[bases.BaseStep],
     stepped: dict[Tensor, list[str]],
 ) -> tuple[int, list[Momentum]]:
     """Return the bytes of the base's state on all ranks, and the momenta on some.
@@ -108,8 +108,9 @@ def _state(
 
     base.base_step = base_step
     ready: dict[Tensor, Any] = dict.fromkeys(twin_of[p] for p in stepped)
-    part.open(base, ready, ready)
-    part.rest(base, ready)
+    part = step(base)
+    part.open(ready, ready)
+    part.rest(ready)
     everywhere, momenta = 0, []
     for group in optimizer.param_groups:
         for p in group["params"]:
