@@ -53,114 +53,12 @@ from .registry import Registry
 Precondition = Callable[..., list[NewGradients]]
 _AT_ONCE = 1 << 25  # numbers of the stacks that are stepped together
 
-# ---- sums ----
-
-
-def reduce_to_owners(
-    ranks: Ranks, registry: Registry, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
-) -> Iterator[dict[Key, Tensor]]:
-    """Yield new values of the factors that this rank owns, as they arrive."""
-    tied = [layer for layer in layers if layer.name in agreed.crossed]
-    leveled = tied if ranks.world == 1 else layers
-    if sums.units and leveled:
-        sums.level(leveled, functools.partial(ranks.reduce_on_device, kind="factors", op="MAX"))
-    sums.mix(tied, agreed, functools.partial(ranks.reduce_on_device, kind="factors"))
-    if ranks.world == 1:
-        keys = [(layer, side) for layer in layers for side in "ag"]
-        yield dict(zip(keys, sums.take(keys, agreed), strict=True))
-        return
-    facts = [registry.placements.facts[layer] for layer in layers]
-    wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
-    buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
-
-    def terms(bucket: Bucket[FactorFacts]) -> list[Tensor]:
-        keys = [(registry.layers[factor.layer.name], factor.side) for factor in bucket.items]
-        return [term.flatten() for term in sums.take(keys, agreed)]
-
-    loads = ((bucket, terms(bucket)) for bucket in buckets)
-    for arrived in ranks.reduce_to_owners(loads, "factors"):
-        values = {}
-        for factor, total in arrived:
-            layer = registry.layers[factor.layer.name]
-            key = stack_key(layer, factor.side)
-            total = total.unflatten(0, (layer.blocks, -1))
-            values[layer, factor.side] = total if key.diagonal else unpack(total, key.size)
-        yield values
-
-
-def damping_shifts(
-    ranks: Ranks,
-    registry: Registry,
-    rule: Rule,
-    owned: Factors,
-    layers: Sequence[Layer],
-    damping_of: Callable[[Layer], float],
-) -> dict[Key, Tensor]:
-    """Return the damping of each factor's diagonal, on all ranks."""
-    means = rule.means(owned, layers)
-    if registry.placements.splits_owners:  # each owner needs the other owner's mean
-        means = [ranks.reduce_on_device(both, "second_order") for both in means]
-    return rule.shifts(layers, damping_of, means)
-
-
-# ---- state ----
-
-
-def share_state(
-    ranks: Ranks,
-    registry: Registry,
-    rule: Rule,
-    sizes: Sizes,
-    applied: AppliedFactors,
-    keys_of: dict[Layer, list[Key]],
-    damping_of: Callable[[Layer], float],
-) -> None:
-    """Bring the owners' new state to all gradient workers.
-
-    ``keys_of`` are the renewed factors of each layer.
-    """
-    with stage("share"):
-        if ranks.grid.workers > 1:
-            keys = [key for keys in keys_of.values() for key in keys]
-            for device, same in grouped(keys, lambda key: device_of(key[0])).items():
-                _broadcast_state(ranks, registry, rule, sizes, applied, same, device)
-        rule.renew(applied, list(keys_of), damping_of)
-
-
-def _broadcast_state(
-    ranks: Ranks,
-    registry: Registry,
-    rule: Rule,
-    sizes: Sizes,
-    applied: AppliedFactors,
-    keys: list[Key],
-    device: torch.device,
-) -> None:
-    """Broadcast the state of factors on one device along their columns."""
-    facts, layers = registry.placements.facts, registry.layers
-    renewed = [facts[layer].factors["ag".index(side)] for layer, side in keys]
-    rounds = state_rounds(renewed, sizes, ranks.grid, ranks.bucket_bytes)
-    contents = [
-        item.content
-        for bucket in itertools.chain(*rounds)
-        if ranks.rank in bucket.sizes
-        for item in bucket.items
-    ]
-    # Generators, so that a packed triangle lives only until it has arrived.
-    factors = ([applied.by_key[layers[f.layer.name], f.side] for f in x] for x in contents)
-    cargo = ([_PackedState(factor, rule.outgoing(factor)) for factor in each] for each in factors)
-    for packed in ranks.broadcast(rounds, cargo, device, "second_order"):
-        rule.incoming(packed.factor, packed.tensors)
-
 
 class _PackedState(NamedTuple):
     """One factor's state as it travels."""
 
     factor: Factor
     tensors: list[Tensor]
-
-
-# ---- gradients ----
 
 
 class BaseSide(Protocol):
@@ -181,8 +79,8 @@ class Last:
     damping_of: Callable[[Layer], float] | None = None
 
 
-class GradientExchange:
-    """Preconditions the gradients of this rank's layers, and hands them to receivers."""
+class Exchange:
+    """Brings sums to owners and state to gradient workers, and new gradients to receivers."""
 
     def __init__(
         self,
@@ -212,6 +110,87 @@ class GradientExchange:
         self._together: dict[tuple[Layer, int], tuple[list[GradientStack], list[Together]]] = {}
         # The layers with a gradient in the last step, and their stacks.
         self._ready: tuple[list[Layer], list[GradientStack]] = [], []
+
+    # ---- sums ----
+
+    def sums(
+        self, sums: FactorSums, layers: Sequence[Layer], agreed: AgreedStep
+    ) -> Iterator[dict[Key, Tensor]]:
+        """Yield new values of the factors that this rank owns, as they arrive."""
+        ranks, registry = self._ranks, self._registry
+        tied = [layer for layer in layers if layer.name in agreed.crossed]
+        leveled = tied if ranks.world == 1 else layers
+        if sums.units and leveled:
+            largest = functools.partial(ranks.reduce_on_device, kind="factors", op="MAX")
+            sums.level(leveled, largest)
+        sums.mix(tied, agreed, functools.partial(ranks.reduce_on_device, kind="factors"))
+        if ranks.world == 1:
+            keys = [(layer, side) for layer in layers for side in "ag"]
+            yield dict(zip(keys, sums.take(keys, agreed), strict=True))
+            return
+        facts = [self._placements.facts[layer] for layer in layers]
+        wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
+        buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
+
+        def terms(bucket: Bucket[FactorFacts]) -> list[Tensor]:
+            keys = [(registry.layers[factor.layer.name], factor.side) for factor in bucket.items]
+            return [term.flatten() for term in sums.take(keys, agreed)]
+
+        loads = ((bucket, terms(bucket)) for bucket in buckets)
+        for arrived in ranks.reduce_to_owners(loads, "factors"):
+            values = {}
+            for factor, total in arrived:
+                layer = registry.layers[factor.layer.name]
+                key = stack_key(layer, factor.side)
+                total = total.unflatten(0, (layer.blocks, -1))
+                values[layer, factor.side] = total if key.diagonal else unpack(total, key.size)
+            yield values
+
+    def damping_shifts(
+        self, owned: Factors, layers: Sequence[Layer], damping_of: Callable[[Layer], float]
+    ) -> dict[Key, Tensor]:
+        """Return the damping of each factor's diagonal, on all ranks."""
+        means = self._rule.means(owned, layers)
+        if self._placements.splits_owners:  # each owner needs the other owner's mean
+            means = [self._ranks.reduce_on_device(both, "second_order") for both in means]
+        return self._rule.shifts(layers, damping_of, means)
+
+    # ---- state ----
+
+    def share_state(
+        self, keys_of: dict[Layer, list[Key]], damping_of: Callable[[Layer], float]
+    ) -> None:
+        """Bring the owners' new state to all gradient workers.
+
+        ``keys_of`` are the renewed factors of each layer.
+        """
+        with stage("share"):
+            if self._ranks.grid.workers > 1:
+                keys = [key for keys in keys_of.values() for key in keys]
+                for device, same in grouped(keys, lambda key: device_of(key[0])).items():
+                    self._broadcast_state(same, device)
+            self._rule.renew(self._applied, list(keys_of), damping_of)
+
+    def _broadcast_state(self, keys: list[Key], device: torch.device) -> None:
+        """Broadcast the state of factors on one device along their columns."""
+        ranks, rule, layers = self._ranks, self._rule, self._registry.layers
+        facts = self._placements.facts
+        renewed = [facts[layer].factors["ag".index(side)] for layer, side in keys]
+        rounds = state_rounds(renewed, self._sizes, ranks.grid, ranks.bucket_bytes)
+        contents = [
+            item.content
+            for bucket in itertools.chain(*rounds)
+            if ranks.rank in bucket.sizes
+            for item in bucket.items
+        ]
+        # Generators, so that a packed triangle lives only until it has arrived.
+        by_key = self._applied.by_key
+        factors = ([by_key[layers[f.layer.name], f.side] for f in x] for x in contents)
+        cargo = ([_PackedState(f, rule.outgoing(f)) for f in each] for each in factors)
+        for packed in ranks.broadcast(rounds, cargo, device, "second_order"):
+            rule.incoming(packed.factor, packed.tensors)
+
+    # ---- gradients ----
 
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""

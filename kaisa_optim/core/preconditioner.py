@@ -24,9 +24,9 @@ from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
 from ..stages import staged
-from . import coverage, exchange, gradients, reports
+from . import coverage, gradients, reports
 from .coverage import CoverageReport
-from .exchange import BaseSide
+from .exchange import BaseSide, Exchange
 from .hyperparameters import Hyperparameters, rate_of, refuse_name
 from .options import SHARED, Group, Options
 from .registry import Registry
@@ -115,7 +115,7 @@ class Preconditioner:
         )
         refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
         self.store = FactorStore(averages, rule, refresher, sizes)
-        self.gradients = exchange.GradientExchange(
+        self.exchange = Exchange(
             self.ranks, self.registry, rule, sizes=sizes, comm_dtype=options.comm_dtype
         )
         self.plan = StepPlan(-1)  # the last step's plan
@@ -197,7 +197,7 @@ class Preconditioner:
             self.capture.reset()
             if base is None:
                 return {}
-            base.open(*self.gradients.stepped(all_layers=True))
+            base.open(*self.exchange.stepped(all_layers=True))
             covered = [p for x in registry.active for p in x.parameters]
             return {p: torch.zeros_like(p) for p in covered if p.grad is not None}
         values = StepValues(
@@ -213,15 +213,15 @@ class Preconditioner:
         # Gradients: stacked by shape, preconditioned, handed to receivers
         reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
         if base is None:
-            updates = self.gradients.updates(values)
+            updates = self.exchange.updates(values)
             if (kl_clip := self.hyperparameters.kl_clip) is not None:
                 alphas = [
                     rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
                 ]
-                self.gradients.last.clip = updates.clip(kl_clip, alphas, registry.group_of)
+                self.exchange.last.clip = updates.clip(kl_clip, alphas, registry.group_of)
             new = updates.by_parameter(registry.in_parts)
         else:
-            new = self.gradients.directions(base, values)
+            new = self.exchange.directions(base, values)
         if plan.exchanges:
             self.hyperparameters.take_intervals(self.steps + 1)
             name_unseen(self.capture, registry)
@@ -324,13 +324,10 @@ class Preconditioner:
             states[name].deferred = True
         try:
             average = [layers[name] for name in plan.average]
-            given = self.ranks, self.registry, self.sums, average, agreed
-            for arrived in staged("reduce", exchange.reduce_to_owners(*given)):
+            for arrived in staged("reduce", self.exchange.sums(self.sums, average, agreed)):
                 store.averages.update(store.owned, arrived, agreed, values.decay_of)
             self.sums.clear()
-            shifts = exchange.damping_shifts(
-                self.ranks, self.registry, self.rule, store.owned, due, values.damping_of
-            )
+            shifts = self.exchange.damping_shifts(store.owned, due, values.damping_of)
             report = store.refresher.decompose(store.owned, store.applied, plan, shifts)
             if not due:
                 return
@@ -338,8 +335,7 @@ class Preconditioner:
             names, empty = self.status.settle(plan, report, most, from_identity=begins)
             self.status.named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
-            parts = self.ranks, self.registry, self.rule, store.sizes, store.applied
-            exchange.share_state(*parts, new, values.damping_of)
+            self.exchange.share_state(new, values.damping_of)
         except BaseException:
             for layer, side in keys:  # on all ranks: they are decomposed in the next step
                 states[layer.name].stale.add(side)
@@ -425,7 +421,7 @@ class Preconditioner:
         registry = self.registry
         registry.placements.find_facts(registry.layers.values())
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
-        self.gradients.allocate(self.store.applied)
+        self.exchange.allocate(self.store.applied)
         at_once = self.options.at_once(self.ranks.world)
         self.schedule = Schedule([*registry.placements.facts.values()], at_once, self.options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new

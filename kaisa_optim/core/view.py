@@ -184,7 +184,7 @@ class View:
         }
         ages = [kfac.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
         numbers |= _extremes("age", ages)
-        last = kfac.gradients.last
+        last = kfac.exchange.last
         if wait and last.clip is not None:
             numbers["clip"] = last.clip.item()
         if wait and rule.quality and last.damping_of is not None:

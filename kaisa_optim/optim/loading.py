@@ -66,7 +66,7 @@ class Load:
         missing, kfac, base = self.anew, self._kfac, optimizer.base_part
         # Layers that have a state here, or had one, but no momentum
         anew = dict.fromkeys(x.name for x in checkpoint.foreign_moments(kfac, self.entries))
-        _, with_momenta = kfac.gradients.stepped()
+        _, with_momenta = kfac.exchange.stepped()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]

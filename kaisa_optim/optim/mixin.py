@@ -276,7 +276,7 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        placements, (ready, mine) = kfac.registry.placements, kfac.gradients.stepped()
+        placements, (ready, mine) = kfac.registry.placements, kfac.exchange.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
@@ -330,7 +330,7 @@ class KFACMixin(Optimizer):
         if uneven is None:
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
-            ready, _ = self.preconditioner.gradients.stepped()
+            ready, _ = self.preconditioner.exchange.stepped()
             self._stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
@@ -378,7 +378,7 @@ class KFACMixin(Optimizer):
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
-            ready, _ = self.preconditioner.gradients.stepped()
+            ready, _ = self.preconditioner.exchange.stepped()
             self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.

@@ -463,8 +463,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "sums": (Ranks, "_add_up"),
     "passing on": (Ranks, "_to_owners"),
     "decomposition": (roots, "inverse_root"),
-    "state": (exchange, "share_state"),
-    "gradients": (exchange.GradientExchange, "updates"),
+    "state": (exchange.Exchange, "share_state"),
+    "gradients": (exchange.Exchange, "updates"),
 }
 # And what the other ranks are then waiting for.
 GONE: dict[str, tuple[dict[str, Any], str]] = {
