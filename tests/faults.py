@@ -117,7 +117,7 @@ FAULTS = (
           "users[-1][0]", "core/test_ties.py"),
     # ---- curvature ----
     Fault("G is not divided by its rows", "curvature/sums.py",
-          "[own / agreed.terms if agreed.terms else 0.0]", "[own]",
+          "[own / agreed.total.terms if agreed.total.terms else 0.0]", "[own]",
           "curvature/test_exactness.py -k deep_linear"),
     Fault("A is divided by the rows of one rank", "curvature/sums.py",
           "1 / max(1, count) for count in", "1 / max(1, count) for count in sums.count or",

@@ -265,14 +265,11 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
 def _malformed(entries: Entries, names: Mapping[Tensor, str]) -> Iterator[str]:
     """Yield entries that are no tensors, and counts that are no numbers."""
     for p, entry in entries.items():
-        name = names.get(p, "a parameter")
+        name, count = names.get(p, "a parameter"), entry.get(STEP)
         for key, value in entry.items():
             if not isinstance(value, Tensor) and not (key == STEP and is_real(value)):
                 yield f"{name}: {key} is a {type(value).__name__}, no tensor"
-    for p, entry in entries.items():
-        count: Any = entry.get(STEP)
         if isinstance(count, Tensor) and count.numel() != 1:
-            name = names.get(p, "a parameter")
             yield f"{name}: {STEP} is {tuple(count.shape)}, it must be a number"
         elif (isinstance(count, Tensor) or is_real(count)) and int(count) < 0:
             yield f"{name}: {STEP} is {int(count)}, it must be 0 or more"

@@ -109,7 +109,7 @@ class Preconditioner:
             options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
         self.registry = Registry(model, options, self.ranks, rule, known)
-        self.status = Status(self.ranks, self.registry, options.verify_every)
+        self.status = Status(self.ranks, self.registry, options)
         averages = RunningAverages(
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
@@ -254,10 +254,10 @@ class Preconditioner:
         report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
         if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
-            self.rule.half_products = agreed.lacks_half_products == 0
+            self.rule.half_products = agreed.total.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
-        self.status.note_answers(agreed, self.options.max_failures)
+        self.status.note_answers(agreed)
         self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
@@ -271,7 +271,7 @@ class Preconditioner:
                 "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to leave "
                 "a forward pass out on purpose, use optimizer.preconditioner.paused()"
             )
-        if not (agreed.has_gradients or agreed.rows or self.registry.with_average):
+        if not (agreed.total.has_gradients or agreed.rows or self.registry.with_average):
             return None  # nothing has begun yet, and no entry of the state could hold a count
         self.status.note_missed(agreed, capture)
         # Note the layers that have averages now, and the directions of their weights' uses.
@@ -331,8 +331,8 @@ class Preconditioner:
             report = store.refresher.decompose(store.owned, store.applied, plan, shifts)
             if not due:
                 return
-            most, begins = self.options.max_failures, self.rule.makes_directions
-            names, empty = self.status.settle(plan, report, most, from_identity=begins)
+            begins = self.rule.makes_directions
+            names, empty = self.status.settle(plan, report, from_identity=begins)
             self.status.named.update(layers[name] for name in empty)
             new = {layers[name]: keys_of[layers[name]] for name in names}
             self.exchange.share_state(new, values.damping_of)

@@ -202,7 +202,7 @@ def name_elsewhere(
     ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, witness: Witness
 ) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    if not agreed.elsewhere:
+    if not agreed.total.elsewhere:
         return
     new: dict[str, float] = {}
     for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):

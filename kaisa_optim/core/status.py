@@ -30,6 +30,7 @@ from ..plan.step_plan import (
 from ..stages import stage
 from . import coverage, reports
 from .coverage import unwrapped
+from .options import Options
 from .registry import Registry
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
@@ -39,10 +40,10 @@ _PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is n
 class Status:
     """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
 
-    def __init__(self, ranks: Ranks, registry: Registry, verify_every: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, registry: Registry, options: Options) -> None:
         self._ranks = ranks
         self._registry = registry
-        self._verify_every = verify_every
+        self._verify_every, self._max_failures = options.verify_every, options.max_failures
         self._notes = Notes()  # checksums of weights, on their way to the host
         self._noted: tuple[list[str], Tensor] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
@@ -114,7 +115,7 @@ class Status:
         sections = {layer.name: count for layer, count in self._registry.sections.items()}
         answered = tuple(x.name for x in self._registry.deferred)
         agreed = AgreedStep.of(report, totals, sections, answered)
-        if agreed.failed and not (loads and agreed.failed == self._ranks.world):
+        if agreed.total.failed and not (loads and agreed.total.failed == self._ranks.world):
             error: Exception | None
             if loads:
                 remedy = (
@@ -138,12 +139,12 @@ class Status:
     ) -> None:
         """Raise if values differ among the ranks, or if a gradient is missing on some."""
         codes, self._codes = self._codes, {}
-        if not agreement.alike(self._ranks.world, *agreed.checksums):
+        if not agreement.alike(self._ranks.world, agreed.total.checksum, agreed.squares):
             agreement.raise_unlike(
                 self._ranks, codes, "average gradients over all ranks before every step()"
             )
             agreement.raise_difference(self._ranks, common, "hyperparameters")
-        if agreed.drawn and agreed.trained:
+        if agreed.total.drawn and agreed.total.trained:
             draws, capture.draws = capture.draws, 0
             own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, own)
@@ -160,7 +161,7 @@ class Status:
                 "find_unused_parameters=True"
             )
         # Count steps before any gradient; users may take one to make the state.
-        self._idle = -1 if agreed.has_gradients or self._idle < 0 else self._idle + 1
+        self._idle = -1 if agreed.total.has_gradients or self._idle < 0 else self._idle + 1
         if self._idle == _IDLE:
             agreement.warn(
                 self._ranks,
@@ -172,16 +173,17 @@ class Status:
         if not self.proven:
             self._compare_weights()
 
-    def note_answers(self, agreed: AgreedStep, max_failures: int | None) -> None:
+    def note_answers(self, agreed: AgreedStep) -> None:
         """Note the outcomes of unchecked refreshes, as the factors' owners answered."""
-        flags = dict(zip(itertools.product(agreed.answered, SIDES), agreed.stale, strict=True))
+        factors = itertools.product(agreed.answered, SIDES)
+        flags = dict(zip(factors, agreed.total.stale, strict=True))
         states = self._registry.states
         for name in agreed.answered:
             states[name].deferred = False
             states[name].stale |= {side for side in SIDES if flags[name, side] == REJECTED}
         for name in agreed.answered:
             if FAILED in (flags[name, "a"], flags[name, "g"]):
-                self._count_failure(name, max_failures, "its older state")
+                self._count_failure(name, "its older state")
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
@@ -189,9 +191,9 @@ class Status:
         """
         states = self._registry.states
         waiting = {x for x in capture.wanted if not states[x.name].missed}
-        if agreed.captured or agreed.unread:
+        if agreed.total.captured or agreed.total.unread:
             self._silent = 0
-        elif waiting and agreed.has_gradients:
+        elif waiting and agreed.total.has_gradients:
             # Once layers have statistics, it is fine if a step passes by the layers that are due.
             self._silent += 1
             none_yet = not any(state.has_average for state in states.values())
@@ -204,7 +206,7 @@ class Status:
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
         begun = agreed.rows or any(state.has_average for state in states.values())
-        counts = (agreed.captured and begun) or agreed.unread
+        counts = (agreed.total.captured and begun) or agreed.total.unread
         for layer in self._registry.layers.values() if counts else ():
             name, state = layer.name, states[layer.name]
             if state.has_average or name in agreed.rows or not agreed.gradients[name]:
@@ -272,7 +274,6 @@ class Status:
         self,
         plan: StepPlan,
         report: RefreshReport,
-        max_failures: int | None,
         *,
         from_identity: bool,
     ) -> tuple[list[str], set[str]]:
@@ -293,12 +294,12 @@ class Status:
             if name in agreed.empty:
                 state.reset()
                 state.empties += 1
-                _end_after(f"the refresh of layer {name!r} failed", state, max_failures)
+                self._end_after(f"the refresh of layer {name!r} failed", state)
             elif name in agreed.failed:
                 kept = "its older state" if state.has_state else "its raw gradient"
                 if from_identity and not state.has_state:
                     kept, state.has_state = "the identity", True
-                self._count_failure(name, max_failures, kept)
+                self._count_failure(name, kept)
             else:
                 state.has_state = True
                 state.failures = state.empties = 0
@@ -313,14 +314,24 @@ class Status:
         # Renew a layer with one failed factor, too: its older state goes with the other's new one.
         return [name for name in plan.refresh if states[name].has_state], agreed.empty
 
-    def _count_failure(self, name: str, max_failures: int | None, kept: str) -> None:
+    def _count_failure(self, name: str, kept: str) -> None:
         state = self._registry.states[name]
         state.failures += 1
         state.failed += 1
         what = f"the decomposition of layer {name!r} failed"
-        _end_after(what, state, max_failures)
+        self._end_after(what, state)
         text = f"{what}, {state.failures} in a row; {kept} stays in use. See whether the loss is"
         agreement.warn(self._ranks, f"{text} finite")
+
+    def _end_after(self, text: str, state: LayerState) -> None:
+        """Raise if more refreshes in a row failed than the user allows."""
+        count, most = state.failures + state.empties, self._max_failures
+        if most is not None and count > most:
+            raise RuntimeError(
+                f"{text}, {count} in a row (max_failures={most}): its statistics are not "
+                "finite or too ill-conditioned; look for a loss that is not finite and for "
+                "diverging activations, raise damping or skip the layer with skip_layers"
+            )
 
     # ---- after a load ----
 
@@ -378,14 +389,3 @@ class Status:
             if failures:
                 state.failures = round(failures / world)
         return absent, uneven, in_part, lacking > 0
-
-
-def _end_after(text: str, state: LayerState, max_failures: int | None) -> None:
-    """Raise if more refreshes in a row failed than the user allows."""
-    count = state.failures + state.empties
-    if max_failures is not None and count > max_failures:
-        raise RuntimeError(
-            f"{text}, {count} in a row (max_failures={max_failures}): its statistics are not "
-            "finite or too ill-conditioned; look for a loss that is not finite and for diverging "
-            "activations, raise damping or skip the layer with skip_layers"
-        )

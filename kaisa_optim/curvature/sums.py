@@ -272,8 +272,8 @@ class FactorSums:
         if of_inputs:
             return [1 / max(1, count) for count in rows]
         # Drawn gradients belong to the sum of the terms, and not to their mean.
-        own = 1.0 if agreed.drawn else agreed.own_terms**2
-        return [own / agreed.terms if agreed.terms else 0.0] * len(sums.count)
+        own = 1.0 if agreed.total.drawn else agreed.own_terms**2
+        return [own / agreed.total.terms if agreed.total.terms else 0.0] * len(sums.count)
 
 
 def _shares(traces: Tensor) -> Tensor:

@@ -52,19 +52,19 @@ class LayerState:
 
 
 class StepReport(NamedTuple):
-    """One rank's numbers before a step."""
+    """One rank's numbers before a step, or their sums over all ranks."""
 
-    failed: bool = False  # an error in a hook waits to be raised
-    captured: bool = False  # a backward pass reached a layer, or capture was paused
-    unread: bool = False  # the model ran, and no call in it was one that K-FAC reads
-    has_gradients: bool = False
-    drawn: bool = False  # labels were drawn for some passes
-    trained: bool = False  # some statistics are of the gradients that train
-    checksum: int = 0  # of values that must be alike on all ranks
+    failed: float = False  # an error in a hook waits to be raised
+    captured: float = False  # a backward pass reached a layer, or capture was paused
+    unread: float = False  # the model ran, and no call in it was one that K-FAC reads
+    has_gradients: float = False
+    drawn: float = False  # labels were drawn for some passes
+    trained: float = False  # some statistics are of the gradients that train
+    checksum: float = 0  # of values that must be alike on all ranks
     terms: float = 0.0  # K of this rank
-    lacks_half_products: bool = False
-    elsewhere: bool = False  # a layer's gradient was found to have other sources than its rows
-    gradients: Sequence[bool] = ()  # whether each layer has a gradient
+    lacks_half_products: float = False
+    elsewhere: float = False  # a layer's gradient was found to have other sources than its rows
+    gradients: Sequence[float] = ()  # whether each layer has a gradient
     stale: Sequence[float] = ()  # flags of the deferred layers' factors
     rows: Sequence[float] = ()  # number of rows of each section of each layer
     crossed: Sequence[float] = ()  # likewise of crossed uses, whose inputs meet G's side
@@ -92,20 +92,11 @@ class AgreedStep:
     """
 
     exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
-    answered: tuple[str, ...] = ()  # the deferred layers that ``stale`` is about
+    answered: tuple[str, ...] = ()  # the deferred layers that ``total.stale`` is about
     own_terms: float = 0.0  # K of this rank
-    terms: float = 0.0  # Σ K over the ranks
-    failed: float = 0.0  # a number of ranks, as in all fields down to ``trained``
-    captured: float = 0.0
-    unread: float = 0.0
-    has_gradients: float = 0.0
-    drawn: float = 0.0
-    trained: float = 0.0
-    checksums: tuple[float, float] = (0.0, 0.0)  # sum of checksums, and sum of their squares
-    lacks_half_products: float = 0.0
-    elsewhere: float = 0.0
+    total: StepReport = field(default_factory=StepReport)  # over the ranks: numbers of ranks
+    squares: float = 0.0  # sum of the squares of checksums
     gradients: Mapping[str, float] = field(default_factory=dict)  # ranks with a gradient
-    stale: Sequence[float] = ()
     rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section
     givers: Mapping[str, list[float]] = field(default_factory=dict)  # ranks with rows of it
     turned: frozenset[str] = frozenset()  # A's side has output gradients, and G's side inputs
@@ -126,8 +117,7 @@ class AgreedStep:
         head, flags, stale, rows, crossed, givers, crossed_givers = [
             list(totals[start:end]) for start, end in itertools.pairwise([0, *starts])
         ]
-        failed, captured, unread, has_gradients, drawn, trained, *others = head
-        checksum, terms, lacks, elsewhere, squares = others
+        *head, squares = head
         ends = list(itertools.accumulate(sections.values()))
         places = dict(zip(sections, map(slice, [0, *ends[:-1]], ends), strict=True))
         plain = {x: (rows[at], givers[at]) for x, at in places.items() if any(rows[at])}
@@ -140,18 +130,9 @@ class AgreedStep:
             exchanged=True,
             answered=answered,
             own_terms=mine.terms,
-            terms=terms,
-            failed=failed,
-            captured=captured,
-            unread=unread,
-            has_gradients=has_gradients,
-            drawn=drawn,
-            trained=trained,
-            checksums=(checksum, squares),
-            lacks_half_products=lacks,
-            elsewhere=elsewhere,
+            total=StepReport._make([*head, flags, stale, rows, crossed]),
+            squares=squares,
             gradients=dict(zip(sections, flags, strict=True)),
-            stale=stale,
             rows={name: counts for name, (counts, _) in seen.items()},
             givers={name: ranks for name, (_, ranks) in seen.items()},
             turned=frozenset(across.keys() - plain.keys()),
