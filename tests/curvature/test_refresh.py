@@ -36,12 +36,10 @@ from tests.support.training import (
     values,
 )
 
-METHODS: dict[str, dict[str, Any]] = {
-    "eigen": ref.METHODS["eigen"],
-    "eigen-outer": ref.METHODS["eigen-outer"],
-    "inverse": ref.METHODS["inverse-pi"],
-    "inverse-full": ref.METHODS["inverse-full"],
-}
+# Methods with their names in the reference.
+REFERENCES = {"eigen": "eigen", "outer product": "eigen-outer"}
+REFERENCES |= {"inverse": "inverse-pi", "full inverse": "inverse-full"}
+METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERENCES.items()}
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
 ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
 SOLVERS: dict[str, tuple[Any, str]] = {
@@ -61,8 +59,7 @@ def expected(opt: Any, name: str, method: str, damping: float) -> Tensor:
     layer = opt.preconditioner.layers[name]
     a, g = (factor.double() for factor in opt.preconditioner.factors(name))
     gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).double()
-    method = "inverse-pi" if method == "inverse" else method
-    return ref.precondition(a, g, gradient[None], damping, method)[0]
+    return ref.precondition(a, g, gradient[None], damping, REFERENCES[method])[0]
 
 
 def moved_matrix(before: dict[str, Tensor], model: nn.Module, name: str) -> Tensor:
@@ -475,7 +472,7 @@ def test_an_inverse_of_an_indefinite_average_is_told():
 
 def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
     model, planted = network(), Planted(monkeypatch, "eigen")
-    opt = KFACSGD(model, lr=0.1, damping=0.1, **ALWAYS["eigen-outer"])
+    opt = KFACSGD(model, lr=0.1, damping=0.1, **ALWAYS["outer product"])
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state"):
