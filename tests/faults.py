@@ -234,7 +234,7 @@ FAULTS = (
           "if False else gradients", "optim/test_conformance.py -k maximizing"),
     Fault("second moments of a plain checkpoint are lost", "optim/bases.py",
           "(found.former[p],) = parts_here([former[0]])", "pass",
-          "optim/test_bases.py -k plain_checkpoint"),
+          "optim/test_bases.py -k moments_and_counts"),
     Fault("the trust ratio of a weight of zero is zero", "optim/lamb.py",
           "torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)", "p_norm / u_norm",
           "optim/test_lamb.py"),

@@ -315,81 +315,44 @@ def compare(
     assert moved
 
 
-each_net = pytest.mark.parametrize("net", NETS.values(), ids=list(NETS))
-each_form = pytest.mark.parametrize(
+# Settings of both optimizers, and how these are compared.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every step": ({}, {}),
+    "float32": ({}, {"rtol": 1e-5, "dtype": torch.float32}),
+    "intervals": (
+        # Unclipped steps must stay small, or six of them amplify rounding.
+        {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": None, "lr": lambda step: 0.01},
+        {},
+    ),
+    "decompositions between sums": ({"factor_update_steps": 3, "inv_update_steps": 2}, {}),
+    # Ragged micro-batches weigh alike, unlike in the package's own normalization.
+    "accumulation": ({}, {"sizes": (2, 5, 3)}),
+    # The product kept at refresh keeps that moment's damping; the others follow each step.
+    "schedules": (
+        {
+            "damping": lambda step: 0.02 / (1 + step),
+            "factor_decay": lambda step: (0.95, 0.5, 0.8)[step % 3],
+            "inv_update_steps": 2,
+        },
+        {"scheduled": True},
+    ),
+    # The clip is active in the first steps, idle in the last ones.
+    "rates": ({"lr": lambda step: (0.5, 0.3, 0.1, 1e-3, 1e-4, 1e-4)[step]}, {}),
+    "momentum and decay": ({"momentum": 0.9, "weight_decay": 0.01}, {}),
+    "large damping, no clip": ({"kl_clip": None, "damping": lambda step: 0.5}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
     "form",
     [{}, {"outer": True}, {"method": "inverse"}],
     ids=["eigen", "eigenvalue product kept", "inverse"],
 )
-
-
-@each_form
-@each_net
-def test_six_steps(net, form):
-    compare(net, Settings(**form))
-
-
-@each_form
-@each_net
-def test_six_steps_in_float32(net, form):
-    compare(net, Settings(**form), rtol=1e-5, dtype=torch.float32)
-
-
-@each_form
-@each_net
-def test_intervals(net, form):
-    settings = Settings(**form, factor_update_steps=2, inv_update_steps=3, kl_clip=None, lr=slow)
-    compare(net, settings)
-
-
-@each_form
-@each_net
-def test_intervals_that_decompose_more_often_than_they_gather(net, form):
-    compare(net, Settings(**form, factor_update_steps=3, inv_update_steps=2))
-
-
-@each_form
-@each_net
-def test_accumulation_averages_the_covariances(net, form):
-    """Ragged micro-batches weigh alike, unlike in the package's own normalization."""
-    compare(net, Settings(**form), sizes=(2, 5, 3))
-
-
-@each_form
-@each_net
-def test_schedules(net, form):
-    """The product kept at refresh keeps that moment's damping; the others follow each step."""
-    settings = Settings(
-        **form,
-        damping=lambda step: 0.02 / (1 + step),
-        factor_decay=lambda step: (0.95, 0.5, 0.8)[step % 3],
-        inv_update_steps=2,
-    )
-    compare(net, settings, scheduled=True)
-
-
-@each_form
-@each_net
-def test_the_clip_uses_the_current_learning_rate(net, form):
-    """Active in the first steps, idle in the last ones."""
-    settings = Settings(**form, lr=lambda step: (0.5, 0.3, 0.1, 1e-3, 1e-4, 1e-4)[step])
-    compare(net, settings)
-
-
-@each_form
-@each_net
-def test_momentum_and_weight_decay_come_after(net, form):
-    compare(net, Settings(**form, momentum=0.9, weight_decay=0.01))
-
-
-@each_net
-def test_no_clip_and_large_damping(net):
-    compare(net, Settings(kl_clip=None, damping=lambda step: 0.5))
-
-
-def slow(step: int) -> float:
-    """Unclipped steps must stay small, or six of them amplify rounding."""
-    return 0.01
+@pytest.mark.parametrize("net", NETS.values(), ids=list(NETS))
+def test_six_steps(net, form, case):
+    settings, how = CASES[case]
+    compare(net, Settings(**form, **settings), **how)
 
 
 @pytest.mark.parametrize("outer", [False, True])

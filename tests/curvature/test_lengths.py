@@ -329,13 +329,6 @@ def rates_of(model: nn.Module, name: str, block: Block, rate: float, share: floa
     return found
 
 
-def test_a_gradient_of_zero_has_no_scale():
-    model = Blocks()
-    opt = KFACSGD(model, lr=0.1)
-    backward(model, 0, scale=0.0)
-    assert not any(step.any() for step in taken(opt, model).values())
-
-
 # ---- limits ----
 
 

@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import refresh
 from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.linalg.test_precision import USERS, all_settings, matmuls
 from tests.linalg.test_precision import settings as settings  # puts them back after each test
+from tests.support import reference as ref
 from tests.support.ranks import run
 from tests.support.training import (
     EVERY_STEP,
+    as_on_a_gpu,
     assert_near,
     assert_same,
     backward,
@@ -34,12 +36,10 @@ from tests.support.training import (
     values,
 )
 
-METHODS: dict[str, dict[str, Any]] = {
-    "eigen": {"compute_method": "eigen"},
-    "outer product": {"compute_method": "eigen", "compute_eigenvalue_outer_product": True},
-    "inverse": {"compute_method": "inverse"},
-    "full inverse": {"compute_method": "inverse", "damping_split": "full"},
-}
+# Methods with their names in the reference.
+REFERENCES = {"eigen": "eigen", "outer product": "eigen-outer"}
+REFERENCES |= {"inverse": "inverse-pi", "full inverse": "inverse-full"}
+METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERENCES.items()}
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
 ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
 SOLVERS: dict[str, tuple[Any, str]] = {
@@ -54,27 +54,12 @@ def ready(opt: Any) -> set[str]:
     return {layer.name for layer in opt.preconditioner.registry.with_state}
 
 
-def dense(factor: Tensor) -> Tensor:
-    """One block's factor as a matrix in float64."""
-    return (torch.diag(factor[0]) if factor.dim() == 2 else factor[0]).double()
-
-
 def expected(opt: Any, name: str, method: str, damping: float) -> Tensor:
     """The preconditioned matrix gradient of a linear layer, from its running averages."""
     layer = opt.preconditioner.layers[name]
-    a, g = (dense(f) for f in opt.preconditioner.factors(name))
+    a, g = (factor.double() for factor in opt.preconditioner.factors(name))
     gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).double()
-    eye_a, eye_g = torch.eye(len(a)).double(), torch.eye(len(g)).double()
-    if "inverse" in method:
-        pi = 1.0 if method == "full inverse" else (a.diagonal().mean() / g.diagonal().mean()) ** 0.5
-        root = damping if method == "full inverse" else damping**0.5
-        return (
-            torch.linalg.inv(g + root / pi * eye_g)
-            @ gradient
-            @ torch.linalg.inv(a + root * pi * eye_a)
-        )
-    fisher = torch.kron(g, a) + damping * torch.kron(eye_g, eye_a)
-    return torch.linalg.solve(fisher, gradient.flatten()).view_as(gradient)
+    return ref.precondition(a, g, gradient[None], damping, REFERENCES[method])[0]
 
 
 def moved_matrix(before: dict[str, Tensor], model: nn.Module, name: str) -> Tensor:
@@ -103,8 +88,10 @@ SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 0.3}
 
 
-def one_step(method: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    model = network(dtype=torch.float32)
+def one_step(
+    method: str, of: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    model = network(dtype=of)
     opt = KFACSGD(model, lr=1.0, damping=0.1, **ALWAYS[method], **options)
     before = values(model)
     train(model, opt, [0])
@@ -126,16 +113,27 @@ def test_storage_of_second_order_state(dtype, method, monkeypatch):
     assert norm_of_difference(moved, reference) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "of"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float64),
+        (torch.float16, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype, monkeypatch):
-    """On devices with instructions for it; elsewhere, and in float16, matrices are only stored."""
+def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype, of, monkeypatch):
+    """On devices with instructions for it; else, and in float16, matrices are only stored.
+
+    Gradients of float64 are not rounded.
+    """
     moved = []
     for has in (False, True):
         monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device, has=has: has)
-        moved.append(one_step(method, inv_dtype=dtype)[1])
+        moved.append(one_step(method, of, inv_dtype=dtype)[1])
     rounded = norm_of_difference(moved[1], moved[0])
-    assert 1e-4 < rounded < 0.02 if dtype == torch.bfloat16 else rounded == 0
+    in_half = (dtype, of) == (torch.bfloat16, torch.float32)
+    assert 1e-4 < rounded < 0.02 if in_half else rounded == 0
 
 
 def test_cpus_multiply_in_bfloat16_where_they_say_so():
@@ -165,45 +163,22 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
     precision._multiplies_brain_floats.cache_clear()
 
 
-def drifted(options: dict[str, Any], able: int) -> float:
-    """How far this rank's weights are from rank 0's, where so many of the ranks can."""
+def drifted(options: dict[str, Any], before: int, after: int) -> float:
+    """How far this rank's weights are from rank 0's.
+
+    So many of the ranks can multiply in bfloat16 at first, and so many after the model was moved.
+    """
     model = network(dtype=torch.float32)
-    with mock.patch.object(
-        precision, "_multiplies_brain_floats", lambda device: dist.get_rank() < able
-    ):
-        opt = KFACSGD(model, lr=0.01, assignment="opt", factor_update_steps=1, **options)
-        train(model, opt, range(8))  # all ranks have the same batches
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    assert opt.preconditioner.rule.half_products == (able == dist.get_world_size())
-    return float((mine - first).norm() / first.norm())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
-    ids=["eigen", "stored in half", "polar"],
-)
-@pytest.mark.parametrize("able", [0, 1, 2])
-def test_ranks_multiply_in_bfloat16_only_together(options, able):
-    """Else the weights of one whose device has no instructions for it would drift apart."""
-    assert run(2, drifted, options, able) == [0.0, 0.0]
-
-
-def drifted_after_a_move(before: int, after: int) -> float:
-    """The same, where so many of the ranks can at first, and so many after the model was moved."""
-    model = network(dtype=torch.float32)
-    options = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
-    options |= METHODS["eigen"]
-    opt = KFACSGD(model, lr=0.1, assignment="opt", inv_dtype=torch.bfloat16, **options)
+    intervals = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+    with early():
+        opt = KFACSGD(model, lr=0.1, assignment="opt", **intervals, **options)
     for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
         has = mock.patch.object(
             precision, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
         )
         with has:
-            train(model, opt, steps)
-        # Between two exchanges it stays as it was.
+            train(model, opt, steps)  # all ranks have the same batches
+        # Between two exchanges it stays as it was; a move asks for no exchange of its own.
         agreed = before if steps.stop <= 4 else after
         assert opt.preconditioner.rule.half_products == (agreed == dist.get_world_size())
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -212,10 +187,15 @@ def drifted_after_a_move(before: int, after: int) -> float:
     return float((mine - first).norm())
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 0)])
-def test_ranks_agree_on_bfloat16_anew_after_a_move(before, after):
-    """Without an exchange of its own: in the one of the next step that has one."""
-    assert run(2, drifted_after_a_move, before, after) == [0.0, 0.0]
+@pytest.mark.parametrize(
+    "options",
+    [METHODS["eigen"] | {"inv_dtype": torch.bfloat16}, {"inv_dtype": torch.bfloat16}, {}],
+    ids=["eigen", "stored in half", "polar"],
+)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_ranks_multiply_in_bfloat16_only_together(options, before, after):
+    """Else the weights of one whose device has no instructions for it would drift apart."""
+    assert run(2, drifted, options, before, after) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -241,20 +221,6 @@ def test_a_step_under_autocast_is_the_step_without_it(make, dtype):
                 opt.step()
         found.append(values(model))
     assert_same(found[0], found[1])
-
-
-def test_float64_gradients_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device: True)
-    model = network(dtype=torch.float64)
-    opt = KFACSGD(model, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
-    before = values(model)
-    train(model, opt, [0])
-    taken = difference(before, model)
-    monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device: False)
-    again = network(dtype=torch.float64)
-    opt = KFACSGD(again, lr=1.0, damping=0.1, inv_dtype=torch.bfloat16, **EVERY_STEP)
-    train(again, opt, [0])
-    assert_same(taken, difference(before, again))
 
 
 def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
@@ -374,9 +340,6 @@ def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, An
     return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
 
 
-# Times the damping of A and of G.
-AFTER_A_FAILURE = {"eigen": 1, "outer product": 1, "inverse": 3**2, "full inverse": 3}
-
 OF_CUSOLVER = RuntimeError(
     "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSsyevd( ... )`"
 )
@@ -489,9 +452,35 @@ def test_without_older_state_the_gradient_is_raw_or_the_root_the_identity(method
     if polar:
         assert moved.any() and not torch.equal(state_of(opt, "2")[0], torch.eye(7)[None])
     else:
-        damping = 0.1 * AFTER_A_FAILURE[method]
+        damping = 0.1 * (3**2 if method == "inverse" else 1)  # three times that of A and of G
         wanted = 0.1 * expected(opt, "2", method, damping)
         assert_near(moved.double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_an_inverse_of_an_indefinite_average_is_told():
+    """Cholesky's own verdict, with nothing planted: half-precision storage can break a factor."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1, damping=1e-4, **ALWAYS["inverse"])
+    train(model, opt, [0])
+    kept = [t.clone() for t in state_of(opt, "0")]
+    a = opt.preconditioner.store.owned.by_key[opt.preconditioner.layers["0"], "a"]
+    a["average"].sub_(10 * torch.eye(5).double())
+    with pytest.warns(UserWarning, match="layer '0' failed, 1 in a row; its older state"):
+        train(model, opt, [1])
+    assert_same(state_of(opt, "0")[:1], kept[:1])
+
+
+def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
+    model, planted = network(), Planted(monkeypatch, "eigen")
+    opt = KFACSGD(model, lr=0.1, damping=0.1, **ALWAYS["outer product"])
+    train(model, opt, [0])
+    planted.fails = lambda matrices: size_of(matrices) == 7
+    with pytest.warns(UserWarning, match="layer '2' failed, 1 in a row; its older state"):
+        train(model, opt, [1])
+    applied, layer = opt.preconditioner.store.applied, opt.preconditioner.layers["2"]
+    a, g = (applied.by_key[layer, side]["values"] for side in "ag")
+    found = applied.group_of[layer].tensors["scale"]
+    torch.testing.assert_close(found, 1 / (g[:, :, None] * a[:, None, :] + 0.1))
 
 
 # ---- statistics that are not finite ----
@@ -549,6 +538,26 @@ def test_a_root_after_broken_first_statistics_is_that_of_a_fresh_run():
     for name in ("0", "2"):
         assert_near(state_of(opt, name), state_of(fresh, name), rtol=1e-4, atol=1e-5)
     assert opt.preconditioner.metrics()["failures"] == 0
+
+
+def test_sums_that_were_left_out_are_named_a_step_later_where_no_host_waits():
+    model = network()
+    how = {"compute_method": "inverse", "inv_update_steps": 4, "staggered": False, "kl_clip": None}
+    opt = KFACSGD(model, lr=0.0, factor_update_steps=1, **how)
+    with as_on_a_gpu():
+        train(model, opt, range(3))
+        before = values(model)
+        handle = model[1].register_forward_hook(lambda m, i, out: out * math.nan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, opt, range(3, 5))  # of which the last one refreshes
+        handle.remove()
+        model.load_state_dict(before)  # NaN times a rate of zero is NaN
+        with pytest.warns(UserWarning, match="statistics that were not finite have been left out"):
+            train(model, opt, range(5, 6))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, opt, range(6, 12))
 
 
 @pytest.mark.filterwarnings("ignore:statistics that were not finite")
@@ -662,6 +671,47 @@ def test_a_layer_used_for_the_first_time_is_refreshed_at_once():
     model.used = (0, 1, 2)
     train(model, opt, [1])  # not due for the others
     assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "refreshed"),
+    [
+        ({}, (5, 10, 25, 50)),
+        ({"inv_update_steps": 40}, (5, 10, 25, 50)),
+        (METHODS["eigen"], (5, 10, 25, 50)),
+        ({**METHODS["eigen"], "inv_update_steps": 40}, ()),
+    ],
+)
+def test_bases_and_roots_are_found_anew_early(options, refreshed):
+    """By default, and all of them together; in other steps none or one of the two."""
+    model = network()
+    opt = KFACAdam(model, lr=0.01, **options)
+    before, together = None, []
+    for i in range(60):
+        train(model, opt, [i])
+        now = [state_of(opt, name)[-1].clone() for name in ("0", "2")]
+        if before is not None and not any(map(torch.equal, now, before)):
+            together.append(i)
+        before = now
+    assert tuple(together) == refreshed
+
+
+def test_turns_stay_as_they_are():
+    """The same as intervals of one step where all is early, which leave the others their turns."""
+    steps = (2, 3, 9)
+    fixed = {"factor_update_steps": 4, "inv_update_steps": 6}
+    scheduled = {k: lambda step, n=n: 1 if step in steps else n for k, n in fixed.items()}
+    models, opts = [Parts() for _ in range(3)], []
+    cases = (steps, fixed), ((), scheduled), ((), fixed)
+    for model, (at, intervals) in zip(models, cases, strict=True):
+        with early(*at):
+            opts.append(KFACSGD(model, lr=0.1, kl_clip=None, **METHODS["eigen"], **intervals))
+    for i in range(14):
+        for model, opt in zip(models, opts, strict=True):
+            train(model, opt, [i])
+        assert_same(models[0], models[1])
+        weights = [model.parts[4].weight for model in models]
+        assert (i < steps[0]) == torch.equal(weights[0], weights[2])
 
 
 # ---- what is flagged, and what is raised ----

@@ -1,4 +1,4 @@
-"""What second-order state and statistics must keep at their edges: storage, failures, parts."""
+"""Sums and state at the edges of their dtypes, and batches in parts."""
 
 import copy
 import itertools
@@ -10,6 +10,8 @@ from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import conv
+from kaisa_optim.linalg import kronecker
+from tests.support.close import assert_close
 
 POLAR = {"factor_update_steps": 1, "inv_update_steps": 1}
 
@@ -40,31 +42,6 @@ def test_a_batch_taken_in_parts_is_the_same_batch(monkeypatch, make, shape, weig
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
-def trained_on_losses_times(scales):
-    """Train with a micro-batch for each of the scales in a step; return weights and factors."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Linear(4, 2))
-    opt = KFACAdam(net, lr=0.01, eps=0.0, **POLAR)
-    for x in torch.randn(6, len(scales), 8, 1, 5):
-        opt.zero_grad()
-        for part, scale in zip(x, scales, strict=True):
-            (net(part).square().mean() * scale).backward()
-        opt.step()
-    factors = [opt.preconditioner.factors(name) for name in ("0", "2", "4")]
-    return [*net.parameters(), *itertools.chain(*factors)]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("power", [-75, -90, 50])
-@pytest.mark.parametrize("apart", [0, 10, -20])
-def test_gradients_of_any_size_give_the_same_factors(power, apart):
-    """Squares of 1e-22 are zero in float32, and squares of 1e20 are infinite."""
-    plain = trained_on_losses_times([1.0, 2.0**apart])
-    scaled = trained_on_losses_times([2.0**power, 2.0 ** (power + apart)])
-    for one, other in zip(plain, scaled, strict=True):
-        assert one.isfinite().all() and torch.equal(one, other)
-
-
 class EitherWay(nn.Module):
     """A matrix that is stored inputs × outputs, and one that is used both ways."""
 
@@ -77,21 +54,28 @@ class EitherWay(nn.Module):
         return nn.functional.linear((x @ self.turned).tanh() @ self.tied, self.tied)
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("make", "lr"), [(layers, 0.01), (EitherWay, 0.0)])
 @pytest.mark.parametrize("power", [-75, -90, 50])
 @pytest.mark.parametrize("apart", [0, 10, -20])
-def test_gradients_of_any_size_also_of_weights_that_are_stored_either_way(power, apart):
+def test_gradients_of_any_size_give_the_same_factors(power, apart, make, lr):
+    """And weights. Squares of 1e-22 are zero in float32, and squares of 1e20 are infinite."""
     trained = []
     for first in (0, power):
         torch.manual_seed(0)
-        net = EitherWay()
-        opt = KFACAdam(net, lr=0.0, **POLAR)
-        for x in torch.randn(6, 2, 8, 5):
+        net = make()
+        opt = KFACAdam(net, lr=lr, eps=0.0, **POLAR)
+        for x in torch.randn(6, 2, 8, 1, 5):
             opt.zero_grad()
             for part, scale in zip(x, (first, first + apart), strict=True):
                 (net(part).square().mean() * 2.0**scale).backward()
             opt.step()
-        names = ("turned", "tied")
-        trained.append([*itertools.chain(*map(opt.preconditioner.factors, names))])
+        factors = map(opt.preconditioner.factors, opt.preconditioner.layers)
+        trained.append([*net.parameters(), *itertools.chain(*factors)])
     for one, other in zip(*trained, strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
 
@@ -109,3 +93,50 @@ def test_inputs_whose_squares_are_zero_leave_the_identity():
             opt.step()
     root = opt.preconditioner.store.applied.by_key[opt.preconditioner.layers[""], "a"]["root"]
     assert torch.equal(root, torch.eye(5)[None]) and not torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize("how", ["half model", "autocast"])
+def test_activations_around_300_in_fp16(how):
+    # 300² is beyond fp16's 65504.
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4))
+    x = 300 + torch.randn(8, 3)
+    if how == "half model":
+        net, x = net.half(), x.half()
+    opt = KFACSGD(net, lr=0.1, damping=0.01)
+    with torch.autocast("cpu", dtype=torch.float16, enabled=how == "autocast"):
+        out = net(x)
+    (out.float() / 100).square().mean().backward()
+    opt.step()
+    a, g = opt.preconditioner.factors("0")
+    assert a.dtype == g.dtype == torch.float32
+    # What the layer sees: autocast rounds its input, too.
+    rows = torch.cat([x.half().double(), torch.ones(8, 1, dtype=torch.float64)], 1)
+    assert_close(a, (rows.T @ rows / 8)[None], 1e-6)
+    assert g.isfinite().all() and g.abs().max() > 0
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+HALF = {
+    "stored product": {"compute_eigenvalue_outer_product": True, "damping": 1e-6},
+    "full": {"compute_method": "inverse", "damping_split": "full", "damping": 1e-6},
+    "pi": {"compute_method": "inverse", "damping": 1e-9},
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_storage_never_overflows(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    opt = step(net, torch.randn(3, 6), inv_dtype=torch.float16, **HALF[name])
+    assert all(p.isfinite().all() for p in net.parameters())
+    stored = [t for n, t in opt.preconditioner.store.applied.tensors() if n in ("scale", "inverse")]
+    # The test is about values beyond what the dtype holds: some must have come to its limit.
+    assert any((t.abs() == torch.finfo(torch.float16).max).any() for t in stored)
+
+
+def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
+    mean_a, mean_g = torch.tensor([torch.inf, 0.0, 4.0]), torch.tensor([1.0, 1.0, 1.0])
+    of_a, of_g = kronecker.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
+    torch.testing.assert_close(of_a, torch.tensor([0.1, 0.1, 0.2]))
+    torch.testing.assert_close(of_g, torch.tensor([0.1, 0.1, 0.05]))

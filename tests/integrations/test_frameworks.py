@@ -178,7 +178,7 @@ def test_lightnings_checkpoint_resumes(kind, tmp_path):
 # ---- Accelerate ----
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(kind, micro, precision):
     accelerate = pytest.importorskip("accelerate")

@@ -189,12 +189,7 @@ TRANSFORMERS: dict[str, Entry] = {
     "wav2vec 2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, on_speech, 0.8),
     **{
         name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 1)
-        for name, kind in {
-            "ViT": "ViT",
-            "DeiT": "DeiT",
-            "BEiT": "Beit",
-            "DINO v2": "Dinov2",
-        }.items()
+        for name, kind in VITS.items()
     },
 }
 

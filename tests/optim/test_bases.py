@@ -89,60 +89,6 @@ def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
     return torch.cat([parts[f"{layer}.weight"], parts[f"{layer}.bias"][:, None]], 1)
 
 
-# ---- checkpoints of a plain base ----
-
-
-HEAVY = {"lr": 0.01, "momentum": 0.9}
-AHEAD: dict[str, tuple[type[Any], dict[str, Any], str]] = {
-    "SGD": (optim.SGD, HEAVY, "momentum_buffer"),
-    "SGD, nesterov": (optim.SGD, {**HEAVY, "nesterov": True}, "momentum_buffer"),
-    "SGD, dampening": (optim.SGD, {**HEAVY, "dampening": 0.3}, "momentum_buffer"),
-    "Adam": (optim.Adam, {"lr": 0.01, "betas": (0.8, 0.99)}, "exp_avg"),
-    "AdamW": (optim.AdamW, {"lr": 0.01}, "exp_avg"),
-    "LAMB": (LAMB, {"lr": 0.01, "max_grad_norm": None}, "exp_avg"),
-}
-
-
-def moved_momentum(group: dict[str, Any], key: str, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The new buffer and the momentum, by hand."""
-    if key == "exp_avg":
-        beta = group["betas"][0]
-        b = beta * b + (1 - beta) * g
-        return b, beta * b + (1 - beta) * g
-    mu = group["momentum"]
-    b = mu * b + (1 - group["dampening"]) * g
-    return b, g + mu * b if group["nesterov"] else b
-
-
-@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
-@pytest.mark.parametrize("case", AHEAD)
-def test_the_moments_of_a_plain_checkpoint_go_on(case):
-    cls, settings, key = AHEAD[case]
-    model = network()
-    plain = cls(model.parameters(), **settings)
-    for i in range(3):
-        for p, g in zip(model.parameters(), gradients(i).values(), strict=True):
-            p.grad = g
-        plain.step()
-    before = copy.deepcopy({n: plain.state[p] for n, p in model.named_parameters()})
-    opt = with_kfac(cls)(model, **settings, **ANEW)
-    opt.load_state_dict(copy.deepcopy(plain.state_dict()))
-    with watched() as seen:
-        made = give(model, opt, 7)
-    group, after, expected = opt.param_groups[0], by_name(opt, model), {}
-    for n in NAMES:
-        buffer, expected[n] = moved_momentum(group, key, before[n][key], made[n])
-        assert_near(after[n][key], buffer, 1e-12, 1e-14)
-        assert "exp_avg_sq" not in after[n]
-    for layer in ("0", "2"):
-        assert_near(seen[layer].momentum, matrix(expected, layer), 1e-12, 1e-14)
-        if key == "exp_avg":
-            squares = {n: before[n]["exp_avg_sq"] for n in NAMES}
-            former, new = matrix(squares, layer).sum(), matrix(made, layer).square().sum()
-            moved = torch.lerp(new, former, group["betas"][1])
-            assert_near(after[f"{layer}.weight"]["kfac_square_sum"], moved.view(1), 1e-12, 1e-14)
-
-
 # ---- momenta are the base's own ----
 
 
@@ -162,20 +108,34 @@ MOMENTA: list[tuple[type[Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
+@pytest.mark.parametrize("loaded", [0, 3])
 @pytest.mark.parametrize(("cls", "settings"), MOMENTA, ids=str)
-def test_the_momentum_and_the_count_are_the_bases(cls, settings):
-    """Weight decay is no part of them."""
+def test_moments_and_counts_are_the_bases(cls, settings, loaded):
+    """Also of a plain checkpoint after so many steps. Weight decay is no part of them."""
     model, params = network(), [nn.Parameter(p.detach().clone()) for p in network().parameters()]
     opt = with_kfac(cls)(model, lr=0.01, weight_decay=0.1, **settings, **ANEW)
     plain = cls(params, lr=0.01, weight_decay=0.0, **settings)
-    key = "momentum_buffer" if cls is optim.SGD else "exp_avg"
-    for i in range(5):
-        for p, g in zip(params, give(model, opt, i).values(), strict=True):
+    named, key = dict(zip(NAMES, params, strict=True)), "momentum_buffer"
+    for i in range(loaded + 5):
+        if i == loaded > 0:
+            opt.load_state_dict(copy.deepcopy(plain.state_dict()))
+        made = gradients(i) if i < loaded else give(model, opt, i)
+        for p, g in zip(params, made.values(), strict=True):
             p.grad = g
         plain.step()
-        for p, entry in zip(params, by_name(opt, model).values(), strict=True):
-            assert_near(entry[key], plain.state[p][key], 1e-12, 1e-14)
-            assert entry.get("step") == plain.state[p].get("step")
+        if i < loaded:
+            continue
+        entries = by_name(opt, model)
+        if cls is not optim.SGD:
+            key, squares = "exp_avg", {n: plain.state[p]["exp_avg_sq"] for n, p in named.items()}
+            for layer in ("0", "2"):
+                found = entries[f"{layer}.weight"]["kfac_square_sum"]
+                assert_near(found, matrix(squares, layer).sum().view(1), 1e-12, 1e-14)
+        for n, p in named.items():
+            assert_near(entries[n][key], plain.state[p][key], 1e-12, 1e-14)
+            assert entries[n].get("step") == plain.state[p].get("step")
+            assert "exp_avg_sq" not in entries[n]
         assert opt.param_groups[0].get("step") == plain.param_groups[0].get("step")
 
 

@@ -499,26 +499,14 @@ class FakeAmp(types.ModuleType):
 
     def multi_tensor_lamb(self, *args: Any) -> None:
         self.calls.append((*args[:2], [list(ts) for ts in args[2]], *args[3:]))
-        chunk, noop, lists, lr, b1, b2, eps, step, correction, decay, averaging, mode = args[:12]
+        chunk, noop, lists, lr, b1, b2, eps, step, correction, _, averaging, mode = args[:12]
         norm, limit, nvlamb = args[12:]
         assert chunk == 65536 and noop.dtype == torch.int32 and noop.tolist() == [0]
         assert norm.dtype == torch.float32 and norm.shape == (1,)
         assert [type(x) for x in (step, correction, averaging, mode)] == [int] * 4
         assert type(nvlamb) is bool and all(type(x) is float for x in (lr, b1, b2, eps, limit))
         clip = norm / limit if norm > limit else torch.ones(1)
-        options = (
-            lr,
-            b1,
-            b2,
-            eps,
-            step,
-            correction,
-            decay,
-            averaging,
-            mode,
-            clip.reshape(()),
-            nvlamb,
-        )
+        options = *args[3:12], clip.reshape(()), nvlamb
         for g, p, m, v in zip(*lists, strict=True):
             new = moved(*(t.detach().float() for t in (g, p, m, v)), *options)
             for tensor, value in zip((p.data, m, v, g), new, strict=True):

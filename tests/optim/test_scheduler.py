@@ -57,13 +57,6 @@ def test_milestones_multiply_once_their_epoch_has_come(name):
     assert seen == pytest.approx([START[name] * f for f in (1, 1, 0.5, 0.5, 0.1, 0.1)])
 
 
-def test_factors_never_compound():
-    constant = course(optimizer(), "damping", lambda epoch: 0.5 if epoch else 1.0, 3)
-    assert constant == pytest.approx([0.1, 0.05, 0.05, 0.05])
-    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
-        KFACParamScheduler(optimizer(), damping=lambda epoch: 0.5, compound=True)
-
-
 def test_intervals_are_whole_and_never_below_one():
     name = "factor_update_steps"
     seen = course(optimizer(**{name: 10}), name, lambda epoch: 0.26, 4)
@@ -120,26 +113,7 @@ def test_decay_at():
             decay_at([40], factor)
 
 
-# ---- groups ----
-
-
-def grouped() -> Any:
-    model = network()
-    groups = [
-        {"params": model[0].parameters(), "damping": 0.1},
-        {"params": model[2].parameters(), "damping": 0.4},
-    ]
-    return model, KFACSGD(groups, lr=0.1, model=model)
-
-
-def test_each_group_from_its_own_value():
-    _, opt = grouped()
-    scheduler = KFACParamScheduler(opt, damping={1: 0.5})
-    scheduler.step()
-    assert [g["damping"] for g in opt.param_groups] == pytest.approx([0.05, 0.2])
-
-
-def test_a_group_that_came_later():
+def test_each_group_from_its_own_value_also_one_that_came_later():
     model = network()
     opt = KFACSGD(model[0].parameters(), lr=0.1, model=model, damping=0.1)
     scheduler = KFACParamScheduler(opt, damping=lambda e: 0.5)
@@ -211,6 +185,8 @@ def test_what_is_no_schedule_is_refused():
         KFACParamScheduler(opt, dampning=lambda epoch: 1.0)
     with pytest.raises(TypeError, match=r"'temperature'; help\(KFACParamScheduler\) lists"):
         KFACParamScheduler(opt, temperature=lambda epoch: 1.0)
+    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
+        KFACParamScheduler(opt, damping=lambda epoch: 0.5, compound=True)
 
 
 def test_a_factor_that_is_no_number():
