@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.linalg import kronecker
 from tests.support import reference as ref
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
@@ -32,6 +33,7 @@ widths = st.integers(1, 4)
 dampings = st.sampled_from([0.01, 0.1, 1.0, 30.0])
 seeds = st.integers(0, 2**16)
 methods = st.sampled_from(list(ref.METHODS))
+balanced = st.sampled_from(["eigen", "inverse-pi"])
 sharings = st.sampled_from(["expand", "reduce"])
 
 
@@ -121,7 +123,18 @@ def assert_same(net_a, opt_a, steps_a, net_b, opt_b, steps_b, pairs, rtol=1e-9) 
         ref.assert_close(step_a, step_b, rtol, f"{name_a}: step")
 
 
-# ---------------------------------------------------------------- by definition
+# ---------------------------------------------------------------- algebra
+
+
+@property_test
+@given(data=st.data(), k=st.integers(1, 3), g=widths, a=widths)
+def test_kronecker_product_acts_on_rows_first(data, k, g, a):
+    """(G ⊗ A) vec(W) = vec(G W Aᵀ) with vec = flatten, row-major; A and G need no symmetry here."""
+    left, right = data.draw(tensors(k, g, g)), data.draw(tensors(k, a, a))
+    w = data.draw(tensors(k, g, a))
+    expected = torch.stack([torch.kron(left[i], right[i]) @ w[i].flatten() for i in range(k)])
+    actual = kronecker.apply_inverse(w, left, right)
+    ref.assert_close(actual.flatten(1), expected, 1e-12)
 
 
 @property_test
@@ -195,6 +208,33 @@ def softmax_roots(logits: Tensor) -> Tensor:
 
 
 @property_test
+@given(data=st.data(), net=mlps(), n=widths)
+def test_the_dense_reference_is_the_hessian_where_the_net_is_linear(data, net, n):
+    """The reference against autograd's second derivatives, in the absence of residual terms."""
+    x = data.draw(tensors(n, net[0].in_features))
+    target = torch.tensor([data.draw(st.integers(0, net[-1].out_features - 1)) for _ in range(n)])
+    roots = softmax_roots(net(x))
+    for name in linears(net):
+        own = {f"{name}.{key}": p.detach() for key, p in net.get_submodule(name).named_parameters()}
+
+        def loss(flat, own=own):
+            parts = flat.split([p.numel() for p in own.values()])
+            tree = {k: part.view_as(p) for (k, p), part in zip(own.items(), parts, strict=True)}
+            return F.cross_entropy(torch.func.functional_call(net, tree, (x,)), target)
+
+        flat = torch.cat([p.flatten() for p in own.values()])
+        hessian = torch.autograd.functional.hessian(loss, flat)
+        layer = net.get_submodule(name)
+        order = torch.arange(len(flat), dtype=torch.float64)
+        parts = order.split([p.numel() for p in own.values()])
+        pieces = [part.view_as(p) for part, p in zip(parts, own.values(), strict=True)]
+        index = ref.matrix(layer, *(pieces if len(pieces) == 2 else [pieces[0], None])).flatten()
+        hessian = hessian[index.long()][:, index.long()]
+        exact = ref.ggn(net, name, x, torch.einsum("cni,cnj->nij", roots, roots))
+        assert (hessian - exact).abs().max() <= 1e-9 * (1 + exact.abs().max())
+
+
+@property_test
 @given(data=st.data(), net=mlps(), n=widths, how=feeding)
 def test_exact_for_a_deep_linear_net_with_squared_error(data, net, n, how):
     x = data.draw(tensors(n, net[0].in_features))
@@ -224,6 +264,28 @@ def test_exact_for_one_example(data, net, how, squared):
             how,
             lambda out: F.cross_entropy(out, label),
         )
+
+
+@property_test
+@given(data=st.data(), net=mlps(BENT), n=st.integers(2, 4), how=feeding)
+def test_exact_for_identical_copies(data, net, n, how):
+    x = data.draw(tensors(1, net[0].in_features)).repeat(n, 1)
+    width = net[-1].out_features
+    target = torch.full((n,), data.draw(st.integers(0, width - 1)))
+    check_blocks(
+        net, linears(net), x, softmax_roots(net(x)), how, lambda out: F.cross_entropy(out, target)
+    )
+
+
+@property_test
+@given(data=st.data(), net=mlps(BENT), n=widths, how=feeding)
+def test_exact_for_the_last_layer_with_squared_error(data, net, n, how):
+    x = data.draw(tensors(n, net[0].in_features))
+    width = net[-1].out_features
+    target = data.draw(tensors(n, width))
+    check_blocks(
+        net, linears(net)[-1:], x, square_roots(n, width), how, lambda out: half_square(out, target)
+    )
 
 
 class Pooled(nn.Module):
@@ -279,7 +341,12 @@ def test_expand_is_exact_for_a_linear_net_whose_loss_averages_positions(data, ne
 def test_not_exact_for_a_tanh_first_layer(seed, n):
     """The control: these tests can tell a K-FAC block from the exact one."""
     net = seeded(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), seed)
-    x = 2 * torch.randn(n, 3, generator=drawn_from(seed), dtype=torch.float64)
+    x = 2 * torch.randn(
+        n,
+        3,
+        generator=drawn_from(seed),
+        dtype=torch.float64,
+    )
     roots = square_roots(n, 2)
     hessians = torch.einsum("cni,cnj->nij", roots, roots)
     exact = {name: ref.ggn(net, name, x, hessians) for name in ("0", "2")}
@@ -506,6 +573,55 @@ def test_factors_are_symmetric_and_positive_semidefinite(data, n, sharing):
 
 
 @property_test
+@given(data=st.data(), n=widths, method=balanced, sharing=sharings, damping=dampings)
+def test_a_step_is_a_descent_bounded_by_the_damping(data, n, method, sharing, damping):
+    """0 ≤ ⟨v, ∇⟩ ≤ ‖∇‖²/γ, layer by layer."""
+    net = varied(data.draw(seeds))
+    x, target = varied_batch(data, n)
+    opt = plain(net, method, damping=damping, weight_sharing=sharing)
+    gradients, steps = first_step(opt, net, half_square(net(x), target))
+    for name in COVERED:
+        product = dot(net, steps, gradients, (name,))
+        square = dot(net, gradients, gradients, (name,))
+        assert -1e-12 * square <= product <= square / damping * (1 + 1e-9)
+        if square > 1e-6:
+            assert product > 0
+
+
+@property_test
+@given(data=st.data(), n=widths, method=balanced, sharing=sharings)
+def test_infinite_damping_leaves_the_gradient(data, n, method, sharing):
+    """γv → ∇; π's pair of dampings gets there as 1/√γ. lr = γ, so that the step is γv."""
+    damping = 1e16 if method == "eigen" else 1e24
+    net = varied(data.draw(seeds))
+    x, target = varied_batch(data, n)
+    options = ref.METHODS[method] | {"weight_sharing": sharing, "kl_clip": None}
+    opt = KFACSGD(net, lr=damping, damping=damping, **options)
+    gradients, steps = first_step(opt, net, half_square(net(x), target))
+    for name in COVERED:
+        gradient = blocks(net, name, gradients)
+        ref.assert_close(blocks(net, name, steps), gradient, 1e-6, what=name)
+
+
+def test_zero_damping_limit_is_not_the_gradient():
+    """The control of the limit above: at a usual damping the two are far apart."""
+    net = varied(1)
+    x = torch.randn(
+        4,
+        1,
+        3,
+        3,
+        generator=drawn_from(1),
+        dtype=torch.float64,
+    )
+    opt = plain(net, damping=0.01)
+    gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3] + 2))
+    for name in COVERED:
+        gradient, step = (blocks(net, name, t).flatten() for t in (gradients, steps))
+        assert torch.cosine_similarity(gradient, step, dim=0) < 0.99, name
+
+
+@property_test
 @given(
     data=st.data(),
     n=widths,
@@ -521,12 +637,12 @@ def test_the_clip_bounds_the_predicted_change(data, n, method, kappa, lr, other_
 
     def run(clip):
         net = varied(seed)
-        biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
-        others = [p for name, p in net.named_parameters() if not name.endswith("bias")]
-        groups = [{"params": biases, "lr": other_lr}, {"params": others}]
+        head = [*net.head.parameters()]
+        body = [p for name, p in net.named_parameters() if not name.startswith("head")]
+        groups = [{"params": head, "lr": other_lr}, {"params": body}]
         opt = KFACSGD(groups, lr, model=net, kl_clip=clip, **ref.METHODS[method])
         gradients, steps = first_step(opt, net, half_square(net(x), target))
-        alpha = {key: other_lr if key.endswith("bias") else lr for key in steps}
+        alpha = {key: other_lr if key.startswith("head") else lr for key in steps}
         return net, gradients, {key: step / alpha[key] for key, step in steps.items()}, alpha
 
     net, gradients, raw, alpha = run(None)
@@ -539,6 +655,32 @@ def test_the_clip_bounds_the_predicted_change(data, n, method, kappa, lr, other_
         expected = raw[key] if key.startswith(("free", "norm")) else nu * raw[key]
         # A step is a difference of parameters: digits below their last one are lost.
         assert (clipped[key] - expected).abs().max() <= 1e-9 * expected.abs().max() + 1e-13
+
+
+@pytest.mark.parametrize(("which", "alpha"), [("initial", 0.5), ("current", 0.05)])
+def test_the_clip_knows_which_learning_rate_it_means(which, alpha):
+    def run(**options):
+        net = varied(3)
+        x = torch.ones(2, 1, 3, 3, dtype=torch.float64).cumsum(-1)
+        opt = KFACSGD(net, lr=0.5, **EIGEN, **options)
+        opt.param_groups[0]["lr"] = 0.05
+        gradients, steps = first_step(opt, net, half_square(net(x), x.flatten(1)[:, :3]))
+        return net, gradients, {key: step / 0.05 for key, step in steps.items()}
+
+    net, gradients, raw = run(kl_clip=None)
+    _, _, clipped = run(kl_clip=1e-3, kl_clip_lr=which)
+    nu = math.sqrt(1e-3 / (alpha**2 * dot(net, raw, gradients)))
+    assert nu < 1
+    for name in COVERED:
+        ref.assert_close(blocks(net, name, clipped), nu * blocks(net, name, raw), 1e-8, name)
+
+
+def test_zero_gradients_are_not_clipped_into_nan():
+    net = nn.Sequential(nn.Linear(3, 2)).double()
+    opt = KFACSGD(net, lr=1.0)
+    half_square(net(torch.ones(4, 3, dtype=torch.float64)), torch.zeros(4, 2)).mul(0).backward()
+    for step in ref.take_step(opt, net).values():
+        assert torch.equal(step, torch.zeros_like(step))
 
 
 # ---------------------------------------------------------------- what changes nothing
