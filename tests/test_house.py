@@ -16,8 +16,8 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 14_466,
-    "functions of the package": 1_003,
+    "lines of the package": 14_297,
+    "functions of the package": 996,
     "files of the package": 76,
     "lines of tools": 2_189,
     "lines of tests": 32_565,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -71,14 +71,6 @@ class BaseSide(Protocol):
         """Make entries, and momenta of ``mine``, without a step."""
 
 
-@dataclass
-class Last:
-    """The numbers of the last step that users may ask for; tensors are on the device."""
-
-    clip: Tensor | None = None  # ν
-    damping_of: Callable[[Layer], float] | None = None
-
-
 class Exchange:
     """Brings sums to owners and state to gradient workers, and new gradients to receivers."""
 
@@ -96,7 +88,9 @@ class Exchange:
         self._rule = rule
         self._sizes = sizes
         self._comm_dtype = comm_dtype
-        self.last = Last()
+        # The last step's, for users who ask; tensors are on the device.
+        self.clip: Tensor | None = None  # ν
+        self.damping_of: Callable[[Layer], float] | None = None
         self.allocate(AppliedFactors())
 
     def allocate(self, applied: AppliedFactors) -> None:
@@ -195,7 +189,7 @@ class Exchange:
     def updates(self, values: StepValues) -> Updates:
         """Return the new gradients of all layers with a state; all ranks call it alike."""
         updates = Updates()
-        self.last = Last(damping_of=values.damping_of)
+        self.clip, self.damping_of = None, values.damping_of
         precondition = functools.partial(self._precondition, values)
         whole = [x for x in self._registry.with_state if x not in self._placements.sharded]
         if self._ranks.grid.columns == 1:
@@ -204,7 +198,7 @@ class Exchange:
                 chosen = set(ready)
                 members = [[x for x in g.layers if x in chosen] for g in self._applied.groups]
                 self._ready = ready, [self.stack_of(some) for some in members if some]
-            updates.add(precondition(self._ready[1]))
+            updates.stacks = precondition(self._ready[1])
         else:
             with stage("hand out"):
                 self._broadcast(whole, updates, precondition)
@@ -342,7 +336,7 @@ class Exchange:
             arrived = self._ranks.broadcast(
                 rounds, cargo, device_of(same[0]), "gradients", ahead=True
             )
-            updates.add(one.unpack() for one in arrived)
+            updates.stacks += [one.unpack() for one in arrived]
 
     def _rounds_of(self, layers: list[Layer]) -> list[Round]:
         """Return the rounds of layers on one device; worked out once."""
@@ -389,7 +383,8 @@ class Exchange:
             for one in precondition([self.stack_of(same) for same in alike(mine)], gathered):
                 new |= gradients.unstack([one], frozenset(), gathered.whole.get)
                 terms |= one.terms_of()
-            updates.add_shards(self._scatter(chunk, new, terms), terms)
+            updates.shards |= self._scatter(chunk, new, terms)
+            updates.terms |= terms
 
     def _gather(self, layers: list[Layer], base: OfBase | None) -> FromShards:
         """Return the whole gradients, or momenta, of the layers that this rank owns.

@@ -328,15 +328,7 @@ class Updates:
     def __init__(self) -> None:
         self.stacks: list[NewGradients] = []
         self.shards: dict[Tensor, Tensor] = {}
-        self._terms: dict[Layer, Tensor] = {}  # of sharded layers
-
-    def add(self, new: Iterable[NewGradients]) -> None:
-        self.stacks += new
-
-    def add_shards(self, shards: dict[Tensor, Tensor], terms: dict[Layer, Tensor]) -> None:
-        """Add shards of new gradients, and their layers' terms."""
-        self.shards |= shards
-        self._terms |= terms
+        self.terms: dict[Layer, Tensor] = {}  # of sharded layers
 
     def clip(
         self, limit: float, alphas: list[Any], group_of: Mapping[Tensor, int]
@@ -346,7 +338,7 @@ class Updates:
         ``alphas`` has the α of each parameter group. Terms, rows of :func:`products`, are added up
         in the layers' order, so that ν has the same bits on all ranks.
         """
-        all_terms = dict(self._terms)
+        all_terms = dict(self.terms)
         for x in self.stacks:
             all_terms |= x.terms_of()
         if not all_terms:
@@ -373,20 +365,20 @@ class Updates:
 
     def all_terms(self) -> tuple[list[Layer], Tensor]:
         """Return the layers of stacks and of shards, in order, and their terms as one tensor."""
-        layers = [x for one in self.stacks for x in one.stack.layers] + list(self._terms)
-        terms = [one.terms for one in self.stacks] + list(self._terms.values())
+        layers = [x for one in self.stacks for x in one.stack.layers] + list(self.terms)
+        terms = [one.terms for one in self.stacks] + list(self.terms.values())
         if len({part.device for part in terms}) > 1:
             terms = [part.to(terms[0].device) for part in terms]
         return layers, torch.cat(terms) if terms else torch.empty(0, 0, device="cpu")
 
     def scale(self, scales: Tensor, shards_of: ShardsOf) -> None:
         """Multiply each block by its scale, in the order of :meth:`all_terms`."""
-        sizes = [len(one.new) for one in self.stacks] + [len(x) for x in self._terms.values()]
+        sizes = [len(one.new) for one in self.stacks] + [len(x) for x in self.terms.values()]
         parts = scales.split(sizes)
         for one, part in zip(self.stacks, parts, strict=False):
             one.new.mul_(part[:, None, None].to(one.new.device, one.new.dtype))
-        for layer, part in zip(self._terms, parts[len(self.stacks) :], strict=True):
-            for p, own in shards_of(layer, part.to(self._terms[layer].device)):
+        for layer, part in zip(self.terms, parts[len(self.stacks) :], strict=True):
+            for p, own in shards_of(layer, part.to(self.terms[layer].device)):
                 local(self.shards[p]).mul_(own)
 
     def by_parameter(self, in_parts: Set[Tensor]) -> dict[Tensor, Tensor]:

@@ -218,7 +218,7 @@ class Preconditioner:
                 alphas = [
                     rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
                 ]
-                self.exchange.last.clip = updates.clip(kl_clip, alphas, registry.group_of)
+                self.exchange.clip = updates.clip(kl_clip, alphas, registry.group_of)
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.exchange.directions(base, values)

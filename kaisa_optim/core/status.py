@@ -271,11 +271,7 @@ class Status:
     # ---- after a refresh ----
 
     def settle(
-        self,
-        plan: StepPlan,
-        report: RefreshReport,
-        *,
-        from_identity: bool,
+        self, plan: StepPlan, report: RefreshReport, *, from_identity: bool
     ) -> tuple[list[str], set[str]]:
         """Agree on the outcome of a refresh.
 

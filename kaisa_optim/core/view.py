@@ -184,17 +184,17 @@ class View:
         }
         ages = [kfac.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
         numbers |= _extremes("age", ages)
-        last = kfac.exchange.last
-        if wait and last.clip is not None:
-            numbers["clip"] = last.clip.item()
-        if wait and rule.quality and last.damping_of is not None:
+        clip, damping_of = kfac.exchange.clip, kfac.exchange.damping_of
+        if wait and clip is not None:
+            numbers["clip"] = clip.item()
+        if wait and rule.quality and damping_of is not None:
             owned, applied = kfac.store.owned.by_key, kfac.store.applied.by_key
-            values = [
-                rule.measure(owned[key], applied[key], last.damping_of(key[0]))
+            measured = [
+                rule.measure(owned[key], applied[key], damping_of(key[0]))
                 for key in owned
                 if key in applied and registry.states[key[0].name].has_state
             ]
-            numbers |= _extremes(rule.quality, [x for value in values for x in value.tolist()])
+            numbers |= _extremes(rule.quality, [x for one in measured for x in one.tolist()])
         return numbers
 
     def sample_fisher(self, outputs: Tensor, kind: str, *, dim: int | None = None) -> None:

@@ -28,16 +28,15 @@ class Notices:
 
     def look(self, kfac: Preconditioner) -> None:
         """Warn of much that is left to the base."""
-        if kfac.plan.exchanges and not self._of_uses:
-            registry = kfac.registry
-            trained = [p.requires_grad for p in registry.parameters]
-            # Layers of which no call was seen before the search ended
-            states = registry.states.items()
-            unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
-            looked = unseen, registry.uncovered, trained
-            if not unseen or looked == self._looked:
-                return
-            self._looked = looked
+        if self._of_uses or not kfac.plan.exchanges:
+            return
+        registry = kfac.registry
+        trained = [p.requires_grad for p in registry.parameters]
+        # Layers of which no call was seen before the search ended
+        states = registry.states.items()
+        unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
+        former, self._looked = self._looked, (unseen, registry.uncovered, trained)
+        if unseen and self._looked != former:
             text = reports.poor_coverage(reports.coverage(registry))
             if text:
                 self._of_uses = True
