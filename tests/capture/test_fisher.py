@@ -333,23 +333,6 @@ def test_draws_of_a_step_that_was_skipped_leave_no_trace():
     assert_same(factors_of(True, True), factors_of(False, True))
 
 
-def test_frozen_layers_are_not_due():
-    """They never have statistics, and must not make every step pay for a draw."""
-    model = seeded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3)), 8)
-    model[0].requires_grad_(False)
-    options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
-    opt = optimizer(model, **options)
-    due = []
-    for _ in range(6):
-        opt.zero_grad()
-        outputs = model(torch.randn(4, 2, dtype=torch.float64))
-        due.append(opt.preconditioner.capture.due)
-        opt.preconditioner.sample_fisher(outputs, "mse")
-        outputs.square().mean().backward()
-        opt.step()
-    assert due == [True, False, False] * 2
-
-
 def test_calls_for_two_heads_of_one_pass_add_up():
     body, heads = nn.Linear(2, 3), nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 4)])
     model = seeded(nn.ModuleDict({"body": body, "heads": heads}), 9)
