@@ -229,15 +229,15 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
         for handle in handles:
             handle.remove()
 
-    train(copy.deepcopy(net), watch=True)
+    train(twin := copy.deepcopy(net), watch=True)
+    twin.double()
     opt = KFACSGD(net, lr=0.1, compute_method="eigen")
     train(net, watch=False)
     opt.step()
     assert {name for name, _, _ in seen} == {"0", "3"}
     for name, seen_x, seen_g in seen:
         assert seen_g.dtype == dtype
-        module = net.get_submodule(name)
-        rows = rows_of(module, [(seen_x.to(dtype).double(), seen_g.double())])
+        rows = rows_of(twin.get_submodule(name), [(seen_x.to(dtype).double(), seen_g.double())])
         for actual, wanted in zip(
             opt.preconditioner.factors(name), factors_of(*rows, float(len(x))), strict=True
         ):

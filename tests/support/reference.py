@@ -85,7 +85,7 @@ def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
     """What the layer's weight multiplies, from the output's derivatives, then a 1 for a bias."""
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
-    output = module(*args, **kwargs)
+    output = module.forward(*args, **kwargs)  # without its hooks
     if not trained(weight):
         return torch.ones_like(split_rows(module, output.detach())[..., :1])
     blocks = groups_of(module)
