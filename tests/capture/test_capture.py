@@ -7,7 +7,9 @@ import copy
 import gc
 import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -181,18 +184,6 @@ def test_layer_frozen_between_forward_and_backward():
     assert torch.equal(net[0].weight, before)
 
 
-# ---------------------------------------------------------------- outputs, hooks and transforms
-
-
-class Attends(nn.Module):
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
-
-
 # ---------------------------------------------------------------- autocast
 
 
@@ -238,15 +229,15 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
         for handle in handles:
             handle.remove()
 
-    train(copy.deepcopy(net), watch=True)
+    train(twin := copy.deepcopy(net), watch=True)
+    twin.double()
     opt = KFACSGD(net, lr=0.1, compute_method="eigen")
     train(net, watch=False)
     opt.step()
     assert {name for name, _, _ in seen} == {"0", "3"}
     for name, seen_x, seen_g in seen:
         assert seen_g.dtype == dtype
-        module = net.get_submodule(name)
-        rows = rows_of(module, [(seen_x.to(dtype).double(), seen_g.double())])
+        rows = rows_of(twin.get_submodule(name), [(seen_x.to(dtype).double(), seen_g.double())])
         for actual, wanted in zip(
             opt.preconditioner.factors(name), factors_of(*rows, float(len(x))), strict=True
         ):
@@ -695,6 +686,11 @@ class Wide(nn.Module):
         return self.layer(normal(11, 3))
 
 
+@dataclass
+class Batch:
+    values: Tensor
+
+
 @pytest.mark.parametrize(
     ("args", "examples", "positions"),
     [
@@ -705,10 +701,18 @@ class Wide(nn.Module):
         ((torch.zeros(5, 7, dtype=torch.long),), 5, 35),
         ((torch.zeros(5, dtype=torch.long),), 5, 5),
         (([normal(3, 4, 5), normal(3, 2, 6)],), 2, 32),
-        (({"ids": torch.zeros(5, 7, dtype=torch.long), "mask": normal(9)},), 5, 35),
+        ((UserDict(ids=torch.zeros(5, 7, dtype=torch.long), mask=normal(9)),), 5, 35),
+        (((normal(5, 4), 3),), 5, 5),
+        ((Batch(normal(5, 4)),), 5, 5),
+        (([{"a": None, "b": (normal(5, 4),)}],), 5, 5),
+        ((pack_sequence([normal(5, 3), normal(2, 3)]),), 2, 7),
         ((None, "text", normal(5, 7, 4)), 5, 35),
+        ((object(),), 11, 11),  # the first layer's own rows
     ],
-    ids=["rows", "sequences", "images", "volumes", "tokens", "indices", "list", "dict", "later"],
+    ids=[
+        *("rows", "sequences", "images", "volumes", "tokens", "indices", "list", "mapping"),
+        *("tuple", "dataclass", "nested", "packed", "later", "an object"),
+    ],
 )
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
@@ -891,6 +895,8 @@ def test_autograd_grad_beside_training_leaves_no_trace():
     torch.autograd.grad(loss_of(net(probe)), [probe, net[0].bias])
     fit(x)(net)
     torch.autograd.grad(loss_of(net(2 * x)), [net[2].weight], create_graph=True)
+    (slope,) = torch.autograd.grad(net(probe).square().sum(), probe, create_graph=True)
+    torch.autograd.grad(slope.square().sum(), list(net.parameters()), allow_unused=True)
     opt.step()
     assert_same((net, opt), clean_run(x))
 

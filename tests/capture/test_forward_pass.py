@@ -1,13 +1,9 @@
 """Which forward pass a backward belongs to, and so what K is: one number for all layers."""
 
-import collections
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
@@ -15,16 +11,15 @@ from tests.support.ranks import fresh
 
 
 class Net(nn.Module):
-    """Two layers, each behind a checkpoint or not; any container may carry the input."""
+    """Two layers, each behind a checkpoint or not."""
 
-    def __init__(self, kind: str = "plain", unpack=lambda x: x):
+    def __init__(self, kind: str = "plain"):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-        self.kind, self.unpack = kind, unpack
+        self.kind = kind
 
-    def forward(self, value):
-        x = self.unpack(value)
+    def forward(self, x):
         for part in (self.first, self.last):
             x = (
                 part(x)
@@ -82,30 +77,6 @@ def first_of_two(net):
 @pytest.mark.parametrize("train", [a_forward_in_between, two_forwards, first_of_two])
 def test_a_checkpoint_runs_again_within_its_own_forward(kind, train):
     assert_equal(factors(Net(kind), train), factors(Net(), train))
-
-
-def test_a_forward_that_never_trained_leaves_nothing():
-    def alone(net):
-        loss_of(net(rows(8))).backward()
-
-    assert_equal(factors(Net(), a_forward_in_between), factors(Net(), alone))
-
-
-def test_a_pause_belongs_to_its_forward_when_a_checkpoint_runs_again():
-    net = Net("reentrant")
-
-    def train(net, opt):
-        with opt.preconditioner.paused():
-            paused = loss_of(net(rows(24)))
-        loss_of(net(rows(8))).backward()
-        paused.backward()
-
-    opt = KFACSGD(net, lr=0.1)
-    train(net, opt)
-    opt.step()
-    a = opt.preconditioner.factors("first")[0]
-    x = torch.cat([rows(8).detach(), torch.ones(8, 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(a[0], x.T @ x / 8)
 
 
 class Around(nn.Module):
@@ -167,53 +138,6 @@ def test_k_is_the_inner_models_batch_though_its_first_layer_sees_less(threshold,
             torch.testing.assert_close(side, wanted, rtol=1e-12, atol=0)
 
 
-@dataclasses.dataclass
-class Batch:
-    values: torch.Tensor
-    weight: float = 1.0
-
-
-class Opaque:
-    def __init__(self, x):
-        self.x = x
-
-
-CONTAINERS = {
-    "a mapping": (lambda x: collections.UserDict(x=x), lambda v: v["x"]),
-    "a tuple": (lambda x: (x, 3), lambda v: v[0]),
-    "a dataclass": (lambda x: Batch(x), lambda v: v.values),
-    "an object": (Opaque, lambda v: v.x),
-    "nested": (lambda x: [{"a": None, "b": (x,)}], lambda v: v[0]["b"][0]),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_the_batch_is_found_in(name):
-    pack, unpack = CONTAINERS[name]
-
-    def train(net):
-        loss_of(net(pack(rows(8)))).backward()
-
-    def plain(net):
-        loss_of(net(rows(8))).backward()
-
-    assert_equal(factors(Net(unpack=unpack), train), factors(Net(), plain))
-
-
-def test_a_packed_sequence_counts_its_sequences():
-    parts = [rows(5).detach(), rows(2).detach()]
-
-    def g(loss_terms):
-        net = Net(unpack=lambda v: v.data)
-        opt = KFACSGD(net, lr=0.1, compute_method="eigen", loss_terms=loss_terms)
-        loss_of(net(pack_sequence(parts))).backward()
-        opt.step()
-        return opt.preconditioner.factors("last")[1]
-
-    torch.testing.assert_close(g("examples"), g(2))
-    torch.testing.assert_close(g("positions"), g(7))
-
-
 def test_a_group_added_between_backward_and_step_drops_nothing():
     net = Net()
     net.extra = nn.Linear(2, 2).double()
@@ -226,37 +150,6 @@ def test_a_group_added_between_backward_and_step_drops_nothing():
         loss_of(net(rows(8))).backward()
 
     assert_equal(flat(opt), factors(Net(), alone))
-
-
-def test_an_input_changed_in_place_after_an_autocast_layer():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            h = self.norm(x)
-            y = self.linear(h)  # autocast keeps a copy of h in half precision
-            h += 1
-            return (y * h).float()
-
-    def step(make):
-        net = Block()
-        opt = make(net)
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = net(x)
-        loss_of(out).backward()
-        opt.step()
-        return {name: p.grad for name, p in net.named_parameters()}, opt
-
-    plain, _ = step(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
-    ours, opt = step(lambda net: KFACSGD(net, lr=0.1))
-    for name, gradient in plain.items():
-        assert torch.equal(ours[name], gradient), name
-    a = opt.preconditioner.factors("linear")[0]
-    assert a.dtype == torch.float32 and a.isfinite().all()
 
 
 def _late_group(file: str) -> None:

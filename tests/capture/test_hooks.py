@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.capture.hooks import Capture
+from tests.capture.test_capture import assert_same, clean_run, fit, loss_of, mlp
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
 from tests.support.watch import (
@@ -390,78 +390,23 @@ def test_a_number_before_the_batch_is_no_batch(by_name):
 # ---- how layers are called ----
 
 
-def mlp() -> nn.Sequential:
-    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def loss_of(out: Tensor) -> Tensor:
-    """Neither linear nor symmetric in its entries; averages the examples."""
-    scale = torch.linspace(0.5, 2.0, out[0].numel(), dtype=out.dtype).view_as(out[0])
-    return (scale * (out - 0.3).square()).sum() / len(out)
-
-
-def fit(x: Tensor):
-    return lambda model: loss_of(model(x)).backward()
-
-
-class Net(nn.Module):
-    """``forward`` is given by the test; it gets the modules as attributes."""
-
-    def __init__(self, forward, **modules: nn.Module) -> None:
-        super().__init__()
-        self.call = forward
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self, x)
-
-
-def same(one: tuple[nn.Module, KFACSGD], other: tuple[nn.Module, KFACSGD]) -> bool:
-    parameters = zip(one[0].parameters(), other[0].parameters(), strict=True)
-    factors = [
-        zip(one[1].preconditioner.factors(n), other[1].preconditioner.factors(n), strict=True)
-        for n in ("0", "2")
-    ]
-    return all(torch.equal(a, b) for pairs in (parameters, *factors) for a, b in pairs)
-
-
-def test_layer_called_by_keyword():
-    net = seeded(
-        lambda: Net(
-            lambda self, x: self.last(input=torch.tanh(self.first(input=x))),
-            first=nn.Linear(4, 5),
-            last=nn.Linear(5, 3),
-        )
-    )
-    check_step(net, fit(normal(6, 4)), ["first", "last"], 6.0)
-
-
 def test_training_with_the_whole_model_in_eval():
     net = mlp().eval()
     check_step(net, fit(normal(6, 4)), ["0", "2"], 6.0)
 
 
-def test_training_with_one_module_in_eval():
-    net = seeded(
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3))
-    )
-    with torch.no_grad():
-        net[1].running_mean.copy_(normal(5, seed=3))
-        net[1].running_var.copy_(normal(5, seed=4).square() + 0.5)
-    net.train()
-    net[1].eval()
-    net[2].eval()
-    check_step(net, fit(normal(6, 4)), ["0", "3"], 6.0)
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(input=torch.tanh(self.again(torch.tanh(self.first(input=x)))))
 
 
-def test_shared_module_is_counted_once():
-    def forward(self: Net, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.again(torch.tanh(self.first(x)))))
-
-    layer = nn.Linear(4, 4)
-    net = seeded(lambda: Net(forward, first=layer, again=layer, out=nn.Linear(4, 3)))
-    opt = check_step(net, fit(normal(6, 4)), ["first", "out"], 6.0)
+def test_a_shared_module_is_counted_once_however_it_is_called():
+    opt = check_step(seeded(Shared), fit(normal(6, 4)), ["first", "out"], 6.0)
     assert list(opt.preconditioner.layers) == ["first", "out"]
     assert not opt.preconditioner.uncovered
 
@@ -493,25 +438,6 @@ def test_forwards_under_no_grad_in_training_mode():
     check_step(mlp(), train, ["0", "2"], 6.0)
 
 
-def test_autograd_grad_with_create_graph_beside_training():
-    x = normal(6, 4)
-    net = mlp()
-    opt, clean = exact(net), exact(other := mlp())
-    fit(x)(other)
-    clean.step()
-    probe = normal(3, 4, seed=5).requires_grad_()
-    out = net(probe)
-    (slope,) = torch.autograd.grad(out.square().sum(), probe, create_graph=True)
-    torch.autograd.grad(slope.square().sum(), list(net.parameters()), retain_graph=True)
-    torch.autograd.grad(out.sum(), [net[0].weight], create_graph=True)
-    fit(x)(net)
-    out = net(probe)
-    (slope,) = torch.autograd.grad(out.square().sum(), probe, create_graph=True)
-    torch.autograd.grad(slope.square().sum(), list(net.parameters()), allow_unused=True)
-    opt.step()
-    assert same((net, opt), (other, clean))
-
-
 def test_gradient_penalty_in_the_loss():
     x = normal(6, 4).requires_grad_()
 
@@ -539,10 +465,8 @@ def test_gradient_penalty_in_the_loss():
 
 def test_per_example_gradients_by_torch_func_beside_training():
     x = normal(6, 4)
-    net, other = mlp(), mlp()
-    opt, clean = exact(net), exact(other)
-    fit(x)(other)
-    clean.step()
+    net = mlp()
+    opt = exact(net)
     parameters = {name: p.detach() for name, p in net.named_parameters()}
 
     def one(parameters, example):
@@ -566,7 +490,7 @@ def test_per_example_gradients_by_torch_func_beside_training():
         assert_close(before[name].mean(0), p.grad, what=name)
         assert_close(moved[name].grad, p.grad, what=name)
     opt.step()
-    assert same((net, opt), (other, clean))
+    assert_same((net, opt), clean_run(x))
 
 
 # ---- torch.compile ----
@@ -579,54 +503,46 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("how", ["model.compile()", "wrapper", "wrapper given"])
-def test_torch_compile_before_construction(fresh_dynamo, how):
-    x = normal(6, 4)
-    net, other = mlp(), mlp()
+def encoder() -> nn.Module:
+    return seeded(lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True))
+
+
+COMPILED = {
+    "model.compile()": (mlp, "before", "aot_eager"),
+    "wrapper": (mlp, "before", "aot_eager"),
+    "wrapper given": (mlp, "before", "aot_eager"),
+    "after a step": (mlp, "after", "aot_eager"),
+    "attention": (encoder, "before", "eager"),
+    "attention after a step": (encoder, "after", "eager"),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_torch_compile(fresh_dynamo, how):
+    make, when, backend = COMPILED[how]
+    x = normal(6, 4) if make is mlp else normal(3, 5, 4)
+    net, other = make(), make()
+    run: Any = net
     if how == "model.compile()":
-        net.compile(backend="aot_eager")
-        run, opt = net, exact(net)
-    else:
-        run = torch.compile(net, backend="aot_eager")
-        opt = exact(run if how == "wrapper given" else net)
-    clean = exact(other)
-    for _ in range(2):
-        opt.zero_grad()
-        clean.zero_grad()
-        fit(x)(run)
-        fit(x)(other)
-        opt.step()
-        clean.step()
-        for name in ("0", "2"):
-            assert_factors(opt, name, clean.preconditioner.factors(name))
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        assert_close(p, q)
+        net.compile(backend=backend)
+    elif when == "before":
+        run = torch.compile(net, backend=backend)
+    opt = exact(run if how == "wrapper given" else net, factor_update_steps=2)
+    clean = exact(other, factor_update_steps=2)
+    for step in range(5):  # due for statistics and not, in turn
+        for optimizer, model in ((opt, run), (clean, other)):
+            optimizer.zero_grad()
+            fit(x)(model)
+            optimizer.step()
+        if step == 0 and when == "after":
+            run = torch.compile(net, backend=backend)
+    assert_same((net, opt), (other, clean), list(clean.preconditioner.layers), 1e-10)
 
 
-def test_torch_compile_after_construction(fresh_dynamo):
-    x = normal(6, 4)
-    net, other = mlp(), mlp()
-    opt, clean = exact(net, factor_update_steps=2), exact(other, factor_update_steps=2)
-    fit(x)(net)
-    fit(x)(other)
-    opt.step()
-    clean.step()
-    compiled = torch.compile(net, backend="aot_eager")
-    for _ in range(4):  # due for statistics and not, in turn
-        opt.zero_grad()
-        clean.zero_grad()
-        fit(x)(compiled)
-        fit(x)(other)
-        opt.step()
-        clean.step()
-    for name in ("0", "2"):
-        assert_factors(opt, name, clean.preconditioner.factors(name))
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        assert_close(p, q)
-
-
-@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("what", ["training", "step", "both"])
+@pytest.mark.parametrize(
+    ("what", "cls"),
+    [("training", KFACSGD), ("step", KFACSGD), ("step", KFACAdam), ("both", KFACAdam)],
+)
 def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
     if what == "step" and torch.__version__ < (2, 7):
         pytest.skip("torch 2.6 calls such a method without its object")
@@ -660,30 +576,6 @@ def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, 
         assert_close(p, q)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_torch_compile_over_attention(fresh_dynamo, when):
-    x = normal(3, 5, 4)
-    runs = []
-    for compiled in (False, True):
-        net = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True))
-        run = net
-        if compiled and when == "before":
-            run = torch.compile(net, backend="eager")
-        opt = exact(net)
-        if compiled and when == "after":
-            run = torch.compile(net, backend="eager")
-        for _ in range(2):
-            opt.zero_grad()
-            fit(x)(run)
-            opt.step()
-        runs.append((net, opt))
-    (net, opt), (other, clean) = runs
-    for name in clean.preconditioner.layers:
-        assert_factors(opt, name, clean.preconditioner.factors(name))
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        assert_close(p, q)
-
-
 def test_torch_compile_called_before_construction(fresh_dynamo):
     # Compiled code does not look for hooks that come later: an error says what to do.
     x = normal(6, 4)
@@ -703,26 +595,4 @@ def test_torch_compile_called_before_construction(fresh_dynamo):
     opt.zero_grad()
     fit(x)(compiled)
     opt.step()
-    clean = exact(other := mlp())
-    fit(x)(other)
-    clean.step()
-    for name in ("0", "2"):
-        assert_factors(opt, name, clean.preconditioner.factors(name))
-
-
-# ---- the end of an optimizer ----
-
-
-def test_the_hooks_of_an_optimizer_that_is_gone_are_gone():
-    model = Branches()
-
-    def count() -> int:
-        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-    opt = KFACSGD(model, lr=0.1)
-    backward(model, 0, "a")
-    opt.step()
-    assert count() > 0
-    del opt
-    gc.collect()
-    assert count() == 0
+    assert_same((net, opt), clean_run(x), rtol=1e-10)

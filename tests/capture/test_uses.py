@@ -163,22 +163,6 @@ def test_modules_that_hold_the_same_parameter_count_its_use_once():
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-9)
 
 
-def test_a_use_at_the_root_is_found_in_a_later_pass_too():
-    """A head that the code begins to use when K-FAC has had averages for long."""
-    net = seeded(lambda: Words(False))
-    opt = KFACSGD(net, lr=0.1, factor_update_steps=2, inv_update_steps=2)
-    rows = []
-    for _ in range(6):
-        opt.zero_grad()
-        loss_of(net(TOKENS)).backward()
-        sums = opt.preconditioner.sums.of_layer
-        by_name = {layer.name: one for layer, one in sums.items()}
-        rows.append("words" in by_name and by_name["words"].crossed is not None)
-        opt.step()
-    gathers = [i for i, found in enumerate(rows) if found]
-    assert gathers[0] == 0 and len(gathers) >= 3  # in each of its turns, not in the first alone
-
-
 class Coder(nn.Module):
     """Encodes and decodes in calls of its own, by one table."""
 

@@ -12,16 +12,12 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from tests.support import reference as ref
+from tests.support.watch import normal as normal
 
 DAMPING = 0.07
 
 
 SHARING = ("expand", "reduce")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def tokens(*shape: int, high: int) -> Tensor:

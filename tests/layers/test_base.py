@@ -12,20 +12,13 @@ from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.layers import base
 from tests.layers.cases import (
     ALL_WAYS,
-    WAYS,
     Case,
-    build,
-    changed,
     check,
-    check_step,
-    loss_of,
     normal,
-    optimizer,
 )
 from tests.layers.test_conv import CONV, TRANSPOSED
 from tests.layers.test_embedding import EMBEDDING
 from tests.layers.test_linear import LINEAR
-from tests.support import reference as ref
 
 
 class Own(nn.Module):
@@ -159,39 +152,6 @@ WIDE = {
 @pytest.mark.parametrize(("case", "limit", "diagonal"), WIDE.values(), ids=list(WIDE))
 def test_a_side_beyond_max_factor_size_is_diagonal(case, limit, diagonal):
     check(case, ALL_WAYS, diagonal, max_factor_size=limit)
-
-
-REUSED = {
-    "linear": (lambda: nn.Linear(4, 4), lambda: normal(3, 4)),
-    "linear sequences": (lambda: nn.Linear(4, 4), lambda: normal(3, 2, 4)),
-    "convolution": (lambda: nn.Conv2d(2, 2, 3, padding=1), lambda: normal(3, 2, 3, 2)),
-}
-
-
-@pytest.mark.parametrize(("sharing", "method"), WAYS)
-@pytest.mark.parametrize(("make", "inputs"), REUSED.values(), ids=list(REUSED))
-def test_a_layer_used_twice_has_the_rows_of_both_uses(make, inputs, method, sharing):
-    class Twice(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.tanh(self.layer(x)))
-
-    net, x = build(Case(make, inputs))
-    layer = net.layer
-    net = Twice(layer)
-    between = torch.tanh(layer(x)).detach()
-    a = [ref.input_rows(layer, t) for t in (x, between)]
-    g = [
-        ref.gradient_rows(layer, lambda s: loss_of(layer(torch.tanh(s))), x),
-        ref.gradient_rows(layer, loss_of, between),
-    ]
-    expected = ref.factors(torch.cat(a, dim=1), torch.cat(g, dim=1), len(x), sharing)
-    opt = optimizer(net, sharing, method)
-    loss_of(net(x)).backward()
-    check_step(opt, net, expected, changed(layer, ref.gradients_of(net)), method, method)
 
 
 def attends(batch_first: bool, **options: int) -> nn.Module:

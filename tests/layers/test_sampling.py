@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.tap import top_hooks
 from kaisa_optim.layers.sampling import WHOLE, sample_of
+from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
 from tests.support.ranks import RankError, run
@@ -32,20 +33,6 @@ BARE: dict[str, Any] = {
     "factor_update_steps": 1,
     "inv_update_steps": 40,  # and none early
 }
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(5, shape, generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(output: Tensor) -> Tensor:
-    mix = torch.linspace(-1.0, 1.3, output.numel(), dtype=torch.float64).view(output.shape)
-    return torch.sum(torch.sin(output + mix) * (1 + mix)) / len(output)
 
 
 def factors_of(opt: Any) -> Factors:
@@ -136,9 +123,12 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: prepared(nn.ConvTranspose1d(2, 3, 3, stride=2)),
         normal(6, 2, 3),
     ),
-    "embedding": (lambda: prepared(nn.Embedding(5, 3)), tokens(6)),
-    "embedding, padded": (lambda: prepared(nn.Embedding(5, 3, padding_idx=2)), tokens(6, 3)),
-    "embedding of few sequences": (lambda: prepared(nn.Embedding(5, 3)), tokens(2, 6)),
+    "embedding": (lambda: prepared(nn.Embedding(5, 3)), tokens(6, high=5)),
+    "embedding, padded": (
+        lambda: prepared(nn.Embedding(5, 3, padding_idx=2)),
+        tokens(6, 3, high=5),
+    ),
+    "embedding of few sequences": (lambda: prepared(nn.Embedding(5, 3)), tokens(2, 6, high=5)),
 }
 
 # In the turns of six and of two, a quarter of them.
@@ -196,10 +186,9 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         key = x if self.memory is None else self.memory
-        if self.attention.batch_first:
-            return self.attention(x, key, key, need_weights=False)[0]
-        x, key = x.transpose(0, 1), key.transpose(0, 1)
-        return self.attention(x, key, key, need_weights=False)[0].transpose(0, 1)
+        first = self.attention.batch_first
+        x, key = _laid(first, x, key)
+        return _laid(first, self.attention(x, key, key, need_weights=False)[0])[0]
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -211,7 +200,7 @@ def test_attention(examples, cross, batch_first, sharing):
     net = Attend(batch_first, memory)
     key = memory if cross else x
     out, _, taps = ref.attention_by_hand(net.attention, *_laid(batch_first, x, key, key))
-    rows = ref.tap_rows(taps, loss_of(out if batch_first else out.transpose(0, 1)))
+    rows = ref.tap_rows(taps, loss_of(*_laid(batch_first, out)))
     options = {"weight_sharing": sharing, "loss_terms": float(examples)}
     found = each_step(net, x, 4, statistics_fraction=0.25, **options)
     for label, (a, g) in rows.items():
@@ -274,7 +263,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3))],
+    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3, high=5))],
     ids=["images", "sequences"],
 )
 def test_the_turns_of_a_cycle_average_to_the_whole(make, x):

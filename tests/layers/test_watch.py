@@ -92,23 +92,12 @@ def test_a_model_without_any_known_use_trains_with_raw_gradients():
     """As adapters do that compute all of their weights."""
     net = Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3))
     opt = exact(net, lr=0.01, factor_update_steps=2)
-    with pytest.warns(UserWarning, match="w: 9, Body uses it in a way"):
+    with pytest.warns(UserWarning, match="w: 9, Body uses it in a way") as caught:
         for _ in range(12):
             opt.zero_grad()
             loss_of(net(normal(6, 3))).backward()
             assert_close(taken(opt, net)["w"], 0.01 * net.w.grad, 1e-12)
-    assert opt.preconditioner.coverage().covered == 0
-
-
-def test_poor_coverage_is_warned_of_once_calls_have_been_searched():
-    net = headed(Body(lambda m, x: x @ m.w.exp(), w=normal(3, 3)))
-    opt = exact(net)
-    with pytest.warns(UserWarning, match="0.w: 9, Body uses it in a way") as caught:
-        for _ in range(8):
-            opt.zero_grad()
-            loss_of(net(normal(6, 3))).backward()
-            opt.step()
-    assert len(caught) == 1
+    assert len(caught) == 1 and opt.preconditioner.coverage().covered == 0
 
 
 def test_freezing_a_covered_layer_lets_coverage_be_looked_at_anew():

@@ -75,10 +75,6 @@ def test_a_device_that_multiplies_halves_into_float32(count, n, dtype, append_on
     assert not asked  # those of other precisions, and few rows
 
 
-def test_there_is_none_on_cpus():
-    assert not moments._multiplies_into_float32(torch.bfloat16, torch.device("cpu"))
-
-
 # ---- layers ----
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

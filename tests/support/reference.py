@@ -85,7 +85,7 @@ def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
     """What the layer's weight multiplies, from the output's derivatives, then a 1 for a bias."""
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
-    output = module(*args, **kwargs)
+    output = module.forward(*args, **kwargs)  # without its hooks
     if not trained(weight):
         return torch.ones_like(split_rows(module, output.detach())[..., :1])
     blocks = groups_of(module)
@@ -278,32 +278,6 @@ def attention_by_hand(
     if not batched:
         return out[0], weights[0], taps
     return (out if mha.batch_first else out.transpose(0, 1)), weights, taps
-
-
-def encoder_by_hand(
-    layer: nn.TransformerEncoderLayer, x: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Taps]:
-    """nn.TransformerEncoderLayer without dropout, batch first."""
-    taps: Taps = {}
-
-    def attend(x: Tensor) -> Tensor:
-        out, _, inner = attention_by_hand(layer.self_attn, x, x, x, attn_mask=mask)
-        taps.update(inner)
-        return out
-
-    def feed(x: Tensor) -> Tensor:
-        hidden = F.linear(x, layer.linear1.weight, layer.linear1.bias)
-        taps["linear1"] = (x, hidden)
-        active = layer.activation(hidden)
-        out = F.linear(active, layer.linear2.weight, layer.linear2.bias)
-        taps["linear2"] = (active, out)
-        return out
-
-    if layer.norm_first:
-        x = x + attend(layer.norm1(x))
-        return x + feed(layer.norm2(x)), taps
-    x = layer.norm1(x + attend(x))
-    return layer.norm2(x + feed(x)), taps
 
 
 def tap_rows(taps: Taps, loss: Tensor, bias: bool = True) -> dict[str, tuple[Tensor, Tensor]]:

@@ -6,7 +6,6 @@ Rows are ``[blocks, rows, width]``; a block is one Kronecker pair.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.core import exchange
 from tests.support.close import assert_close as assert_close
-from tests.support.reference import matrix, precondition
+from tests.support.reference import input_rows, matrix, precondition, split_rows
+from tests.support.reference import take_step as taken
 
 DAMPING = 0.1
 # Steps are preconditioned gradients, as long as these are.
@@ -66,45 +65,11 @@ class Watch:
         return [(x, zero.grad) for x, zero in self.calls[name] if zero.grad is not None]
 
 
-def linear_rows(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return x.reshape(1, -1, x.shape[-1]), grad.reshape(1, -1, grad.shape[-1])
-
-
-def conv_rows(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches by the definition of a convolution, one output position at a time."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    dims, groups = len(kernel), module.groups
-    if x.dim() == dims + 1:
-        x, grad = x[None], grad[None]
-    if module.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(total // 2, total - total // 2) for total in totals]
-    else:
-        pads = [(p, p) for p in module.padding]
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, [side for pair in reversed(pads) for side in pair], mode=mode)
-    a, g = [], []
-    for position in itertools.product(*(range(n) for n in grad.shape[2:])):
-        window = tuple(
-            slice(o * s, o * s + d * (k - 1) + 1, d)
-            for o, s, d, k in zip(position, stride, dilation, kernel, strict=True)
-        )
-        patch, at = x[(..., *window)], grad[(..., *position)]
-        a.append(patch.unflatten(1, (groups, -1)).flatten(2))
-        g.append(at.unflatten(1, (groups, -1)))
-    return torch.cat(a).movedim(0, 1), torch.cat(g).movedim(0, 1)
-
-
 def rows_of(module: nn.Module, calls: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Rows of all calls together; a 1 appended to the inputs where a bias is trained."""
-    convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    pairs = [(conv_rows if convolution else linear_rows)(module, x, g) for x, g in calls]
-    a, g = (torch.cat(part, dim=1) for part in zip(*pairs, strict=True))
-    if not module.weight.requires_grad:
-        a = a[..., :0]
-    if module.bias is not None and module.bias.requires_grad:
-        a = torch.cat([a, torch.ones_like(a[..., :1]) if a.shape[-1] else g[..., :1] * 0 + 1], -1)
-    return a, g
+    a = [input_rows(module, x).flatten(1, 2) for x, _ in calls if len(x)]
+    g = [split_rows(module, g).flatten(1, 2) for x, g in calls if len(x)]
+    return torch.cat(a, 1), torch.cat(g, 1)
 
 
 def factors_of(a: Tensor, g: Tensor, terms: float) -> tuple[Tensor, Tensor]:
@@ -136,13 +101,6 @@ def assert_factors(
 def exact(model: Any, /, **options: Any) -> Any:
     """An optimizer whose step is ``p -= v`` with v the preconditioned gradient."""
     return KFACSGD(model, **{**PAPERS, "lr": 1.0, "damping": DAMPING, **options})
-
-
-def taken(opt: Any, model: nn.Module) -> dict[str, Tensor]:
-    """What one step subtracts from each parameter."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    opt.step()
-    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
 
 def check_step(
