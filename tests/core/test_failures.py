@@ -294,12 +294,12 @@ def test_dampings_that_come_apart_are_refused_on_all_ranks():
 
 # ---- decompositions ----
 
-PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "layer-wise": (4, {"assignment": "layer-wise"}),
-    "hybrid": (4, {"grad_worker_fraction": 0.5}),
-    "hybrid-parted": (4, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
-    "opt": (4, {"assignment": "opt", "colocate_factors": True}),
-    "opt-parted": (4, {"assignment": "opt", "colocate_factors": False}),
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "layer-wise": {"assignment": "layer-wise"},
+    "hybrid": {"grad_worker_fraction": 0.5},
+    "hybrid-parted": {"grad_worker_fraction": 0.5, "colocate_factors": False},
+    "opt": {"assignment": "opt", "colocate_factors": True},
+    "opt-parted": {"assignment": "opt", "colocate_factors": False},
 }
 every_placement = pytest.mark.parametrize(
     ("placement", "method"), list(itertools.product(PLACEMENTS, ["polar", "eigen", "inverse"]))
@@ -380,10 +380,8 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
 
 @every_placement
 def test_one_failed_decomposition_leaves_the_older_state(placement: str, method: str) -> None:
-    world, options = PLACEMENTS[placement]
-    options = {**options, "compute_method": method}
-    error = torch.linalg.LinAlgError("planted")
-    results = run(world, undecomposed, error, 2, 1, options)
+    options = {**PLACEMENTS[placement], "compute_method": method}
+    results = run(4, undecomposed, torch.linalg.LinAlgError("planted"), 2, 1, options)
     assert_alike([result.ended for result in results])
     first = results[0]
     assert first.ended.error is None and first.ended.moved
@@ -404,10 +402,8 @@ def test_one_failed_decomposition_leaves_the_older_state(placement: str, method:
 def test_a_failed_first_decomposition_leaves_the_raw_gradient_or_the_identity(
     placement: str, method: str
 ) -> None:
-    world, options = PLACEMENTS[placement]
-    options = {**options, "compute_method": method}
-    error = torch.linalg.LinAlgError("planted")
-    results = run(world, undecomposed, error, 0, 1, options)
+    options = {**PLACEMENTS[placement], "compute_method": method}
+    results = run(4, undecomposed, torch.linalg.LinAlgError("planted"), 0, 1, options)
     assert_alike([result.ended for result in results])
     first = results[0]
     for result in results:
@@ -424,10 +420,8 @@ def test_a_failed_first_decomposition_leaves_the_raw_gradient_or_the_identity(
 
 @every_placement
 def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, method: str) -> None:
-    world, options = PLACEMENTS[placement]
-    options = {**options, "compute_method": method, "max_failures": 1}
-    error = torch.linalg.LinAlgError("planted")
-    results = run(world, undecomposed, error, 1, 2, options)
+    options = {**PLACEMENTS[placement], "compute_method": method, "max_failures": 1}
+    results = run(4, undecomposed, torch.linalg.LinAlgError("planted"), 1, 2, options)
     assert_alike([result.ended for result in results])
     (text,) = {result.ended.error for result in results}
     assert text is not None and text.startswith("RuntimeError: the decomposition of layer ")
@@ -439,9 +433,8 @@ def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, meth
 def test_another_exception_in_a_decomposition_ends_all_ranks(
     placement: str, method: str, good: int
 ) -> None:
-    world, options = PLACEMENTS[placement]
-    options = {**options, "compute_method": method}
-    results = run(world, undecomposed, MemoryError("planted"), good, 1, options)
+    options = {**PLACEMENTS[placement], "compute_method": method}
+    results = run(4, undecomposed, MemoryError("planted"), good, 1, options)
     assert_alike([result.ended for result in results])
     bad = results[0].bad
     for rank, result in enumerate(results):
@@ -763,11 +756,11 @@ def test_a_missing_gradient_is_named_in_the_next_step_that_exchanges(strategy: s
 
 
 def unlike(what: str) -> Ended:
-    """Rank 1 starts from another seed, or nobody averages."""
+    """Rank 1 starts with another bias, or nobody averages."""
     model = net()
-    if what == "weights" and dist.get_rank() == 1:
-        with torch.no_grad():
-            model[2].bias[3] += 1e-12
+    if dist.get_rank() == 1:
+        with torch.no_grad():  # weights were float32: their low bits are zero
+            model[2].bias[3] += {"low bits": 1e-12, "high bits": 1.0}.get(what, 0.0)
     opt = optimizer(model, skip_layers=["0"])
 
     def work() -> None:
@@ -786,7 +779,8 @@ def unlike(what: str) -> Ended:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("weights", "parameter '2.bias' on ranks [1] differs from rank 0's"),
+        ("low bits", "parameter '2.bias' on ranks [1] differs from rank 0's"),
+        ("high bits", "parameter '2.bias' on ranks [1] differs from rank 0's"),
         ("gradients", "the gradient of '2.weight' on ranks [1, 2] differs from rank 0's"),
     ],
 )
