@@ -65,20 +65,6 @@ def test_a_tensor_rate_that_one_rank_changed_is_named():
         assert "lr of parameter group 0" in text and "0.2" in text
 
 
-def builds_a_stage() -> str:
-    stage = nn.Sequential(nn.Linear(3, 4 + torch.distributed.get_rank()))
-    try:
-        KFACSGD(stage, lr=0.1)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_pipeline_stages_without_a_group_are_told_to_give_one():
-    for text in run(2, builds_a_stage):
-        assert "Invalid layer '0'" in text and "process_group=" in text and "same stage" in text
-
-
 def without_the_cpu() -> tuple[list[str | None], list[str]]:
     groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
     devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]

@@ -22,6 +22,19 @@ from tests.support.training import values
 
 INPUTS, CLASSES = 7, 4
 
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
 # Adam and LAMB divide by √v + ε: a gradient that is zero but for its rounding (that of an attention
 # key's bias) must not become a whole step by that.
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
