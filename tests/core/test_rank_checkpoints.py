@@ -103,6 +103,14 @@ def quiet_state(opt: Any) -> dict[str, Any]:
         return opt.state_dict()
 
 
+def whole_state(opt: Any) -> Any:
+    """The consolidated state, on all ranks."""
+    opt.consolidate_state_dict(to=0)
+    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
 # ---- a rank's share ----
 
 
@@ -465,10 +473,8 @@ def misreads(rank_of_it: int, spread: dict[str, Any]) -> list[str]:
     """One rank's copy of a state is spoilt, or all are; errors, and what steps do afterwards."""
     model, opt = pair(Plan(options=spread))
     learn(model, opt, range(3))
-    opt.consolidate_state_dict(to=0)
-    whole = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(whole, 0)
-    good, spoilt = whole[0], copy.deepcopy(whole[0])
+    good = whole_state(opt)
+    spoilt = copy.deepcopy(good)
     spoilt["state"][1]["kfac_status"] = torch.ones(3)
     errors = []
 
@@ -537,10 +543,7 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
     model, opt = pair(plan)
     learn(model, opt, range(2))
     found = [set(momenta_here(plan, model, opt))]
-    opt.consolidate_state_dict(to=0)
-    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    quietly_load(opt, box[0])
+    quietly_load(opt, whole_state(opt))
     learn(model, opt, range(2, 3))
     found.append(set(momenta_here(plan, model, opt)))
     kfac = opt.preconditioner
@@ -683,14 +686,12 @@ def turns_to(before: Plan, after: Plan) -> tuple[list[str], list[Tensor], list[T
     """Weights of a run that goes on with another method, and of one that begins there."""
     model, opt = pair(before)
     learn(model, opt, range(3))
-    opt.consolidate_state_dict(to=0)
-    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
+    state = whole_state(opt)
     other, target = pair(after)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        target.load_state_dict(box[0])
+        target.load_state_dict(state)
     learn(other, target, range(3, 6))
     return [str(w.message) for w in record], weights(other), weights(model)
 
@@ -768,8 +769,7 @@ def full_state(plan: Plan, broadcast: bool) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "state_dict", UserWarning)
         state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
-    kept = [model.state_dict(), state] if rank() == 0 else None
-    things = [kept]
+    things = [[model.state_dict(), state] if rank() == 0 else None]
     dist.broadcast_object_list(things, src=0)
     other, target = pair(Plan(plan.optimizer, plan.options, seed=1))
     other.load_state_dict(things[0][0])
@@ -815,10 +815,7 @@ def frozen_of_one_rank(names: tuple[str, ...], lacks: bool) -> tuple[list[Tensor
     learn_alike(model, opt, range(2))
     require(model, False)
     learn_alike(model, opt, range(2, 4))
-    opt.consolidate_state_dict()
-    box = [opt.state_dict() if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    state = copy.deepcopy(box[0])
+    state = whole_state(opt)
     if lacks and rank() == 1:
         own = {id(p) for p in model[FROZEN].parameters()}
         at = [i for i, p in enumerate(model.parameters()) if id(p) in own]
