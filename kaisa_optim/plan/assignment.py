@@ -243,16 +243,7 @@ def assign(
     ``load`` is the cost of earlier tasks on each rank (see `loads`); these tasks keep their ranks.
     """
     together = colocated(strategy, grid, colocate)
-    names: set[str] = set()
-    for task in tasks:
-        if task.name in names:
-            raise invalid_because("tasks", f"two are named {task.name!r}; names must differ")
-        names.add(task.name)
     load = [0.0] * grid.world if load is None else list(load)
-    if len(load) != grid.world:
-        raise invalid_because(
-            "load", f"{len(load)} numbers; it must be one for each of {grid.world} ranks"
-        )
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
     author = f"{type(strategy).__name__}.place"
     if not isinstance(answer, Sequence) or len(answer) != len(tasks):

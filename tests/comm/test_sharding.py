@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from kaisa_optim import KFACSGD, LAMB
 from kaisa_optim.optim.lamb import global_norm
+from tests.core.test_uses_on_ranks import Around
 from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, taken_by
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same
@@ -508,19 +509,6 @@ def test_sharded_attention_is_left_to_the_base(method, sharing):
         assert [said in text for _, text in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
     assert any("attention.out_proj" in text for _, text in results)
-
-
-class Around(nn.Module):
-    """Uses a layer's weight beside its calls, or without any, as a fused block does."""
-
-    def __init__(self, calls: bool) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x).tanh() if self.calls else x
-        return self.head(F.linear(x, self.inner.weight, self.inner.bias).tanh())
 
 
 def used_around(plan: Plan, calls: bool) -> tuple[dict[str, Tensor], list[str]]:

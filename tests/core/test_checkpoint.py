@@ -124,26 +124,15 @@ def test_continuation_with_schedulers(method, taken, tmp_path):
     options = {"lr": 0.05, "momentum": 0.9, "factor_update_steps": 1, "inv_update_steps": 2}
     options |= METHODS[method]
     model, opt = pair(KFACSGD, **options)
-    both = schedules(opt)
-
-    def advance(i: int) -> None:
-        for scheduler in both:
-            scheduler.step()
-
-    train(model, opt, range(taken), advance)
-    states = [x.state_dict() for x in (model, opt, *both)]
-    saved = disk(states, tmp_path / "state")
-    train(model, opt, range(taken, 12), advance)
+    old = schedules(opt)
+    train(model, opt, range(taken), lambda i: [x.step() for x in old])
+    saved = disk([x.state_dict() for x in (model, opt, *old)], tmp_path / "state")
+    train(model, opt, range(taken, 12), lambda i: [x.step() for x in old])
     other, fresh = pair(KFACSGD, seed=5, **options)
     new = schedules(fresh)
     for x, state in zip((other, fresh, *new), saved, strict=True):
         x.load_state_dict(state)
-
-    def advance_new(i: int) -> None:
-        for scheduler in new:
-            scheduler.step()
-
-    train(other, fresh, range(taken, 12), advance_new)
+    train(other, fresh, range(taken, 12), lambda i: [x.step() for x in new])
     assert_same(other, model)
     assert_same(fresh.state_dict(), opt.state_dict())
 

@@ -199,8 +199,6 @@ def fractions(world: int, together: bool = True) -> list[dict[str, Any]]:
         *((4, "images", curvature) for curvature in CURVATURES),
         *((2, "tokens", curvature) for curvature in CURVATURES),
         (3, "images", "polar"),
-        (3, "images", "eigen"),
-        (3, "images", "inverse-full"),
         (4, "tokens", "eigen"),
     ],
 )
@@ -216,9 +214,7 @@ def test_every_fraction_takes_the_same_steps(world, name, curvature):
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(
-    ("world", "name"), [*((2, name) for name in ("images", "tokens", "chain")), (4, "images")]
-)
+@pytest.mark.parametrize(("world", "name"), [(2, "tokens"), (2, "chain"), (4, "images")])
 def test_every_fraction_takes_the_same_steps_of_each_base(world, name, optimizer):
     """Along directions: lengths go by the base."""
     plan = Plan(even(world, ROWS), name, optimizer, options=INTERVALS)
@@ -368,10 +364,9 @@ def test_half_precision_on_the_wire(world, scale):
             assert error({name: actual[name] for name in own}, own) <= 1.1 * bound
 
 
-@pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_ten_steps_with_half_precision_on_the_wire(optimizer, method, world):
+def test_ten_steps_with_half_precision_on_the_wire(optimizer, method):
     spread = {"comm_dtype": torch.bfloat16, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
     options = {**CURVATURES[method], "damping": 1.0, **INTERVALS}
     rows = ROWS if method == "polar" else FEW
@@ -635,8 +630,9 @@ def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
     assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < tolerance
 
 
-@pytest.mark.parametrize(("assignment", "often"), [("layer-wise", 1), ("opt", 2)])
-@pytest.mark.parametrize("with_ddp", [True, False], ids=["ddp", "averaged by hand"])
+@pytest.mark.parametrize(
+    ("assignment", "often", "with_ddp"), [("layer-wise", 1, True), ("opt", 2, False)]
+)
 @pytest.mark.parametrize("uses", list(USES))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_branch_that_ranks_leave_out(method, uses, with_ddp, assignment, often):

@@ -27,6 +27,7 @@ from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.core import exchange
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import eigen, kronecker, roots
+from tests.support.cluster import average, weights
 from tests.support.ranks import fresh, run
 from tests.support.training import ANEW
 
@@ -60,13 +61,6 @@ def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x.to(dtype), y.to(dtype)
 
 
-def average(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
 def learn(
     model: nn.Module,
     opt: KFACSGD,
@@ -78,7 +72,7 @@ def learn(
     spoil(x)
     opt.zero_grad()
     F.mse_loss(model(x), y).backward()
-    average(model)
+    average(model.parameters())
     before_step()
     opt.step()
 
@@ -105,10 +99,6 @@ def together() -> None:
     word = torch.ones(1)
     dist.all_reduce(word)
     assert word.item() == dist.get_world_size()
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -429,12 +419,9 @@ def test_too_many_failed_decompositions_end_all_ranks_alike(placement: str, meth
 
 
 @every_placement
-@pytest.mark.parametrize("good", [0, 2])
-def test_another_exception_in_a_decomposition_ends_all_ranks(
-    placement: str, method: str, good: int
-) -> None:
+def test_another_exception_in_a_decomposition_ends_all_ranks(placement: str, method: str) -> None:
     options = {**PLACEMENTS[placement], "compute_method": method}
-    results = run(4, undecomposed, MemoryError("planted"), good, 1, options)
+    results = run(4, undecomposed, MemoryError("planted"), 1, 1, options)
     assert_alike([result.ended for result in results])
     bad = results[0].bad
     for rank, result in enumerate(results):
@@ -568,7 +555,7 @@ def _foreign(model: nn.Sequential, odd: bool) -> KFACSGD:
 
 
 DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
-    "size": (lambda odd: optimizer(net(hidden=7 if odd else 6)), "layer '0'"),
+    "size": (lambda odd: optimizer(net(hidden=7 if odd else 6)), "same stage"),
     "layer": (
         lambda odd: optimizer(_model(odd, lambda m: m.append(nn.Linear(3, 3).double()))),
         "layer '5'",
@@ -583,17 +570,7 @@ DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
         "layer '0'",
     ),
     "damping": (lambda odd: optimizer(net(), damping=0.2 if odd else 0.1), "damping"),
-    "lr": (
-        lambda odd: KFACSGD(net(), lr=0.2 if odd else 0.1),
-        "Invalid lr of parameter group 0",
-    ),
-    "refresh": (lambda odd: optimizer(net(), inv_update_steps=1 + odd), "inv_update_steps"),
-    "method": (
-        lambda odd: optimizer(net(), compute_method="inverse" if odd else "eigen"),
-        "compute_method",
-    ),
     "skipped": (lambda odd: optimizer(net(), skip_layers=["4"] if odd else []), "skip_layers"),
-    "bucket": (lambda odd: optimizer(net(), bucket_cap_mb=1 + odd), "bucket_cap_mb"),
     "fraction": (
         lambda odd: optimizer(net(), grad_worker_fraction=0.5 if odd else 1.0),
         "grad_worker_fraction",
@@ -602,10 +579,6 @@ DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
     "weight decay": (
         lambda odd: optimizer(net(), weight_decay=0.1 if odd else 0.0),
         "Invalid weight_decay of parameter group 0",
-    ),
-    "momentum": (
-        lambda odd: optimizer(net(), momentum=0.5 if odd else 0.0),
-        "Invalid momentum of parameter group 0",
     ),
     "turns": (  # 1 and True are equal, and yet not alike
         lambda odd: optimizer(net(), staggered=1 if odd else True),
@@ -627,8 +600,8 @@ def built(name: str, odd: int) -> str | None:
 @pytest.mark.parametrize(
     ("name", "world", "odd"),
     [
-        *((name, world, 1) for name in DIFFERENT for world in (2, 4)),
-        ("fraction", 3, 1),  # a half of three is no grid
+        *((name, 3, 1) for name in DIFFERENT),  # a half of three is no grid
+        ("fraction", 2, 1),
         ("meta", 2, 0),
     ],
 )
@@ -767,7 +740,7 @@ def unlike(what: str) -> Ended:
         x, y = part(0)
         F.mse_loss(model(x), y).backward()
         if what != "gradients":
-            average(model)
+            average(model.parameters())
         if what == "uncovered" and dist.get_rank() == 1:
             with torch.no_grad():  # a part of the model that is each rank's own
                 model[0].weight += 1

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import kronecker
 from tests.support import training
-from tests.support.cluster import taken_by
+from tests.support.branches import Branches
+from tests.support.cluster import average, rank, taken_by, weights, world
 from tests.support.ranks import run
 from tests.support.training import (
     METHODS,
@@ -29,6 +29,7 @@ from tests.support.training import (
     assert_near,
     assert_same,
     early,
+    factors,
     refreshed,
 )
 from tests.support.watch import (
@@ -44,14 +45,6 @@ from tests.support.watch import (
 STEPS = 5
 ROWS = 24  # of a batch, over all ranks
 SINGLE = torch.float32
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -80,19 +73,6 @@ def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """This rank's part of batch ``i``."""
     x, y = whole(i, dtype)
     return x.chunk(world())[rank()], y.chunk(world())[rank()]
-
-
-def average(model: nn.Module) -> None:
-    """What a wrapper would do; a missing gradient counts as zero."""
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if world() > 1:
-            dist.all_reduce(p.grad)
-            p.grad /= world()
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def learn(
@@ -308,76 +288,56 @@ def asks_for_its_state(options: dict[str, Any]) -> list[Tensor]:
 # ---- layers that a step does not use ----
 
 
-class Sides(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.left = nn.Linear(4, 3)
-        self.right = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, side: str) -> Tensor:
-        return getattr(self, side)(torch.tanh(self.body(x)))
-
-
 def loss_of(out: Tensor) -> Tensor:
     """Neither linear nor symmetric in its entries; averages the examples."""
     scale = torch.linspace(0.5, 2.0, out[0].numel(), dtype=out.dtype).view_as(out[0])
     return (scale * (out - 0.3).square()).sum() / len(out)
 
 
-def snapshot(opt, name: str) -> tuple[Tensor, Tensor]:
-    a, g = opt.preconditioner.factors(name)
-    return a.clone(), g.clone()
-
-
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_layer_unused_in_this_batch(method):
-    net = seeded(Sides)
+    net = seeded(Branches)
     opt = exact(net, factor_update_steps=1, inv_update_steps=1, compute_method=method)
-    x = normal(6, 4)
+    x = normal(6, 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # The right branch appears in the second step for the first time, unused in the first.
-        for side in ("left", "right"):
+        # Branch b appears in the second step for the first time, unused in the first.
+        for way in ("a", "b"):
             opt.zero_grad()
-            loss_of(net(x, side)).backward()
+            loss_of(net(x, way)).backward()
             opt.step()
-        left = snapshot(opt, "left")
-        right_before = net.right.weight.detach().clone()
-        left_before = net.left.weight.detach().clone()
+        before = factors(opt)["a"]
+        a, b = (x.weight.detach().clone() for x in (net.a, net.b))
         opt.zero_grad()
-        loss_of(net(x, "right")).backward()
+        loss_of(net(x, "b")).backward()
         opt.step()
-    assert torch.equal(net.left.weight, left_before)
-    assert not torch.equal(net.right.weight, right_before)
-    for kept, now in zip(left, opt.preconditioner.factors("left"), strict=True):
-        assert torch.equal(kept, now)
+    assert torch.equal(net.a.weight, a) and not torch.equal(net.b.weight, b)
+    assert_same(opt.preconditioner.factors("a"), before)
     # Back in use, its average weighs its own two batches only.
     twin = copy.deepcopy(net)
-    watch = Watch(twin, "left")
-    loss_of(twin(2 * x, "left")).backward()
+    watch = Watch(twin, "a")
+    loss_of(twin(2 * x, "a")).backward()
     opt.zero_grad()
-    loss_of(net(2 * x, "left")).backward()
+    loss_of(net(2 * x, "a")).backward()
     opt.step()
-    new = factors_of(*rows_of(twin.left, watch.trained("left")), 6.0)
+    new = factors_of(*rows_of(twin.a, watch.trained("a")), 6.0)
     share = 0.05 / (1 - 0.95**2)
-    expected = tuple(old + share * (n - old) for old, n in zip(left, new, strict=True))
-    assert_factors(opt, "left", expected)
+    expected = tuple(old + share * (n - old) for old, n in zip(before, new, strict=True))
+    assert_factors(opt, "a", expected)
 
 
 def test_layer_unused_in_this_batch_with_a_zero_gradient():
-    net = seeded(Sides)
+    net = seeded(Branches)
     opt = exact(net, factor_update_steps=1, inv_update_steps=1)
-    x = normal(6, 4)
-    (loss_of(net(x, "left")) + loss_of(net(x, "right"))).backward()
+    x = normal(6, 6)
+    (loss_of(net(x, "a")) + loss_of(net(x, "b"))).backward()
     opt.step()
-    before, factors = net.right.weight.detach().clone(), snapshot(opt, "right")
+    before, older = net.b.weight.detach().clone(), factors(opt)["b"]
     opt.zero_grad(set_to_none=False)
-    loss_of(net(x, "left")).backward()
+    loss_of(net(x, "a")).backward()
     opt.step()
-    assert torch.equal(net.right.weight, before)
-    for kept, now in zip(factors, opt.preconditioner.factors("right"), strict=True):
-        assert torch.equal(kept, now)
+    assert torch.equal(net.b.weight, before)
+    assert_same(opt.preconditioner.factors("b"), older)
 
 
 # ---- ranks that do not run the same ----
@@ -420,7 +380,7 @@ def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:
         if not (last and i in (0, 2)):
             with opt.preconditioner.paused() if last and i == 3 else nullcontext():
                 F.mse_loss(model(x), y).backward()
-        average(model)
+        average(model.parameters())
         opt.step()
     return weights(model)
 
@@ -538,11 +498,11 @@ def test_an_inverse_that_fails_unseen_is_named_in_the_next_step(
 ) -> None:
     """The layer's next refresh is in step 6; the host waits for it."""
     ranks, spread = STRATEGIES[strategy]
-    for rank, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
+    for i, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
         *states, ended = found
         assert all(w.isfinite().all() for w in ended)
         said = [text for text in said if "failed" in text]
-        assert len(said) == (attempts if rank == 0 else 0)
+        assert len(said) == (attempts if i == 0 else 0)
         for count, text in enumerate(said, 1):
             assert f"layer '0' failed, {count} in a row; its older state" in text
         if states[0] is None:

@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import EARLY
-from tests.support.cluster import taken_by
-from tests.support.ranks import fresh, run
+from tests.core.test_checkpoint import quietly_load
+from tests.support.cluster import rank, taken_by, weights, world
+from tests.support.ranks import run
 from tests.support.training import assert_near, assert_same
 
-ROWS = 40  # of a batch, over all ranks: as many for each of 2, 4, 5 or 8
+ROWS = 48  # of a batch, over all ranks: as many for each of 2, 3 or 4
 # A stop after three steps is within both intervals, and half way through the layers' turns.
 OPTIONS: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-2}
 FAMILY: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -52,14 +53,6 @@ class Plan:
     optimizer: str = "sgd"
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -103,10 +96,6 @@ def learn(model: nn.Module, opt: Any, steps: range) -> list[float]:
     return losses
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def quiet_state(opt: Any) -> dict[str, Any]:
     """A state dict that must not warn."""
     with warnings.catch_warnings():
@@ -114,10 +103,12 @@ def quiet_state(opt: Any) -> dict[str, Any]:
         return opt.state_dict()
 
 
-def quietly_load(opt: Any, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt.load_state_dict(state)
+def whole_state(opt: Any) -> Any:
+    """The consolidated state, on all ranks."""
+    opt.consolidate_state_dict(to=0)
+    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 # ---- a rank's share ----
@@ -354,42 +345,28 @@ def alone(plan: Plan, steps: int) -> Any:
     return learn(model, opt, range(steps)), weights(model), steps
 
 
-def check_sections(plan: Plan, sections: list[tuple[Any, int, dict[str, Any]]], path: Any) -> None:
-    """Each three steps long, one after the other; against a run that nothing interrupts."""
+@pytest.mark.parametrize("method", ["polar", "eigen", "staggered", "inverse"])
+def test_from_four_ranks_over_one_to_three_and_back(method, tmp_path):
+    """Each part is three steps long; against a run that nothing interrupts."""
+    options = {k: v for k, v in METHODS[method].items() if k != "factor_dtype"}
+    sections: list[tuple[int, dict[str, Any]]] = [
+        (4, {"assignment": "layer-wise"}),
+        (1, {}),
+        (3, {"assignment": "opt", "colocate_factors": False}),
+        (4, {"grad_worker_fraction": 0.5}),
+        (2, {"assignment": "layer-wise"}),
+    ]
     losses: list[float] = []
     source = None
-    for i, (start, ranks, spread) in enumerate(sections):
-        own = Plan(plan.optimizer, {**plan.options, **spread}, seed=i)
-        args = own, range(3 * i, 3 * i + 3), source, str(path / str(i))
-        results = [section(*args)] if ranks == 1 else start(ranks, section, *args)
+    for i, (ranks, spread) in enumerate(sections):
+        args = Plan("adam", {**options, **spread}, seed=i), range(3 * i, 3 * i + 3), source
+        source = str(tmp_path / str(i))
+        results = run(ranks, section, *args, source) if ranks > 1 else [section(*args, source)]
         assert_same(results, results[:1] * ranks)
         losses += results[0][0]
-        source = args[-1]
-    expected = alone(plan, 3 * len(sections))
-    near = (1e-8, 1e-10) if "compute_method" not in plan.options else (1e-9, 1e-11)
+    expected = alone(Plan("adam", options), 3 * len(sections))
+    near = (1e-8, 1e-10) if "compute_method" not in options else (1e-9, 1e-11)
     assert_near((losses, *results[0][1:]), expected, *near)
-
-
-@pytest.mark.parametrize("method", ["polar", "eigen", "staggered", "inverse"])
-def test_from_four_ranks_over_one_to_two_and_back(method, tmp_path):
-    options = {k: v for k, v in METHODS[method].items() if k != "factor_dtype"}
-    sections = [
-        (run, 4, {"assignment": "layer-wise"}),
-        (run, 1, {}),
-        (run, 2, {"assignment": "opt", "colocate_factors": False}),
-        (run, 4, {"grad_worker_fraction": 0.5}),
-        (run, 2, {"assignment": "layer-wise"}),
-    ]
-    check_sections(Plan("adam", options), sections, tmp_path)
-
-
-def test_from_eight_ranks_to_two_to_five(tmp_path):
-    sections = [
-        (fresh, 8, {"grad_worker_fraction": 0.25, "colocate_factors": False}),
-        (run, 2, {"assignment": "layer-wise"}),
-        (fresh, 5, {"assignment": "opt"}),
-    ]
-    check_sections(Plan("sgd", ONE_AT_A_TIME), sections, tmp_path)
 
 
 def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[set[str]]]:
@@ -496,10 +473,8 @@ def misreads(rank_of_it: int, spread: dict[str, Any]) -> list[str]:
     """One rank's copy of a state is spoilt, or all are; errors, and what steps do afterwards."""
     model, opt = pair(Plan(options=spread))
     learn(model, opt, range(3))
-    opt.consolidate_state_dict(to=0)
-    whole = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(whole, 0)
-    good, spoilt = whole[0], copy.deepcopy(whole[0])
+    good = whole_state(opt)
+    spoilt = copy.deepcopy(good)
     spoilt["state"][1]["kfac_status"] = torch.ones(3)
     errors = []
 
@@ -568,10 +543,7 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
     model, opt = pair(plan)
     learn(model, opt, range(2))
     found = [set(momenta_here(plan, model, opt))]
-    opt.consolidate_state_dict(to=0)
-    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    quietly_load(opt, box[0])
+    quietly_load(opt, whole_state(opt))
     learn(model, opt, range(2, 3))
     found.append(set(momenta_here(plan, model, opt)))
     kfac = opt.preconditioner
@@ -714,14 +686,12 @@ def turns_to(before: Plan, after: Plan) -> tuple[list[str], list[Tensor], list[T
     """Weights of a run that goes on with another method, and of one that begins there."""
     model, opt = pair(before)
     learn(model, opt, range(3))
-    opt.consolidate_state_dict(to=0)
-    box = [copy.deepcopy(quiet_state(opt)) if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
+    state = whole_state(opt)
     other, target = pair(after)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        target.load_state_dict(box[0])
+        target.load_state_dict(state)
     learn(other, target, range(3, 6))
     return [str(w.message) for w in record], weights(other), weights(model)
 
@@ -799,8 +769,7 @@ def full_state(plan: Plan, broadcast: bool) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "state_dict", UserWarning)
         state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
-    kept = [model.state_dict(), state] if rank() == 0 else None
-    things = [kept]
+    things = [[model.state_dict(), state] if rank() == 0 else None]
     dist.broadcast_object_list(things, src=0)
     other, target = pair(Plan(plan.optimizer, plan.options, seed=1))
     other.load_state_dict(things[0][0])
@@ -846,10 +815,7 @@ def frozen_of_one_rank(names: tuple[str, ...], lacks: bool) -> tuple[list[Tensor
     learn_alike(model, opt, range(2))
     require(model, False)
     learn_alike(model, opt, range(2, 4))
-    opt.consolidate_state_dict()
-    box = [opt.state_dict() if rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    state = copy.deepcopy(box[0])
+    state = whole_state(opt)
     if lacks and rank() == 1:
         own = {id(p) for p in model[FROZEN].parameters()}
         at = [i for i, p in enumerate(model.parameters()) if id(p) in own]

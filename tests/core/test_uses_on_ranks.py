@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
+from tests.core.test_ties import Tied
 from tests.support.close import assert_close
 from tests.support.cluster import average
 from tests.support.ranks import run
@@ -103,23 +104,13 @@ def test_ranks_take_the_steps_of_one_process(cls, assignment):
     assert_near(results[0], alone, 1e-8, 1e-10)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
-        self.head.weight = self.words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.words(x).tanh())
-
-
 def tied(same: bool, options: dict[str, Any], joined: int = 1) -> list[Tensor]:
     """Ranks see the same words, and so what one process sees, or words of their own.
 
     One process may see the words of ``joined`` ranks.
     """
     torch.manual_seed(0)
-    net = Tied().double()
+    net = Tied(bias=True).double()
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = DDP(net) if dist.is_initialized() and dist.get_world_size() > 1 else net
     if options.get("compute_method") == "eigen":
@@ -218,13 +209,15 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(cls, tmp_path):
 
 
 class Around(nn.Module):
-    """Uses the weight of a layer without calling it, as a fused block does."""
+    """Uses a layer's weight beside its calls, or without any, as a fused block does."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: bool = False) -> None:
         super().__init__()
-        self.inner, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).tanh() if self.calls else x
         return self.head(F.linear(x, self.inner.weight, self.inner.bias).tanh())
 
 

@@ -1,13 +1,13 @@
 """Which rank works for which layer: valid, balanced, the same on every rank, and checked."""
 
-import fractions
 import itertools
 import json
 import math
 import os
-import pickle
 import subprocess
 import sys
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,23 +136,6 @@ small_costs = st.one_of(
 # The grid
 
 
-@pytest.mark.parametrize("world", [1, 2, 6, 8, 12, 30, 64, 97])
-def test_columns_and_rows_part_the_world_and_cross_in_one_rank(world):
-    for workers in divisors(world):
-        grid = Grid(world, workers)
-        assert grid.columns * workers == world
-        columns = {tuple(grid.workers_of(r)) for r in range(world)}
-        rows = {tuple(grid.receivers_of(r)) for r in range(world)}
-        for groups, size in ((columns, workers), (rows, grid.columns)):
-            assert {len(group) for group in groups} == {size}
-            assert sorted(itertools.chain(*groups)) == list(range(world))
-        for rank in range(world):
-            assert rank in grid.workers_of(rank)
-            assert rank in grid.receivers_of(rank)
-        for column, row in itertools.product(columns, rows):
-            assert len(set(column) & set(row)) == 1
-
-
 def test_receivers_are_neighbours_and_workers_are_a_stride_apart():
     grid = Grid(12, 3)
     assert list(grid.receivers_of(5)) == [4, 5, 6, 7]
@@ -162,16 +145,17 @@ def test_receivers_are_neighbours_and_workers_are_a_stride_apart():
 # Fractions
 
 
-@pytest.mark.parametrize("world", [*range(1, 513), 1024, 2048, 3600, 4095, 4096])
-def test_every_divisor_of_the_world_is_reached_by_its_fraction(world):
-    for workers in divisors(world):
-        for fraction in (workers / world, fractions.Fraction(workers, world), 1 / world * workers):
-            assert make_grid(choose(None, fraction), world) == Grid(world, workers)
-        # As a person would write it.
-        assert make_grid(Hybrid(float(f"{workers / world:.4g}")), world).workers == workers
+def test_every_divisor_of_the_world_is_reached_by_its_fraction():
+    for world in (*range(1, 513), 1024, 2048, 3600, 4095, 4096):
+        for workers in divisors(world):
+            share = workers / world
+            for fraction in (share, Fraction(workers, world), 1 / world * workers):
+                assert make_grid(choose(None, fraction), world) == Grid(world, workers)
+            # As a person would write it.
+            assert make_grid(Hybrid(float(f"{share:.4g}")), world).workers == workers
 
 
-@pytest.mark.parametrize("world", range(1, 130))
+@pytest.mark.parametrize("world", [*range(1, 33), 48, 64, 96, 100, 128])
 def test_a_fraction_makes_a_grid_or_an_error_whose_remedies_work(world):
     for percent in range(0, 101, 3):
         strategy = Hybrid(percent / 100)
@@ -223,16 +207,6 @@ def test_choose():
     assert choose(mine, 0.5) is mine
 
 
-def test_strategies_are_values():
-    assert Hybrid(0.5) == Hybrid(0.5) != Hybrid(0.25)
-    assert LayerWise() == LayerWise() != Opt()
-    assert len({Hybrid(0.5), Hybrid(0.5), Hybrid(1), Hybrid(1.0), Opt(), Opt()}) == 3
-    assert repr(Hybrid(0.5)) == "Hybrid(grad_worker_fraction=0.5)"
-    assert (repr(LayerWise()), repr(Opt())) == ("LayerWise()", "Opt()")
-    for strategy in (Hybrid(0.25), LayerWise(), Opt()):
-        assert pickle.loads(pickle.dumps(strategy)) == strategy
-
-
 def test_costs():
     assert LayerWise().cost(10, False) == 100
     assert Opt().cost(10, False) == Hybrid().cost(10, False) == 1000
@@ -248,17 +222,12 @@ def test_costs():
     [1.5, -0.1, math.nan, math.inf, -math.inf, True, False, "0.5", [0.5], 2, 10**400],
     ids=lambda value: repr(value)[:9],
 )
-@pytest.mark.parametrize("asked", ["alone", "string", "instance", "Hybrid", "grid"])
-def test_bad_fractions_are_named_with_the_remedy(value, asked):
-    with pytest.raises(ValueError) as error:
-        if asked == "Hybrid":
-            Hybrid(value)
-        elif asked == "grid":
-            make_grid(Opt(), 8, value)
-        else:
-            choose({"alone": None, "string": "hybrid", "instance": LayerWise()}[asked], value)
-    text = f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1"
-    assert text in str(error.value)
+def test_bad_fractions_are_named_with_the_remedy(value):
+    for ask in (Hybrid, partial(choose, LayerWise()), partial(make_grid, Opt(), 8)):
+        with pytest.raises(ValueError) as error:
+            ask(value)
+        text = f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1"
+        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +337,7 @@ for strategy in (alone.LayerWise(), alone.Opt()):
 """
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4711"])
-def test_all_processes_find_the_same_whatever_their_hash_seed(seed):
+def test_all_processes_find_the_same_whatever_their_hash_seed():
     tasks = MODELS["resnet50"]
     here = [
         str(assign(strategy, tasks, Grid(world, workers), together))
@@ -377,7 +345,7 @@ def test_all_processes_find_the_same_whatever_their_hash_seed(seed):
     ]
     run = subprocess.run(
         [sys.executable, "-c", ALONE],
-        env={**os.environ, "PYTHONHASHSEED": seed},
+        env={**os.environ, "PYTHONHASHSEED": "4711"},
         input=json.dumps(tasks),
         capture_output=True,
         text=True,
@@ -404,32 +372,18 @@ def test_the_fullest_rank_has_at_most_a_third_more_than_in_the_best_balance(cost
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_are_balanced(model, world):
-    tasks = MODELS[model]
-    for strategy in (LayerWise(), Opt()):
-        for colocate in (True, False) if world > 1 else (True,):
-            placed = assign(strategy, tasks, Grid(world, world), colocate)
-            peak = max(loads(strategy, tasks, placed, world))
-            costs = items(strategy, tasks, colocate)
-            assert peak <= 1.1 * pigeonhole_bound(costs, world)
-            # BERT has 48 equal large layers: on 24 to 47 ranks, some rank must get one too many.
-            if model == "resnet50" or not 24 <= world < 50:
-                assert peak <= 4 / 3 * simple_bound(costs, world)
-
-
-@pytest.mark.parametrize("world", [4, 6, 8, 12, 16, 32, 64, 96])
-@pytest.mark.parametrize("model", MODELS)
-def test_real_models_are_balanced_over_columns(model, world):
-    tasks = MODELS[model]
-    for workers in divisors(world)[1:-1]:
-        placed = assign(Hybrid(workers / world), tasks, Grid(world, workers), False)
-        peak = max(loads(Hybrid(), tasks, placed, world))
-        assert peak <= 1.1 * pigeonhole_bound(items(Hybrid(), tasks, False), world)
-
-
-def test_bert_memory_on_64_ranks():
-    tasks = MODELS["bert_large"]
-    held = loads(LayerWise(), tasks, assign(LayerWise(), tasks, Grid(64, 1)), 64)
-    assert max(held) <= 1.08 * sum(held) / 64
+    ways = [
+        *itertools.product((LayerWise(), Opt()), [world], {True, world == 1}),
+        *((Opt(), workers, False) for workers in divisors(world)[1:-1]),
+    ]
+    for strategy, workers, colocate in ways:
+        placed = assign(strategy, MODELS[model], Grid(world, workers), colocate)
+        peak = max(loads(strategy, MODELS[model], placed, world))
+        costs = items(strategy, MODELS[model], colocate)
+        assert peak <= 1.1 * pigeonhole_bound(costs, world)
+        # BERT has 48 equal large layers: on 24 to 47 ranks, some rank must get one too many.
+        if workers == world and (model == "resnet50" or not 24 <= world < 50):
+            assert peak <= 4 / 3 * simple_bound(costs, world)
 
 
 # Layers that come later
@@ -461,11 +415,6 @@ def test_a_busy_rank_or_column_gets_nothing(workers, colocate, busy, taken):
     load = [1e9 if rank in busy else 0.0 for rank in range(4)]
     placed = assign(Opt(), named([(5, 5)] * 3), Grid(4, workers), colocate, load)
     assert {r for ranks in placed.values() for r in ranks} == taken
-
-
-def test_the_load_has_one_number_for_each_rank():
-    with pytest.raises(ValueError, match=r"Invalid load: 3 numbers.* 4 ranks"):
-        assign(Opt(), named([(1, 1)]), Grid(4, 4), load=[0.0] * 3)
 
 
 # Strategies that users write
@@ -556,8 +505,3 @@ def test_a_wrong_cost_names_the_strategy_and_the_layer(answer):
         assign(Priced(), named([(1, 2), (3, 7)]), Grid(4, 2))
     for text in (f"Priced.cost(7, False) returned {answer!r}", "'layer1'", "finite number"):
         assert text in str(error.value)
-
-
-def test_names_differ():
-    with pytest.raises(ValueError, match="Invalid tasks: two are named 'fc'"):
-        assign(Opt(), [Task("fc", 1, 2), Task("x", 1, 2), Task("fc", 3, 4)], Grid(2, 2))

@@ -76,11 +76,3 @@ def test_a_schedule_knows_shapes_alone(layers, at_once, interval, data):
         wanted = {step: names - frozen for step, names in getattr(one, slots)(interval).items()}
         found = getattr(other, slots)(interval)
         assert found == {step: names for step, names in wanted.items() if names}
-
-
-def test_early_steps_gather_and_refresh_everything_besides():
-    layers = [layer(str(i), i + 1, 1) for i in range(4)]
-    schedule = Schedule(layers, 1, early=(3,))
-    assert schedule.gathers(3, 2) == schedule.refreshes(3, 2) == frozenset("0123")
-    assert schedule.refreshes(0, 50) == frozenset("0123")
-    assert schedule.gathers(4, 4) < frozenset("0123")

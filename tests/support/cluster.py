@@ -22,6 +22,19 @@ from tests.support.training import values
 
 INPUTS, CLASSES = 7, 4
 
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
 # Adam and LAMB divide by √v + ε: a gradient that is zero but for its rounding (that of an attention
 # key's bias) must not become a whole step by that.
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -190,7 +203,6 @@ class Trained(NamedTuple):
     """What is left of a run."""
 
     parameters: dict[str, Tensor]
-    first: dict[str, Tensor]  # after one step
     factors: dict[tuple[str, str], Tensor]  # that this rank keeps; by layer and side
 
 
@@ -254,14 +266,12 @@ def train_alone(plan: Plan) -> Trained:
     """One process on the joined batch, with the turns that ranks have."""
     model = network(plan.network, dtype=plan.dtype)
     opt = build(plan, model, model, **{**turns_of_ranks(plan), **plan.alone})
-    first: dict[str, Tensor] = {}
     for step in range(plan.steps):
         x, y = batch(plan.network, step, plan.rows, plan.dtype)
         opt.zero_grad()
         (F.cross_entropy(model(x), y) * plan.loss_scale).backward()
         opt.step()
-        first = first or values(model)
-    return Trained(values(model), first, kept(opt))
+    return Trained(values(model), kept(opt))
 
 
 def train(plan: Plan) -> Trained:
@@ -274,7 +284,6 @@ def train(plan: Plan) -> Trained:
     static = with_ddp and plan.wrapper.get("static_graph")
     if plan.weighed and not plan.is_polar:
         opt.preconditioner.loss_terms = plan.rows / plan.world
-    first: dict[str, Tensor] = {}
     for step in range(plan.steps):
         opt.zero_grad()
         parts = list(micro_batches(plan, step, rank))
@@ -288,8 +297,7 @@ def train(plan: Plan) -> Trained:
         if not with_ddp:
             average(model.parameters())
         opt.step()
-        first = first or values(model)
-    return Trained(values(model), first, kept(opt))
+    return Trained(values(model), kept(opt))
 
 
 def error(actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> float:
