@@ -76,9 +76,7 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
 
 @torch.no_grad()
 def _state(
-    optimizer: KFACMixin,
-    step: type[bases.BaseStep],
-    stepped: dict[Tensor, list[str]],
+    optimizer: KFACMixin, step: type[bases.BaseStep], stepped: dict[Tensor, list[str]]
 ) -> tuple[int, list[Momentum]]:
     """Return the bytes of the base's state on all ranks, and the momenta on some.
 
