@@ -111,7 +111,7 @@ def cover(
             reasons.update((p, "") for p in own)
             continue
         kind = kind_of(module)
-        reason = _why_not(module, kind, papers_only)
+        reason = _why_not(module, kind)
         if kind is not None and kind.intercepts():  # such a module calls no part as a module
             inner = [child for child in module.modules() if child is not module]
             claimed.update(inner)
@@ -297,7 +297,7 @@ class Homes:
                 )
 
 
-def _why_not(module: nn.Module, kind: type[Layer] | None, papers_only: bool) -> str | None:
+def _why_not(module: nn.Module, kind: type[Layer] | None) -> str | None:
     title = type(module).__name__
     if kind is None and inherited_kind(module) is not None:
         return f"{title} overrides a covered forward"

@@ -74,21 +74,12 @@ class BaseSide(Protocol):
 class Exchange:
     """Brings sums to owners and state to gradient workers, and new gradients to receivers."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        registry: Registry,
-        rule: Rule,
-        *,
-        sizes: Sizes,
-        comm_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, registry: Registry, rule: Rule, sizes: Sizes) -> None:
         self._ranks = ranks
         self._registry, self._placements = registry, registry.placements
         self._rule = rule
         self._sizes = sizes
-        self._comm_dtype = comm_dtype
-        # The last step's, for users who ask; tensors are on the device.
+        # Numbers of the last step; the clip is on its device.
         self.clip: Tensor | None = None  # ν
         self.damping_of: Callable[[Layer], float] | None = None
         self.allocate(AppliedFactors())
@@ -359,7 +350,7 @@ class Exchange:
             new = precondition(stacks)
         else:
             new = [NewGradients.awaited(stack, self._sizes.terms) for stack in stacks]
-        return [Wire(one, self._comm_dtype) for one in new]
+        return [Wire(one, self._ranks.comm_dtype) for one in new]
 
     # ---- sharded gradients ----
 

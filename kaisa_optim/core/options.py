@@ -444,7 +444,8 @@ class Options:
             found = getattr(self, conflict.other)
             if found in conflict.values:
                 why = f"{value!r} with {conflict.other}={found!r}: {conflict.reason}"
-                raise invalid_because(name, f"{why}; leave one of the two out")
+                remedy = f"leave {name} out, or give {conflict.other} another value"
+                raise invalid_because(name, f"{why}; {remedy}")
 
     def having(self, values: Mapping[str, Any]) -> Options:
         """Return a copy with values that were checked where they were set."""

@@ -108,16 +108,14 @@ class Preconditioner:
         self.hyperparameters = Hyperparameters(
             options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
-        self.registry = Registry(model, options, self.ranks, rule, known)
+        self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options)
         averages = RunningAverages(
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
         refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
         self.store = FactorStore(averages, rule, refresher, sizes)
-        self.exchange = Exchange(
-            self.ranks, self.registry, rule, sizes=sizes, comm_dtype=options.comm_dtype
-        )
+        self.exchange = Exchange(self.ranks, self.registry, rule, sizes)
         self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.published_by: Any = None  # the facts that the state's entries were made from

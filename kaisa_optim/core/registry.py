@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.step_plan import LayerState
@@ -33,7 +32,6 @@ class Registry:
         model: nn.Module,
         options: Options,
         ranks: Ranks,
-        rule: Rule,
         known: Iterable[Tensor],
     ) -> None:
         self.model = model

@@ -64,10 +64,7 @@ class ProductUse(SequenceRows, Use):
     """
 
     biased = False  # the call adds the bias
-
-    def __init__(self, primary: Layer, *, crossed: bool, first: int | None = None) -> None:
-        super().__init__(primary, crossed=crossed)
-        self.first = first  # the first output that the call gives; None: all outputs
+    first: int | None = None  # the first output that the call gives; None: all outputs
 
     @property
     def adds_bias(self) -> bool:

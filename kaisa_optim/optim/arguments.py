@@ -40,7 +40,7 @@ def signature(base: type[Optimizer]) -> inspect.Signature:
     return inspect.Signature([*first, *own])
 
 
-def documentation(base: type[Optimizer]) -> str:
+def documentation() -> str:
     """Return the docstring's part on K-FAC's options."""
     lines = ["K-FAC's options; those marked (s) may be callables of the step."]
     for section, options in SECTIONS.items():

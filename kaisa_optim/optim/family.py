@@ -29,7 +29,7 @@ def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
     parameters = list(arguments.signature(cls._base).parameters.values())[1:]
     cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     text = inspect.cleandoc(cls.__doc__ or "")
-    cls.__doc__ = f"{text}\n\n{arguments.documentation(cls._base)}"
+    cls.__doc__ = f"{text}\n\n{arguments.documentation()}"
     _FAMILY[cls._base] = cls
     return cls
 

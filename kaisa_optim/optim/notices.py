@@ -21,7 +21,7 @@ class Notices:
     """Warnings that come once for each optimizer, at its steps."""
 
     def __init__(self) -> None:
-        self._of_uses = False  # whether it was given
+        self._of_uses = False  # whether the warning of poor coverage was given
         # The layers without calls, the parameters without a layer, and which of all are trained,
         # when coverage was last looked at.
         self._looked: Any = None

@@ -58,10 +58,7 @@ class PerSlot(NamedTuple):
 
 
 class Recorder:
-    """Counts the bytes that arrive at every rank; it stands in the place of ``Ranks``.
-
-    Its methods take the buckets and rounds that ``Ranks`` takes, without tensors.
-    """
+    """Counts the bytes that arrive at every rank, from the buckets and rounds that ranks take."""
 
     def __init__(self, world: int) -> None:
         self.world = world

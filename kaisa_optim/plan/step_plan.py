@@ -94,7 +94,8 @@ class AgreedStep:
     exchanged: bool = False  # ranks held the exchange; else there was nothing to agree on
     answered: tuple[str, ...] = ()  # the deferred layers that ``total.stale`` is about
     own_terms: float = 0.0  # K of this rank
-    total: StepReport = field(default_factory=StepReport)  # over the ranks: numbers of ranks
+    # Sums over all ranks of each field; flags become numbers of ranks.
+    total: StepReport = field(default_factory=StepReport)
     squares: float = 0.0  # sum of the squares of checksums
     gradients: Mapping[str, float] = field(default_factory=dict)  # ranks with a gradient
     rows: Mapping[str, list[float]] = field(default_factory=dict)  # rows of each section

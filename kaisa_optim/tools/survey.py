@@ -38,7 +38,7 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
     rule = make_rule(options, base.length())
     group, cap = optimizer._kfac_process_group, options.bucket_cap_mb
     ranks = Ranks(group, bucket_cap_mb=cap, comm_dtype=options.comm_dtype)
-    registry = Registry(optimizer._kfac_model, options, ranks, rule, ())
+    registry = Registry(optimizer._kfac_model, options, ranks, ())
     registry.match_groups(groups)
     registry.rebuild(registry.cover(groups, first=False), groups)
     layers, placements = registry.layers, registry.placements

@@ -123,7 +123,7 @@ def test_options_that_contradict_each_other_are_both_named(name, conflict, value
     given = {"compute_method": "eigen", "kl_clip": None} | {name: USED[name], conflict.other: value}
     text = (
         f"Invalid {name}: {USED[name]!r} with {conflict.other}={value!r}: {conflict.reason}; "
-        "leave one of the two out"
+        f"leave {name} out, or give {conflict.other} another value"
     )
     with pytest.raises(ValueError) as error:
         Options(**given)
