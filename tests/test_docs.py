@@ -217,6 +217,7 @@ def test_each_message_is_found_in_the_source():
     assert not source.unknown
     shown = [x for modules in tables.SECTIONS.values() for x in modules]
     assert not {m.module for m in known if not m.module.startswith(tuple(shown))}
+    assert not [part for part in tables.REMEDIES if not any(part in m.text for m in known)]
 
 
 # ---- links ----

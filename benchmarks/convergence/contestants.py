@@ -132,8 +132,8 @@ def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimi
 
 
 def _fastest_muon(matrices: list[Tensor]) -> type[Optimizer]:
-    """torch's own, but for few numbers, and for CPUs without bfloat16 units, where it takes some
-    twenty times as long."""
+    """Return torch's Muon, or the same steps in float32 where torch's is slower: for few numbers,
+    and on CPUs without bfloat16 units, where torch's takes some twenty times as long."""
     device = matrices[0].device
     few = sum(p.numel() for p in matrices) < FEW
     if device.type == "cpu" and (few or not multiplies_in_half(torch.bfloat16, matrices[0])):

@@ -50,7 +50,6 @@ KINDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize(("make", "x"), KINDS.values(), ids=list(KINDS))
 def test_in_place_activations_after_every_kind(make, x):
     def in_place(out: Tensor) -> Tensor:
@@ -155,7 +154,6 @@ def saved_bytes(net: nn.Module, x: Tensor) -> int:
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in own)
 
 
-@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_capture_keeps_no_extra_memory(kind):
     make, shape = {

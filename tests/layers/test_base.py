@@ -179,7 +179,6 @@ EMPTY = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:layer .* has batch_first=False")
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("make", "shape"), EMPTY.values(), ids=list(EMPTY))
 def test_an_empty_batch_after_others_changes_no_factor(make, shape, sharing):
