@@ -353,7 +353,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     anew = []
     for layer in kfac.registry.active:
         state = kfac.registry.states[layer.name]
-        state.failures = state.empties = 0
+        state.failures = 0
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)

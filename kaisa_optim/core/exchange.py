@@ -142,25 +142,19 @@ class Exchange:
 
     # ---- state ----
 
-    def share_state(
-        self, keys_of: dict[Layer, list[Key]], damping_of: Callable[[Layer], float]
-    ) -> None:
-        """Bring the owners' new state to all gradient workers.
-
-        ``keys_of`` are the renewed factors of each layer.
-        """
+    def share_state(self, layers: list[Layer], damping_of: Callable[[Layer], float]) -> None:
+        """Bring the owners' new state of these layers to all gradient workers."""
         with stage("share"):
             if self._ranks.grid.workers > 1:
-                keys = [key for keys in keys_of.values() for key in keys]
-                for device, same in grouped(keys, lambda key: device_of(key[0])).items():
-                    self._broadcast_state(same, device)
-            self._rule.renew(self._applied, list(keys_of), damping_of)
+                for same in by_device(layers):
+                    self._broadcast_state(same)
+            self._rule.renew(self._applied, layers, damping_of)
 
-    def _broadcast_state(self, keys: list[Key], device: torch.device) -> None:
-        """Broadcast the state of factors on one device along their columns."""
+    def _broadcast_state(self, same: list[Layer]) -> None:
+        """Broadcast the state of layers on one device along their columns."""
         ranks, rule, layers = self._ranks, self._rule, self._registry.layers
         facts = self._placements.facts
-        renewed = [facts[layer].factors["ag".index(side)] for layer, side in keys]
+        renewed = [factor for layer in same for factor in facts[layer].factors]
         rounds = state_rounds(renewed, self._sizes, ranks.grid, ranks.bucket_bytes)
         contents = [
             item.content
@@ -172,7 +166,7 @@ class Exchange:
         by_key = self._applied.by_key
         factors = ([by_key[layers[f.layer.name], f.side] for f in x] for x in contents)
         cargo = ([_PackedState(f, rule.outgoing(f)) for f in each] for each in factors)
-        for packed in ranks.broadcast(rounds, cargo, device, "second_order"):
+        for packed in ranks.broadcast(rounds, cargo, device_of(same[0]), "second_order"):
             rule.incoming(packed.factor, packed.tensors)
 
     # ---- gradients ----

@@ -22,7 +22,7 @@ from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
 from ..plan.moves import Sizes
 from ..plan.schedule import Schedule
-from ..plan.step_plan import AgreedStep, StepPlan, StepReport, due_layers, plan_step
+from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
 from ..stages import staged
 from . import coverage, gradients, reports
 from .coverage import CoverageReport
@@ -113,8 +113,8 @@ class Preconditioner:
         averages = RunningAverages(
             kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
         )
-        refresher, sizes = Refresher(rule, keep_errors=several), sizes_of(rule, options)
-        self.store = FactorStore(averages, rule, refresher, sizes)
+        sizes = sizes_of(rule, options)
+        self.store = FactorStore(averages, rule, Refresher(rule), sizes)
         self.exchange = Exchange(self.ranks, self.registry, rule, sizes)
         self.plan = StepPlan(-1)  # the last step's plan
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
@@ -201,8 +201,8 @@ class Preconditioner:
         values = StepValues(
             registry.values("damping", groups), registry.values("factor_decay", groups)
         )
-        states, late = registry.states, self.store.answer_late(registry.layers)
-        self.plan = plan = plan_step(self.steps, agreed, states, slot=self._slot(), defers=late)
+        states = registry.states
+        self.plan = plan = plan_step(self.steps, agreed, states, self._slot())
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
         if plan.changes_factors:
@@ -240,9 +240,7 @@ class Preconditioner:
         alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
         if alone or capture.wanted:
             return True
-        states = self.registry.states
-        asks = any([x.deferred or (not x.has_average and x.waits) for x in states.values()])
-        return asks or bool(due_layers(states, self._slot()))
+        return any([not x.has_average and x.waits for x in self.registry.states.values()])
 
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
@@ -256,7 +254,6 @@ class Preconditioner:
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
         self.status.note_answers(agreed)
-        self.store.refresher.forget_answers()
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
@@ -311,33 +308,24 @@ class Preconditioner:
         Decompositions wait for all sums. If an owner decomposed after its first sums, the other
         ranks would wait for its terms of the next sums.
         """
-        layers, states, store = self.registry.layers, self.registry.states, self.store
+        layers, store = self.registry.layers, self.store
+        average = [layers[name] for name in plan.average]
+        for arrived in staged("reduce", self.exchange.sums(self.sums, average, agreed)):
+            store.averages.update(store.owned, arrived, agreed, values.decay_of)
+        self.sums.clear()
         due = [layers[name] for name in plan.refresh]
-        renewed = plan.decompose | plan.attempt
-        keys_of = {x: [(x, side) for side in "ag" if (x.name, side) in renewed] for x in due}
-        keys = [key for own in keys_of.values() for key in own]
-        for name in plan.refresh:
-            states[name].stale.clear()
-        for name in plan.deferred:
-            states[name].deferred = True
+        if not due:
+            return
+        shifts = self.exchange.damping_shifts(store.owned, due, values.damping_of)
         try:
-            average = [layers[name] for name in plan.average]
-            for arrived in staged("reduce", self.exchange.sums(self.sums, average, agreed)):
-                store.averages.update(store.owned, arrived, agreed, values.decay_of)
-            self.sums.clear()
-            shifts = self.exchange.damping_shifts(store.owned, due, values.damping_of)
-            report = store.refresher.decompose(store.owned, store.applied, plan, shifts)
-            if not due:
-                return
-            begins = self.rule.makes_directions
-            names, empty = self.status.settle(plan, report, from_identity=begins)
-            self.status.named.update(layers[name] for name in empty)
-            new = {layers[name]: keys_of[layers[name]] for name in names}
-            self.exchange.share_state(new, values.damping_of)
-        except BaseException:
-            for layer, side in keys:  # on all ranks: they are decomposed in the next step
-                states[layer.name].stale.add(side)
-            raise
+            store.refresher.decompose(store.owned, store.applied, plan, shifts)
+        except Exception as error:
+            self.status.note_failure(error, "decomposing factors")
+        self.exchange.share_state(due, values.damping_of)
+        for state in [self.registry.states[name] for name in plan.refresh]:
+            state.has_state = state.deferred = True
+            state.refreshes += 1
+            state.refreshed = plan.number
 
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
@@ -440,8 +428,6 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._unsettled = [None] if self.ranks.world > 1 else []
-        if not self._unsettled:
-            ask_owners(self.registry, self.rule)
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self._aim()
@@ -464,7 +450,6 @@ class Preconditioner:
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
-        ask_owners(self.registry, self.rule)
         apart = self.status.compare_covers()
         for layer in apart:
             layer.cover(layer.covers_now())
@@ -498,12 +483,6 @@ def name_unseen(capture: Capture, registry: Registry) -> None:
     capture.missing = {x for x in without if states[x.name].waits}
     unseen = [x for x in without if x in capture.missing and states[x.name].unseen]
     capture.look_around(coverage.unwrapped(registry.model), unseen)
-
-
-def ask_owners(registry: Registry, rule: Rule) -> None:
-    """Make owners send their flags once more in the next exchange."""
-    for state in registry.states.values():
-        state.deferred = rule.checks_later
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:

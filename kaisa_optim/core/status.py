@@ -22,9 +22,6 @@ from ..plan.step_plan import (
     REJECTED,
     SIDES,
     AgreedStep,
-    LayerState,
-    RefreshReport,
-    StepPlan,
     StepReport,
 )
 from ..stages import stage
@@ -49,7 +46,8 @@ class Status:
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._idle = 0  # steps before any gradient; -1 once there was one
         self._silent = 0  # gathering steps since a layer saw a backward pass
-        self._failure: Exception | None = None  # error of the base's step since the last exchange
+        # The first error since the last exchange, and what it came from.
+        self._failure: tuple[Exception, str] | None = None
         self.named: set[Layer] = set()  # layers that a message named as without statistics
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
@@ -89,16 +87,16 @@ class Status:
 
     # ---- before the step ----
 
-    def note_failure(self, error: Exception) -> None:
-        """Keep an error of the base's step for the next exchange, where all ranks raise it.
+    def note_failure(self, error: Exception, doing: str) -> None:
+        """Keep an error for the next exchange, where all ranks raise it.
 
         If this rank raised the error alone, the other ranks would wait.
         """
         if self._ranks.world == 1:
             raise error
-        self._failure = self._failure or error
-        text = f"the base optimizer's step failed on rank {self._ranks.rank}: {error!r}. All ranks"
-        warnings.warn(f"{text} raise this error in K-FAC's next exchange", stacklevel=4)
+        self._failure = self._failure or (error, doing)
+        text = f"{doing} failed on rank {self._ranks.rank}: {error!r}. All ranks raise this error"
+        warnings.warn(f"{text} in K-FAC's next exchange", stacklevel=4)
 
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
@@ -124,8 +122,8 @@ class Status:
                 error, doing = RuntimeError(remedy), "loading"
             else:  # the next step starts without the error
                 error, doing, capture.errors.error = capture.errors.error, "capturing", None
-                if error is None:
-                    error, doing, self._failure = self._failure, "the base optimizer's step", None
+                if error is None and self._failure is not None:
+                    (error, doing), self._failure = self._failure, None
             agreement.raise_together(self._ranks, error, doing)
         return agreed
 
@@ -174,16 +172,39 @@ class Status:
             self._compare_weights()
 
     def note_answers(self, agreed: AgreedStep) -> None:
-        """Note the outcomes of unchecked refreshes, as the factors' owners answered."""
-        factors = itertools.product(agreed.answered, SIDES)
-        flags = dict(zip(factors, agreed.total.stale, strict=True))
-        states = self._registry.states
+        """Note the outcomes of refreshes since the last exchange, as the factors' owners answer."""
+        flags, states = iter(agreed.total.stale), self._registry.states
+        rejected = []
         for name in agreed.answered:
-            states[name].deferred = False
-            states[name].stale |= {side for side in SIDES if flags[name, side] == REJECTED}
-        for name in agreed.answered:
-            if FAILED in (flags[name, "a"], flags[name, "g"]):
-                self._count_failure(name, "its older state")
+            state, of_layer = states[name], [int(next(flags)) for _ in SIDES]
+            state.deferred = False
+            if any(flag & REJECTED for flag in of_layer):
+                state.rejected += 1
+                rejected.append(repr(name))
+            if any(flag & FAILED for flag in of_layer):
+                self._count_failure(name)
+            else:
+                state.failures = 0
+        if rejected:
+            text = f"statistics that were not finite have been left out for {', '.join(rejected)}"
+            agreement.warn(self._ranks, text)
+
+    def _count_failure(self, name: str) -> None:
+        state, most = self._registry.states[name], self._max_failures
+        state.failures += 1
+        state.failed += 1
+        text = f"the refresh of layer {name!r} failed, {state.failures} in a row"
+        if most is not None and state.failures > most:
+            raise RuntimeError(
+                f"{text} (max_failures={most}): its statistics are not finite or too "
+                "ill-conditioned; look for a loss that is not finite and for diverging "
+                "activations, raise damping or skip the layer with skip_layers"
+            )
+        agreement.warn(
+            self._ranks,
+            f"{text}; the state before it, at first the identity, stays in use. See whether the "
+            "loss is finite",
+        )
 
     def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
@@ -267,67 +288,6 @@ class Status:
             "average gradients over all ranks before step(), or use DistributedDataParallel",
         )
         self.proven = True
-
-    # ---- after a refresh ----
-
-    def settle(
-        self, plan: StepPlan, report: RefreshReport, *, from_identity: bool
-    ) -> tuple[list[str], set[str]]:
-        """Agree on the outcome of a refresh.
-
-        Return the renewed layers, and the layers without any finite statistics. ``from_identity``
-        says that layers have a state without a refresh, too.
-        """
-        numbers = torch.tensor(report.numbers(plan.refresh), dtype=torch.float64, device="cpu")
-        failed, *flags = self._ranks.sum_numbers(
-            numbers, f"decomposing factors in step {plan.number}"
-        ).tolist()
-        if failed:
-            agreement.raise_together(self._ranks, report.error, "decomposing factors")
-        agreed, states = RefreshReport.of(plan.refresh, flags), self._registry.states
-        for name in plan.refresh:
-            state = states[name]
-            if name in agreed.empty:
-                state.reset()
-                state.empties += 1
-                self._end_after(f"the refresh of layer {name!r} failed", state)
-            elif name in agreed.failed:
-                kept = "its older state" if state.has_state else "its raw gradient"
-                if from_identity and not state.has_state:
-                    kept, state.has_state = "the identity", True
-                self._count_failure(name, kept)
-            else:
-                state.has_state = True
-                state.failures = state.empties = 0
-                state.refreshes += 1
-                state.refreshed = plan.number
-        for name in agreed.rejected:
-            states[name].rejected += 1
-        if agreed.rejected:
-            names = ", ".join(repr(name) for name in plan.refresh if name in agreed.rejected)
-            text = f"statistics that were not finite have been left out for {names}"
-            agreement.warn(self._ranks, text)
-        # Renew a layer with one failed factor, too: its older state goes with the other's new one.
-        return [name for name in plan.refresh if states[name].has_state], agreed.empty
-
-    def _count_failure(self, name: str, kept: str) -> None:
-        state = self._registry.states[name]
-        state.failures += 1
-        state.failed += 1
-        what = f"the decomposition of layer {name!r} failed"
-        self._end_after(what, state)
-        text = f"{what}, {state.failures} in a row; {kept} stays in use. See whether the loss is"
-        agreement.warn(self._ranks, f"{text} finite")
-
-    def _end_after(self, text: str, state: LayerState) -> None:
-        """Raise if more refreshes in a row failed than the user allows."""
-        count, most = state.failures + state.empties, self._max_failures
-        if most is not None and count > most:
-            raise RuntimeError(
-                f"{text}, {count} in a row (max_failures={most}): its statistics are not "
-                "finite or too ill-conditioned; look for a loss that is not finite and for "
-                "diverging activations, raise damping or skip the layer with skip_layers"
-            )
 
     # ---- after a load ----
 

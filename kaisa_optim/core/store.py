@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..curvature.averages import RunningAverages
 from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors, Factors, Specs, alike, device_of, specs_of, stack_key
+from ..curvature.stacks import AppliedFactors, Factors, Specs, alike, specs_of, stack_key
 from ..layers import Layer
 from ..plan.assignment import Grid
 from ..plan.moves import Sizes
@@ -51,12 +51,6 @@ class FactorStore:
             for name, view in self.views(layer):
                 if name in kept[layer]:
                     view.copy_(kept[layer][name])
-
-    def answer_late(self, layers: Mapping[str, Layer]) -> set[str]:
-        """Return the layers whose owners tell in the next exchange whether a refresh failed."""
-        if not any([self.refresher.defers_on(device) for device in {d for d, _ in self.places}]):
-            return set()
-        return {n for n, x in layers.items() if self.refresher.defers_on(device_of(x))}
 
     def specs(self, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
         """Yield a layer's tensors: their prefix, and the factor whose owner has them."""

@@ -90,12 +90,9 @@ class View:
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
         kfac = self._kfac
-        late = kfac.store.answer_late(self.layers)
-        defers = tuple(name for name in self.layers if name in late)
         placements, ranks = kfac.registry.placements, kfac.ranks
-        return Account(
-            [*placements.facts.values()], ranks.grid, kfac.store.sizes, defers, ranks.bucket_bytes
-        )
+        facts = [*placements.facts.values()]
+        return Account(facts, ranks.grid, kfac.store.sizes, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

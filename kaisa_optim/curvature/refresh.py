@@ -1,8 +1,8 @@
-"""Refreshes: owners decompose the running averages.
+"""Refreshes: owners decompose the running averages, and no host waits for a device.
 
-If a decomposition fails, the older state stays, and the layer's next refresh uses float64, and more
-damping where the rule damps factors. On a GPU, no host waits for damped inverses and roots, where
-there is an older state: all ranks learn of a failure in the next step's exchange.
+If a decomposition fails, the older state stays, at first the identity, and the layer's next refresh
+uses float64, and more damping where the rule damps factors. All ranks learn of a failure in the
+next exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
-from ..plan.step_plan import FAILED, REJECTED, RefreshReport, StepPlan
+from ..plan.step_plan import FAILED, REJECTED, StepPlan
 from ..stages import stage
 from .notes import Notes
 from .rules.base import Rule, stored
@@ -46,18 +46,12 @@ _Solve = Callable[[Tensor, Tensor | None, bool], _Results]  # of factors, dampin
 
 
 class Refresher:
-    """Carries out the refreshes of a plan on the factors that this rank owns."""
+    """Decomposes the factors that this rank owns; a failure is told in the next exchange."""
 
-    def __init__(self, rule: Rule, *, keep_errors: bool) -> None:
+    def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._keep_errors = keep_errors  # all ranks raise them together in the next exchange
+        self._flags: dict[FactorStack, Tensor] = {}  # of each slot, from its last refresh
         self._notes = Notes()
-
-    def defers_on(self, device: torch.device) -> bool:
-        """Return whether a layer's refresh is checked later; on CPUs, a check costs nothing."""
-        return self._rule.checks_later and device.type in WITH_STREAMS
-
-    # ---- on owners ----
 
     def decompose(
         self,
@@ -65,49 +59,24 @@ class Refresher:
         applied: AppliedFactors,
         plan: StepPlan,
         shifts: dict[Key, Tensor],
-    ) -> RefreshReport:
-        """Renew the factors that this rank owns; all ranks call it alike.
+    ) -> None:
+        """Renew the factors of the plan that this rank owns.
 
         ``shifts`` is the damping of each factor's diagonal, if the rule damps factors.
         """
-        report = RefreshReport()
-        if not plan.refresh:
-            return report
+        names = set(plan.refresh)
+        due = grouped(
+            [f for f in owned.by_key.values() if f.layer.name in names],
+            lambda f: (f.key, f.layer.name in plan.again),
+        )
         with full_precision(), stage("decompose"):
-            try:
-                self._decompose(owned, applied, plan, shifts, report)
-            except Exception as error:
-                if not self._keep_errors:
-                    raise
-                report.error = error
-        for stack in owned.stacks.values() if plan.attempt else ():
-            self._notes.send(stack, stack.tensors["stale"])
-        return report
-
-    def _decompose(
-        self,
-        owned: Factors,
-        applied: AppliedFactors,
-        plan: StepPlan,
-        shifts: dict[Key, Tensor],
-        report: RefreshReport,
-    ) -> None:
-        for layer, nothing in _rejections(owned, {name for name, _ in plan.decompose}).items():
-            report.rejected.add(layer)
-            if nothing:
-                report.empty.add(layer)
-        mine = [f for f in owned.by_key.values() if f.layer.name not in report.empty]
-        for names, attempts in ((plan.decompose, False), (plan.attempt, True)):
-            due = grouped(
-                [f for f in mine if f.name in names], lambda f: (f.key, f.layer.name in plan.again)
-            )
             for (key, again), factors in due.items():
                 at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
                 one = key.size if key.diagonal else key.size**2
                 for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
-                    stack = owned.stacks[key]
-                    how = {"attempts": attempts, "again": again}
-                    report.failed |= self._renew(stack, some, applied, shifts, **how)
+                    self._renew(owned.stacks[key], some, applied, shifts, again=again)
+        for stack in {owned.stacks[key]: None for key, _ in due}:
+            self._notes.send(stack, self._flags[stack])
 
     def _renew(
         self,
@@ -116,13 +85,11 @@ class Refresher:
         applied: AppliedFactors,
         shifts: dict[Key, Tensor],
         *,
-        attempts: bool,
         again: bool,
-    ) -> set[str]:
-        """Decompose these factors; return the layers of factors that failed.
+    ) -> None:
+        """Decompose these factors; where that fails, their older state stays.
 
-        With ``attempts``, the host learns of failures in the next step. ``again`` says that the
-        last refresh failed.
+        ``again`` says that the last refresh failed.
         """
         own, slots = stack.tensors, slots_of(factors)
         average = own["average"][slots].to(stack.key.dtype)
@@ -131,51 +98,49 @@ class Refresher:
             if stack.key.device.type not in WITHOUT_DOUBLES:
                 average = average.double()
             shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
-        solve, diagonal = self._rule.solve, stack.key.diagonal
-        results, good = attempt(average, shift, solve, diagonal=diagonal)
-        all_good = not attempts and bool(good.all())
-        fine = None if all_good else good
+        results, good = attempt(average, shift, self._rule.solve, diagonal=stack.key.diagonal)
+        good &= own["weight"][slots] > 0  # else no sum was finite
+        on_host = good.device.type not in WITH_STREAMS
+        all_good = on_host and bool(good.all())  # the host would wait for another device
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
         state = applied.stacks[stack.key].tensors
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
             kept = state[spec.name]
             new = stored(result, kept.dtype)
-            if fine is not None:
-                new = torch.where(fine.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
+            if not all_good:
+                new = torch.where(good.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
             kept[there] = new
-        if attempts:  # flag factors with a rejected sum, too: the next decomposition names them
-            flags = torch.where(own["rejected"][slots] > 0, REJECTED, 0)
-            own["stale"][slots] = torch.where(good, flags, FAILED).int()
-        elif self._rule.checks_later:
-            own["stale"][slots] = 0
-        if attempts or all_good:
-            return set()
-        parts = (~good).split([f.layer.blocks for f in factors])
-        return {f.layer.name for f, part in zip(factors, parts, strict=True) if part.any()}
+        if stack not in self._flags:
+            self._flags[stack] = torch.zeros_like(own["rejected"])
+        rejected = torch.where(own["rejected"][slots] > 0, REJECTED, 0)
+        self._flags[stack][slots] = (rejected + torch.where(good, 0, FAILED)).int()
+        own["rejected"][slots] = 0
 
     # ---- answers in the next exchange ----
 
     def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
-        """Return this rank's flags of the factors of deferred layers, A and G of each.
+        """Return this rank's flags of the factors of these layers, A and G of each.
 
-        A flag of 1 says that sums of the factor were rejected: the next decomposition names them. A
-        flag of 2 says that the decomposition failed. Factors of other owners have 0.
+        They add up: :data:`REJECTED` says that some sums were left out, :data:`FAILED` that the
+        older state stays. Factors of other owners have 0.
         """
         flags: dict[FactorStack, list[int]] = {}
         answers = []
         for key in [(layer, side) for layer in layers for side in "ag"]:
             factor = owned.by_key.get(key)
-            if factor is None:
+            stack = None if factor is None else owned.stacks[factor.key]
+            if factor is None or stack not in self._flags:
                 answers.append(0.0)
                 continue
-            stack = owned.stacks[factor.key]
             if stack not in flags:
-                flags[stack] = self._notes.read(stack, stack.tensors["stale"])
+                flags[stack] = self._notes.read(stack, self._flags[stack])
             answers.append(float(max(flags[stack][factor.slots])))
         return answers
 
     def forget_answers(self) -> None:
+        """Forget the flags of a former layout."""
+        self._flags.clear()
         self._notes.clear()
 
 
@@ -203,28 +168,3 @@ def attempt(
     if diagonal:
         return results, (factors.isfinite() & results[0].isfinite()).all(1)
     return results, torch.stack([r.isfinite().flatten(1).all(1) for r in results]).all(0)
-
-
-def _rejections(owned: Factors, names: set[str]) -> dict[str, bool]:
-    """Return layers with sums that were not finite since their last refresh.
-
-    ``True`` says that none of a factor's sums was finite. The host waits once if all were finite.
-    """
-    stacks = [
-        stack
-        for stack in owned.stacks.values()
-        if not names.isdisjoint([factor.name[0] for factor in stack.factors])
-    ]
-    counts = [stack.tensors["rejected"] for stack in stacks]
-    if not counts or not torch.stack([c.any().to(counts[0].device) for c in counts]).any():
-        return {}
-    found: dict[str, bool] = {}
-    for stack in stacks:
-        rejected = stack.tensors["rejected"].cpu() > 0
-        nothing = rejected & (stack.tensors["weight"].cpu() == 0)
-        for factor in stack.factors:
-            name = factor.layer.name
-            if name in names and rejected[factor.slots].any():
-                found[name] = found.get(name, False) or bool(nothing[factor.slots].any())
-                factor["rejected"].zero_()
-    return found

@@ -137,7 +137,7 @@ class KFACMixin(Optimizer):
             with stage("base step"):
                 step(self)
         except Exception as error:
-            self.preconditioner.status.note_failure(error)
+            self.preconditioner.status.note_failure(error, "the base optimizer's step")
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:

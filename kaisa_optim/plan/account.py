@@ -20,7 +20,7 @@ from .facts import FactorFacts, LayerFacts
 from .moves import Sizes, gradient_rounds, state_rounds, sum_buckets
 from .routes import Bucket, Round, all_reduced, cargo_bytes, grouped, overlaps
 from .schedule import Schedule
-from .step_plan import RefreshReport, StepReport
+from .step_plan import StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -100,7 +100,6 @@ class Account:
     layers: Sequence[LayerFacts]
     grid: Grid
     sizes: Sizes
-    defers: Collection[str] = ()  # layers whose refresh is checked in the step after it
     bucket_bytes: int = 25 * 2**20
 
     @functools.cached_property
@@ -150,14 +149,12 @@ class Account:
         """Return the bytes that arrive at each rank in a step, by kind.
 
         All layers have a state and are in use. Sums of those to ``average`` travel, and new state
-        of those to ``refresh``; owners tell of the refreshes of those ``answered``.
+        of those to ``refresh``; owners tell of earlier refreshes of those ``answered``.
         """
         status = 0
         # As long as some layer has no statistics, every step might bring them.
-        if average or refresh or answered or len(self.active) < len(self.layers):
+        if average or len(self.active) < len(self.layers):
             status += self._exchange(answered)
-        if refresh:
-            status += self._outcome(refresh)
         kinds = self._sums(average), self._state(refresh), self._gradients
         return _by_rank(dict(zip(MOVED, (*kinds, [status] * self.grid.world), strict=True)))
 
@@ -166,8 +163,7 @@ class Account:
     ) -> list[Means]:
         """Return the bytes that arrive at each rank in a step, as a mean over whole intervals.
 
-        Where ranks learn of a refresh in the step after it, the mean is the most that it can be:
-        these steps had no other exchange. Inverses that fail are left out.
+        Ranks learn of a refresh in the next exchange.
         """
         slots = self.per_slot(schedule, factor_update_steps, inv_update_steps)
         return slots.per_step(factor_update_steps, inv_update_steps)
@@ -178,19 +174,11 @@ class Account:
         """Return the bytes that arrive at each rank in the slots of both intervals."""
         gathering = schedule.gathering_slots(factor_update_steps)
         refresh = schedule.refresh_slots(inv_update_steps)
-        # A slot of the one kind meets one of the other in one step of both intervals, or never.
-        common = math.gcd(factor_update_steps, inv_update_steps)
-        meetings = sum((g - r) % common == 0 for g in gathering for r in refresh)
-        exchanging = len(gathering) / factor_update_steps + len(refresh) / inv_update_steps
-        exchanging -= meetings * common / (factor_update_steps * inv_update_steps)
-        plain = 0
-        if len(self.active) < len(self.layers):
-            exchanging, plain = 1.0, self._exchange(())
-        status = exchanging * self._exchange(())
-        for names in refresh.values():
-            later = [name for name in names if name in self.defers]
-            answers = self._exchange(later) - plain if later else 0
-            status += (self._outcome(names) + answers) / inv_update_steps
+        plain, exchanging = self._exchange(()), len(gathering) / factor_update_steps
+        if len(self.active) < len(self.layers):  # every step might bring first statistics
+            exchanging = 1.0
+        answers = self._exchange(self.names) - plain if refresh else 0
+        status = exchanging * plain + answers / inv_update_steps
         return PerSlot(
             self._gradients,
             {n: self._sums(names) for n, names in gathering.items()},
@@ -207,10 +195,6 @@ class Account:
         sections = sum(layer.sections for layer in self.layers)
         report = StepReport.blank(len(self.layers), len(answered), sections)
         return all_reduced(8 * len(report.numbers()), self.grid.world)
-
-    def _outcome(self, refresh: Collection[str]) -> int:
-        """Return the bytes of the numbers that ranks agree on after a refresh."""
-        return all_reduced(8 * len(RefreshReport().numbers([*refresh])), self.grid.world)
 
     def _sums(self, names: Collection[str]) -> list[int]:
         """Return the bytes of sums on their way to the factors' owners."""

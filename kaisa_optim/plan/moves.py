@@ -64,7 +64,6 @@ OF_AVERAGES = (
     TensorSpec("weight", "counters", "number", "own", STARTS_ANEW),
     TensorSpec("rejected", "counters", "number", "int32", IS_ZERO),
 )
-STALE = TensorSpec("stale", "counters", "number", "int32", IS_ZERO)  # to be decomposed again
 
 
 class Sizes(NamedTuple):

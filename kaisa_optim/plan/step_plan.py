@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .facts import FactorName, Side
+from .facts import Side
 
 SIDES: tuple[Side, Side] = ("a", "g")
 
-REJECTED, FAILED = 1, 2  # flags of unchecked factors: by their sums, or by their decomposition
+REJECTED, FAILED = 1, 2  # flags of refreshed factors: by their sums, or by their decomposition
 
 PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
 
@@ -22,18 +22,16 @@ class LayerState:
 
     has_average: bool = False
     has_state: bool = False  # a refresh has made state of the averages
-    failures: int = 0  # decompositions that failed in a row
-    empties: int = 0  # refreshes since the last good one without finite statistics
-    failed: int = 0  # decompositions that failed in all
-    refreshes: int = 0  # refreshes that were done
+    failures: int = 0  # refreshes that failed in a row
+    failed: int = 0  # refreshes that failed in all
+    refreshes: int = 0  # refreshes in all
     refreshed: int = -1  # the step of the last one
     rejected: int = 0  # refreshes in which statistics that were not finite were left out
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
     elsewhere: float = 0.0  # share of the gradient from other sources than rows, once it was named
-    deferred: bool = False  # the last refresh was unchecked: owners tell in the next exchange
-    stale: set[Side] = field(default_factory=set)  # factors to decompose in the next step
+    deferred: bool = False  # owners tell in the next exchange whether the last refresh failed
 
     def reset(self) -> None:
         """Forget the layer's averages and state: they are estimated anew.
@@ -43,7 +41,6 @@ class LayerState:
         self.has_average = self.has_state = False
         self.missed = self.missed_with_gradient = self.unseen = 0
         self.elsewhere = 0.0
-        self.stale.clear()
 
     @property
     def waits(self) -> bool:
@@ -147,27 +144,6 @@ class AgreedStep:
         return [max(counts) > 0 for counts in zip(rows, crossed, strict=True)]
 
 
-@dataclass
-class RefreshReport:
-    """The outcome of a refresh on one rank, or on all ranks: names of layers."""
-
-    error: Exception | None = None  # this rank's error
-    failed: set[str] = field(default_factory=set)  # layers whose older state stays
-    empty: set[str] = field(default_factory=set)  # layers without finite statistics
-    rejected: set[str] = field(default_factory=set)  # layers with statistics that were not finite
-
-    def numbers(self, layers: Sequence[str]) -> list[float]:
-        parts = self.failed, self.empty, self.rejected
-        return [self.error is not None, *[name in part for part in parts for name in layers]]
-
-    @classmethod
-    def of(cls, layers: Sequence[str], totals: Sequence[float]) -> RefreshReport:
-        """Read sums over the ranks of :meth:`numbers`, without the first number."""
-        numbers = iter(totals)
-        parts = [{name for name in layers if next(numbers)} for _ in range(3)]
-        return cls(None, *parts)
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """The work of one step on factors and gradients; layers are named in the model's order."""
@@ -176,67 +152,35 @@ class StepPlan:
     exchanges: bool = False  # ranks hold the status exchange
     answered: tuple[str, ...] = ()  # deferred layers whose owners answer in that exchange
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
-    refresh: tuple[str, ...] = ()  # layers with a factor to refresh
-    decompose: frozenset[FactorName] = frozenset()  # factors for which the host waits
-    attempt: frozenset[FactorName] = frozenset()  # factors that are checked in the next step
-    again: frozenset[str] = frozenset()  # layers whose last decomposition failed
-    precondition: tuple[str, ...] = ()  # layers with a state, unless this refresh fails for them
+    refresh: tuple[str, ...] = ()  # layers to refresh
+    again: frozenset[str] = frozenset()  # those of them whose last refresh failed
+    precondition: tuple[str, ...] = ()  # layers with a state
 
     @property
     def changes_factors(self) -> bool:
         """Return whether some average or state changes; in most steps none does."""
         return bool(self.average or self.refresh)
 
-    @property
-    def deferred(self) -> tuple[str, ...]:
-        """The unchecked layers: in the next step, ranks learn whether the attempt succeeded."""
-        names = {name for name, _ in self.attempt}
-        return tuple([name for name in self.refresh if name in names])
-
-
-def due_layers(states: Mapping[str, LayerState], slot: Collection[str]) -> list[str]:
-    """Return the layers to refresh: in their slot, or stale, or without a state."""
-    return [
-        name
-        for name, state in states.items()
-        if state.has_average and (name in slot or state.stale or not state.has_state)
-    ]
-
 
 def plan_step(
     number: int,
     agreed: AgreedStep,
     states: Mapping[str, LayerState],
-    *,
     slot: Collection[str],
-    defers: Collection[str],
 ) -> StepPlan:
     """Return the plan of a step that all ranks agree on.
 
     ``states`` are all layers' states after the exchange, in the model's order. ``slot`` has the
-    layers that are refreshed in this step by their slot. ``defers`` has layers whose refresh the
-    host need not check in the same step.
+    layers that are refreshed in this step by their slot; layers without a state are due, too.
     """
-    decompose: set[FactorName] = set()
-    attempt: set[FactorName] = set()
-    due = due_layers(states, slot)
-    for name in due:
-        state = states[name]
-        waits = name not in defers or not state.has_state or state.failures > 0
-        for side in SIDES:
-            if waits or side in state.stale:
-                decompose.add((name, side))
-            elif name in slot:
-                attempt.add((name, side))
-    will_have_state = {*due, *[name for name, state in states.items() if state.has_state]}
+    has_average = [(name, state) for name, state in states.items() if state.has_average]
+    due = tuple([name for name, x in has_average if name in slot or not x.has_state])
     return StepPlan(
         number,
         exchanges=agreed.exchanged,
         answered=agreed.answered,
         average=tuple(agreed.rows),
-        refresh=tuple(due),
-        decompose=frozenset(decompose),
-        attempt=frozenset(attempt),
+        refresh=due,
         again=frozenset([name for name in due if states[name].failures]),
-        precondition=tuple([name for name in states if name in will_have_state]),
+        precondition=tuple([n for n, x in states.items() if x.has_state or n in due]),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +69,6 @@ class Case:
     # By which ranks are balanced, if these differ from the layers' own: of frozen parameters, too.
     tasks: Sequence[Task] = ()
     colocate: bool | None = None
-    defers: Collection[str] = ()
     bucket_bytes: int = 25 * 2**20
     passes: Passes = Passes()  # noqa: RUF009 (it is frozen)
 
@@ -85,7 +84,7 @@ class Case:
         colocate = self.colocate if world > 1 else None
         places = assign(strategy, tasks, grid, colocate)
         layers = [layer._replace(placement=places[layer.name]) for layer in self.layers]
-        return Account(layers, grid, self.sizes, self.defers, self.bucket_bytes)
+        return Account(layers, grid, self.sizes, self.bucket_bytes)
 
     def momenta_by_column(self, account: Account) -> list[int]:
         """Return the bytes of momenta on the ranks of each column."""

@@ -15,7 +15,6 @@ from ..core.options import Group
 from ..core.placements import task_of
 from ..core.preconditioner import make_rule, sizes_of
 from ..core.registry import Registry
-from ..curvature.stacks import WITH_STREAMS
 from ..errors import invalid_because
 from ..optim import bases
 from ..optim.mixin import KFACMixin
@@ -68,7 +67,6 @@ def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
         momenta=momenta,
         tasks=[task_of(layer) for layer in layers.values()],
         colocate=options.colocate_factors,
-        defers=tuple(layers) if rule.checks_later and device in WITH_STREAMS else (),
         bucket_bytes=ranks.bucket_bytes,
     )
     return case, registry

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker, moments, precision
 from ...plan.facts import Work
-from ...plan.moves import OF_AVERAGES, STALE, Sizes, TensorSpec
+from ...plan.moves import Sizes, TensorSpec
 from ..lengths import Length, OfBase
 from ..stacks import (
     AppliedFactors,
@@ -66,17 +66,14 @@ class Rule(ABC):
     def makes_directions(self) -> bool:
         return self.length is not None
 
-    @property
-    def checks_later(self) -> bool:
-        """True if the host need not wait for a device to decompose."""
-        return STALE in self.sizes.of_owner
-
     # ---- state ----
 
     def allocate(self, applied: AppliedFactors) -> None:
-        """Allocate the tensors of a new layout."""
+        """Allocate the tensors of a new layout; state is the identity until a refresh."""
         for stack in applied.stacks.values():
             stack.allocate(self.sizes.of_factor, self.dtype)
+            for tensor in stack.tensors.values():
+                (tensor.diagonal(dim1=1, dim2=2) if tensor.dim() == 3 else tensor).fill_(1)
         for group in applied.groups:
             group.allocate(self.sizes.of_gradient, self.dtype)
 
@@ -192,7 +189,7 @@ class TriangleRule(Rule):
 
 def triangles(name: str, kind: str) -> Sizes:
     """Return what a :class:`TriangleRule` keeps."""
-    return Sizes((TensorSpec(name, kind),), of_owner=(*OF_AVERAGES, STALE), packed=True)
+    return Sizes((TensorSpec(name, kind),), packed=True)
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

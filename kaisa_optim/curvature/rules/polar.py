@@ -19,7 +19,7 @@ from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.facts import Work
 from ...plan.moves import TensorSpec
 from ..lengths import SQUARE_SUM, BlockSums, Length
-from ..stacks import AppliedFactors, Factor, LayerGroup
+from ..stacks import Factor, LayerGroup
 from .base import StepValues, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
@@ -44,13 +44,6 @@ class PolarRule(TriangleRule):
         self.sizes = self.sizes._replace(
             of_gradient=length.kept, terms=length.terms, shard_sums=len(BlockSums._fields)
         )
-
-    def allocate(self, applied: AppliedFactors) -> None:
-        """Begin with the identity: it stays where a first root fails."""
-        super().allocate(applied)
-        for key, stack in applied.stacks.items():
-            root = stack.tensors["root"]
-            (root if key.diagonal else root.diagonal(dim1=1, dim2=2)).fill_(1)
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
         found = [*super().faults(spec, tensor)]
