@@ -95,7 +95,7 @@ def test_conditions_are_of_factors_with_the_damping():
 def test_rejected_statistics_are_counted():
     model = nn.Linear(3, 2)
     opt = KFACAdam(model, lr=1e-3, factor_update_steps=1, inv_update_steps=1)
-    for scale in (1.0, torch.inf):
+    for scale in (1.0, torch.inf, 1.0):
         opt.zero_grad()
         (model(torch.ones(4, 3)).square().mean() * scale).backward()
         for p in model.parameters():

@@ -30,7 +30,6 @@ from tests.support.training import (
     assert_same,
     early,
     factors,
-    refreshed,
 )
 from tests.support.watch import (
     Watch,
@@ -428,25 +427,19 @@ def test_schedules_on_all_ranks(strategy: str) -> None:
     compare(schedules, strategy, staggered=False)
 
 
-# ---- inverses of which the host hears in the next step ----
+# ---- refreshes of whose failure ranks hear in the next exchange ----
 
 
 INVERSES: dict[str, Any] = {"compute_method": "inverse", "inv_update_steps": 2}
 
 
 def inverted(options: dict[str, Any]) -> list[Tensor]:
-    unseen, options = options["unseen"], {k: v for k, v in options.items() if k != "unseen"}
-    with as_on_a_gpu() if unseen else nullcontext():
-        model = ddp(net())
-        opt = optimizer(model, **INVERSES, **options)
-        for i in range(STEPS + 4):
-            learn(model, opt, i)
-        assert set(refreshed(opt.preconditioner).values()) == {not unseen}
-    return weights(model)
+    with as_on_a_gpu() if options["unseen"] else nullcontext():
+        return trains({k: v for k, v in options.items() if k != "unseen"} | INVERSES)
 
 
 @every_strategy
-def test_inverses_that_no_host_waits_for_are_the_same(strategy: str) -> None:
+def test_a_device_that_no_host_waits_for_has_the_same_inverses(strategy: str) -> None:
     ranks, spread = STRATEGIES[strategy]
     plain = inverted({"unseen": False, "staggered": ranks})
     assert_same(inverted({"unseen": True, "staggered": ranks}), plain)
@@ -456,11 +449,9 @@ def test_inverses_that_no_host_waits_for_are_the_same(strategy: str) -> None:
     assert_near(results[0], plain, 1e-9, 1e-11)
 
 
-def failing(
-    attempts: int, options: dict[str, Any], restarts: bool = False
-) -> tuple[list[Any], list[str]]:
+def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[list[str]]]:
     """So many attempts at A of the first layer fail from step 4 on, in which it has its turn."""
-    left, real, states = 0, kronecker.damped_inverse, []
+    left, real, states, said = 0, kronecker.damped_inverse, [], []
 
     def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
         nonlocal left
@@ -470,80 +461,38 @@ def failing(
             result[:] = torch.nan
         return result
 
-    with (
-        as_on_a_gpu(),
-        mock.patch.object(kronecker, "damped_inverse", damped_inverse),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
+    with as_on_a_gpu(), mock.patch.object(kronecker, "damped_inverse", damped_inverse):
         model = ddp(net())
         opt = optimizer(model, **INVERSES, staggered=False, **options)
         for i in range(8):
             left = attempts if i == 4 else left
-            learn(model, opt, i)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                learn(model, opt, i)
+            said.append([str(w.message) for w in caught if "failed" in str(w.message)])
             kfac = opt.preconditioner
             applied = kfac.store.applied.by_key.get((kfac.layers["0"], "a"))
             states.append(None if applied is None else applied["inverse"].clone())
-            if restarts and i == 4:
-                model, older = copy.deepcopy(model), opt
-                opt = optimizer(model, **INVERSES, staggered=False, **options)
-                opt.load_state_dict(older.state_dict())
-    return [*states, weights(model)], [str(w.message) for w in caught]
+    return [*states, weights(model)], said
 
 
 @every_strategy
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_an_inverse_that_fails_unseen_is_named_in_the_next_step(
-    strategy: str, attempts: int
-) -> None:
-    """The layer's next refresh is in step 6; the host waits for it."""
+def test_an_inverse_that_fails_is_named_in_the_next_exchange(strategy: str, attempts: int) -> None:
+    """Refreshes are in steps 4 and 6; the layer gathers in each step."""
     ranks, spread = STRATEGIES[strategy]
     for i, (found, said) in enumerate(run(ranks, failing, attempts, spread)):
         *states, ended = found
         assert all(w.isfinite().all() for w in ended)
-        said = [text for text in said if "failed" in text]
-        assert len(said) == (attempts if i == 0 else 0)
-        for count, text in enumerate(said, 1):
-            assert f"layer '0' failed, {count} in a row; its older state" in text
+        told = [step for step, texts in enumerate(said) if texts]
+        assert told == ([5, 7][:attempts] if i == 0 else [])
+        for count, step in enumerate(told, 1):
+            assert f"layer '0' failed, {count} in a row" in said[step][0]
         if states[0] is None:
             continue
         assert torch.equal(states[4], states[2])
         assert torch.equal(states[5], states[4])
         assert torch.equal(states[6], states[5]) == (attempts == 2)
-
-
-@pytest.mark.parametrize("how", ["moved", "loaded"])
-def test_an_inverse_that_failed_unseen_elsewhere_is_worked_out(how: str) -> None:
-    """On the CPU, whose hosts wait, the notes are heard that a GPU has left."""
-    model = net()
-    opt = optimizer(model, **INVERSES, staggered=False)
-    failed = functools.partial(torch.full_like, fill_value=torch.nan)
-    with as_on_a_gpu():
-        for i in range(4):
-            learn(model, opt, i)
-        with mock.patch.object(
-            kronecker, "damped_inverse", lambda factors, damping: failed(factors)
-        ):
-            learn(model, opt, 4)
-    if how == "moved":
-        model.float()
-    else:
-        state, opt = opt.state_dict(), optimizer(model, **INVERSES, staggered=False)
-        opt.load_state_dict(state)
-    layer = opt.preconditioner.layers["0"]
-    older = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"].clone()
-    with pytest.warns(UserWarning, match="failed, 1 in a row; its older state stays"):
-        learn(model, opt, 5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        learn(model, opt, 6)
-    newer = opt.preconditioner.store.applied.by_key[layer, "a"]["inverse"]
-    assert not torch.allclose(newer.double(), older.double())
-
-
-def test_a_restart_knows_of_an_inverse_that_failed_unseen() -> None:
-    restarted, plain = failing(1, {}, restarts=True), failing(1, {})
-    assert_same([*restarted[0][:-1], *restarted[0][-1]], [*plain[0][:-1], *plain[0][-1]])
 
 
 # ---- half precision ----

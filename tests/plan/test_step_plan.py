@@ -1,4 +1,4 @@
-"""Plans from agreed numbers: which factors are renewed in a step, and who checks them when."""
+"""Plans from agreed numbers: which layers are renewed in a step."""
 
 from __future__ import annotations
 
@@ -16,34 +16,23 @@ from kaisa_optim.plan.step_plan import (
 READY = LayerState(has_average=True, has_state=True)
 
 
-def both(name: str) -> set[tuple[str, str]]:
-    return {(name, "a"), (name, "g")}
-
-
 @pytest.mark.parametrize(
-    ("state", "in_slot", "defers", "waits_for", "attempts"),
+    ("state", "in_slot", "refreshed"),
     [
-        (READY, False, False, "", ""),
-        (READY, True, False, "ag", ""),
-        (READY, True, True, "", "ag"),
-        (dataclasses.replace(READY, failures=1), True, True, "ag", ""),
-        (dataclasses.replace(READY, stale={"g"}), False, True, "g", ""),
-        (dataclasses.replace(READY, stale={"g"}), True, True, "g", "a"),
-        (LayerState(has_average=True), False, True, "ag", ""),
-        (LayerState(), True, True, "", ""),
+        (READY, False, False),
+        (READY, True, True),
+        (dataclasses.replace(READY, failures=1), False, False),
+        (dataclasses.replace(READY, failures=1), True, True),
+        (LayerState(has_average=True), False, True),
+        (LayerState(), True, False),
     ],
 )
-def test_what_is_renewed(state, in_slot, defers, waits_for, attempts):
-    states = {"beside": READY, "x": state}
-    names = ["x"] if in_slot else []
-    defer = ["x"] if defers else []
-    plan = plan_step(3, AgreedStep(), states, slot=names, defers=defer)
-    assert plan.decompose == {("x", side) for side in waits_for}
-    assert plan.attempt == {("x", side) for side in attempts}
-    assert plan.refresh == plan.refresh[: bool(waits_for or attempts)]
-    assert plan.deferred == (("x",) if attempts else ())
+def test_what_is_renewed(state, in_slot, refreshed):
+    plan = plan_step(3, AgreedStep(), {"beside": READY, "x": state}, ["x"] if in_slot else [])
+    assert plan.refresh == (("x",) if refreshed else ())
+    assert plan.again == ({"x"} if refreshed and state.failures else set())
     assert plan.precondition == (("beside", "x") if state.has_average else ("beside",))
-    assert plan.changes_factors == bool(waits_for or attempts)
+    assert plan.changes_factors == refreshed
 
 
 def test_a_layer_waits_for_a_first_average_with_patience():

@@ -32,12 +32,6 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def refreshed(kfac: Any) -> dict[tuple[str, str], bool]:
-    """Return the factors that the last step refreshed, and whether its host waited for them."""
-    plan = kfac.plan
-    return dict.fromkeys(plan.decompose, True) | dict.fromkeys(plan.attempt, False)
-
-
 def early(*steps: int) -> Any:
     """Let optimizers that are built under it refresh everything in these steps, too."""
     return mock.patch.object(options, "_early", lambda settled: steps)
