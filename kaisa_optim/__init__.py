@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+import torch
+
 from .layers import Layer, Moments, register_layer
 from .optim.family import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from .optim.lamb import LAMB
@@ -12,6 +14,8 @@ from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, Work
 def __getattr__(name: str) -> NoReturn:
     if name in ("KFACMuon", "Muon"):
         raise ImportError(f"kaisa_optim has no {name}; use KFACAdam, which needs no groups")
+    if name.startswith("KFAC") and name != "KFACOptimizer" and hasattr(torch.optim, name[4:]):
+        raise ImportError(f"kaisa_optim has no {name}; use with_kfac(torch.optim.{name[4:]})")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

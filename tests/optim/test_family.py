@@ -136,6 +136,12 @@ def test_classes_that_can_not_take_kfac_are_refused():
             with_kfac(value)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_names_of_other_bases_point_to_with_kfac(name):
+    with pytest.raises(ImportError, match=rf"use with_kfac\(torch.optim.{name}\)"):
+        exec(f"from kaisa_optim import KFAC{name}")
+
+
 @pytest.mark.parametrize("name", ["KFACMuon", "Muon"])
 def test_muon_names_the_class_to_take(name):
     with pytest.raises(ImportError, match=rf"kaisa_optim has no {name}; use KFACAdam"):

@@ -6,8 +6,10 @@ import builtins
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,15 @@ def test_a_plan_is_a_table():
         assert any(all(cell in line for cell in cells) for line in told.output.splitlines()), cells
     assert " ".join(found.reason.split()) in " ".join(told.output.split())
     assert "activations" in told.output
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints():
+    pytest.importorskip("transformers")
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    command, shown = re.search(r"^\$ kaisa (plan .*)\n((?:.+\n)+?)```", readme, flags=re.M).groups()
+    printed = [line.split() for line in kaisa(*command.split()).output.splitlines()]
+    for line in shown.splitlines():
+        assert line.split() in printed, line
 
 
 def test_a_narrow_terminal_shows_fewer_columns():
