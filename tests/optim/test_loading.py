@@ -246,7 +246,7 @@ def frozen_since(name: str, again: bool) -> tuple[list[float], list[str]]:
         opt.load_state_dict(copy.deepcopy(saved))
         if again:
             model[2].bias.requires_grad_(False)
-            train(model, opt, [3])
+            train(model, opt, range(3, 6))  # to a step that exchanges
             opt.load_state_dict(copy.deepcopy(saved))
             train(model, opt, range(4, 6))
         else:
