@@ -14,9 +14,9 @@ REMEDIES = {
         "K-FAC knows no layer kind for these parameters, or skip_layers names them. Read "
         "print(optimizer.preconditioner) for the reasons; register a layer kind, or accept it."
     ),
-    "the base optimizer's step failed": (
-        "The ranks' weights have drifted apart since. Correct the named error, and go back to a "
-        "checkpoint."
+    "All ranks raise this error": (
+        "After an error of the base's step, the ranks' weights have drifted apart. Correct the "
+        "named error, and go back to a checkpoint."
     ),
     "has a gradient but no statistics": (
         "Call the layer's module itself, and leave paused() only around evaluations."

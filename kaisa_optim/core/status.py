@@ -20,7 +20,6 @@ from ..layers import Layer
 from ..plan.step_plan import (
     FAILED,
     REJECTED,
-    SIDES,
     AgreedStep,
     StepReport,
 )
@@ -176,12 +175,12 @@ class Status:
         flags, states = iter(agreed.total.stale), self._registry.states
         rejected = []
         for name in agreed.answered:
-            state, of_layer = states[name], [int(next(flags)) for _ in SIDES]
+            state, told = states[name], int(next(flags)) | int(next(flags))  # of A and of G
             state.deferred = False
-            if any(flag & REJECTED for flag in of_layer):
+            if told & REJECTED:
                 state.rejected += 1
                 rejected.append(repr(name))
-            if any(flag & FAILED for flag in of_layer):
+            if told & FAILED:
                 self._count_failure(name)
             else:
                 state.failures = 0

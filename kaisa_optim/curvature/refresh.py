@@ -50,7 +50,8 @@ class Refresher:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._flags: dict[FactorStack, Tensor] = {}  # of each slot, from its last refresh
+        # Of each slot, from its last refresh; none where the host saw that all went well.
+        self._flags: dict[FactorStack, Tensor] = {}
         self._notes = Notes()
 
     def decompose(
@@ -75,7 +76,9 @@ class Refresher:
                 one = key.size if key.diagonal else key.size**2
                 for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
                     self._renew(owned.stacks[key], some, applied, shifts, again=again)
-        for stack in {owned.stacks[key]: None for key, _ in due}:
+        for stack in {
+            owned.stacks[key]: None for key, _ in due if owned.stacks[key] in self._flags
+        }:
             self._notes.send(stack, self._flags[stack])
 
     def _renew(
@@ -99,22 +102,25 @@ class Refresher:
                 average = average.double()
             shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
         results, good = attempt(average, shift, self._rule.solve, diagonal=stack.key.diagonal)
-        good &= own["weight"][slots] > 0  # else no sum was finite
-        on_host = good.device.type not in WITH_STREAMS
-        all_good = on_host and bool(good.all())  # the host would wait for another device
+        weight, rejected = own["weight"][slots], own["rejected"][slots]
+        on_host = good.device.type not in WITH_STREAMS  # it would wait for another device
+        fine = on_host and bool(good.all()) and not rejected.any()
+        if not fine:  # nor is there a state if no sum was finite
+            good = good & ((weight > 0) | (rejected == 0))
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
         state = applied.stacks[stack.key].tensors
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
             kept = state[spec.name]
             new = stored(result, kept.dtype)
-            if not all_good:
+            if not fine:
                 new = torch.where(good.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
             kept[there] = new
+        if fine and stack not in self._flags:
+            return
         if stack not in self._flags:
             self._flags[stack] = torch.zeros_like(own["rejected"])
-        rejected = torch.where(own["rejected"][slots] > 0, REJECTED, 0)
-        self._flags[stack][slots] = (rejected + torch.where(good, 0, FAILED)).int()
+        self._flags[stack][slots] = rejected.clamp(max=REJECTED) + FAILED * (~good).int()
         own["rejected"][slots] = 0
 
     # ---- answers in the next exchange ----

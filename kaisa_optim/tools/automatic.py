@@ -57,7 +57,7 @@ def choice_of(optimizer: KFACMixin, world: int, budget: int) -> Choice:
     device = optimizer.device
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     profile = hardware.load(hardware.named_for(device.type, title))
-    case, _ = survey(optimizer, device.type)
+    case, _ = survey(optimizer)
     priced = [price(case, x, world, profile) for x in candidates(world, case.colocate)]
     return Choice(case, profile, world, budget, priced)
 

@@ -59,7 +59,7 @@ def plan(
     without = type(title, (optimizer,), {"_start": lambda self: None})  # the preconditioner
     instance: Any = without(model, **options)
     settled = instance._kfac_options
-    case, registry = survey(instance, profile.device)
+    case, registry = survey(instance)
     if batch is not None:
         fraction = settled.statistics_fraction
         fraction = fraction(0) if callable(fraction) else fraction

@@ -26,8 +26,8 @@ _ON_META = {"fused": None, "capturable": False}
 _RATE = 1e-3  # any rate: the state of a step does not depend on it
 
 
-def survey(optimizer: KFACMixin, device: str) -> tuple[Case, Registry]:
-    """Return the facts for plans on this type of device, and the layers that they tell of.
+def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
+    """Return the facts for plans, and the layers that they tell of.
 
     ``optimizer`` needs no preconditioner yet.
     """

@@ -204,7 +204,7 @@ def test_calls_that_come_later_are_compared_anew_and_all_calls_ever_more_rarely(
     assert steps_with_comparisons(twice_from=10) == sorted([*rarely, 10])
 
 
-@pytest.mark.filterwarnings("ignore:the decomposition of layer", "ignore:statistics that were not")
+@pytest.mark.filterwarnings("ignore:statistics that were not", "ignore:the refresh of layer")
 def test_a_gradient_that_is_not_finite_is_compared_later():
     net = seeded(Head)
     opt, x = KFACAdam(net, lr=1e-9, factor_update_steps=1), normal(6, 4)

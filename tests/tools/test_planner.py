@@ -36,13 +36,13 @@ def trained(kind: Any, name: str, options: dict[str, Any]) -> Seen:
         optimizer = kind(net, lr=0.01, **INTERVALS, **options)
     kfac = optimizer.preconditioner
     waiting, before = 0, Counter[str]()
-    for step in range(13):
+    for step in range(19):
         x, y = batch(name, step, 4, torch.float32)
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
         waiting = max(waiting, kfac.memory_usage()["pending"])
         average(net.parameters())
-        if step == 1:
+        if step == 7:
             before = Counter(kfac.ranks.received)
         optimizer.step()
     received = (Counter(kfac.ranks.received) - before).total() / 12

@@ -54,7 +54,7 @@ def test_bytes_of_state_are_those_of_the_optimizer(name):
     kind, options = CASES[name]
     net = model()
     optimizer = kind(net, **{"lr": 0.01, **options})
-    case = survey(optimizer, "cpu")[0]
+    case = survey(optimizer)[0]
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.randint(50, (8, 5))).square().mean().backward()
@@ -71,16 +71,9 @@ def test_nothing_of_the_model_changes():
     net = model()
     optimizer = KFACAdam(net)
     hooks = len(net[1]._forward_hooks), len(net[1]._forward_pre_hooks)
-    survey(optimizer, "cpu")
+    survey(optimizer)
     assert hooks == (len(net[1]._forward_hooks), len(net[1]._forward_pre_hooks))
     assert all(p.grad is None for p in net.parameters())
-
-
-def test_on_gpus_refreshes_are_checked_later():
-    (cpu, _), (cuda, _) = (survey(KFACAdam(model()), device) for device in ("cpu", "cuda"))
-    assert cpu.defers == () and len(cuda.defers) == 3
-    eigen, _ = survey(KFACAdam(model(), compute_method="eigen"), "cuda")
-    assert eigen.defers == ()
 
 
 class Strange(OPTIM.SGD):
@@ -92,4 +85,4 @@ class Strange(OPTIM.SGD):
 
 def test_a_base_that_can_not_step_on_meta_is_named():
     with pytest.raises(ValueError, match="the entries of Strange are not known before a step: no"):
-        survey(with_kfac(Strange)(model(), lr=0.1), "cpu")
+        survey(with_kfac(Strange)(model(), lr=0.1))
