@@ -76,10 +76,9 @@ class Refresher:
                 one = key.size if key.diagonal else key.size**2
                 for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
                     self._renew(owned.stacks[key], some, applied, shifts, again=again)
-        for stack in {
-            owned.stacks[key]: None for key, _ in due if owned.stacks[key] in self._flags
-        }:
-            self._notes.send(stack, self._flags[stack])
+        for stack in {owned.stacks[key]: None for key, _ in due}:
+            if stack in self._flags:
+                self._notes.send(stack, self._flags[stack])
 
     def _renew(
         self,

@@ -18,8 +18,9 @@ def recorded(folder):
     return json.loads((folder / "cuda_trial_rehearsal.json").read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in PARTS if name != "proofs"])
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"proofs", "bert-large"}))
 def test_each_part_rehearses(tmp_path, name):
+    """BERT-Large is timed as ResNet-50 is, and its rehearsal takes as long as all others."""
     assert main(["--rehearse", "--out", str(tmp_path), "--parts", name]) == 0
     part = recorded(tmp_path)["parts"][name]
     assert part["state"] == "done" and part["results"]
