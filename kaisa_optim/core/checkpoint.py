@@ -353,7 +353,8 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     anew = []
     for layer in kfac.registry.active:
         state = kfac.registry.states[layer.name]
-        state.failures = 0
+        state.failures = state.refreshes = 0
+        state.refreshed = state.before = -1
         entry = entries.get(_home(layer), {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)

@@ -303,7 +303,7 @@ _REFRESHES = (
            guide="precision.md"),
     Option("max_failures", None, "int | None",
            _or_none(_whole(0, "a count, 0 or more, or None")),
-           "Decompositions of one layer that may fail in a row. None: any number.",
+           "Refreshes of one layer that may fail in a row. None: any number.",
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (

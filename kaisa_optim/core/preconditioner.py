@@ -253,7 +253,8 @@ class Preconditioner:
             self.rule.half_products = agreed.total.lacks_half_products == 0
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
-        self.status.note_answers(agreed)
+        told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
+        self.store.refresher.forget_answers(self.store.owned, told)
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
@@ -325,7 +326,7 @@ class Preconditioner:
         for state in [self.registry.states[name] for name in plan.refresh]:
             state.has_state = state.deferred = True
             state.refreshes += 1
-            state.refreshed = plan.number
+            state.before, state.refreshed = state.refreshed, plan.number
 
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
@@ -428,6 +429,8 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._unsettled = [None] if self.ranks.world > 1 else []
+        for state in self.registry.states.values():
+            state.deferred = True  # owners tell what the save had still to tell
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self._aim()

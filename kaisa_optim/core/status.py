@@ -18,6 +18,7 @@ from ..curvature.notes import Notes
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.step_plan import (
+    EMPTY,
     FAILED,
     REJECTED,
     AgreedStep,
@@ -170,28 +171,40 @@ class Status:
         if not self.proven:
             self._compare_weights()
 
-    def note_answers(self, agreed: AgreedStep) -> None:
-        """Note the outcomes of refreshes since the last exchange, as the factors' owners answer."""
+    def note_answers(self, agreed: AgreedStep) -> list[str]:
+        """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
+
+        Return the layers of which something was told.
+        """
         flags, states = iter(agreed.total.stale), self._registry.states
-        rejected = []
+        told: dict[str, int] = {}
         for name in agreed.answered:
-            state, told = states[name], int(next(flags)) | int(next(flags))  # of A and of G
+            state, flag = states[name], int(next(flags)) | int(next(flags))  # of A and of G
             state.deferred = False
-            if told & REJECTED:
-                state.rejected += 1
-                rejected.append(repr(name))
-            if told & FAILED:
-                self._count_failure(name)
-            else:
+            if flag:
+                told[name] = flag
+            elif state.refreshes:  # since the load, if there was one
                 state.failures = 0
+        rejected = [name for name, flag in told.items() if flag & REJECTED]
+        for name in rejected:
+            states[name].rejected += 1
         if rejected:
-            text = f"statistics that were not finite have been left out for {', '.join(rejected)}"
+            names = ", ".join(map(repr, rejected))
+            text = f"statistics that were not finite have been left out for {names}"
             agreement.warn(self._ranks, text)
+        for name, flag in told.items():
+            if flag & EMPTY:  # it begins as in the first step
+                states[name].reset()
+            if flag & FAILED:
+                self._count_failure(name)
+        return list(told)
 
     def _count_failure(self, name: str) -> None:
         state, most = self._registry.states[name], self._max_failures
         state.failures += 1
         state.failed += 1
+        state.refreshes -= state.refreshes > 0
+        state.refreshed = state.before
         text = f"the refresh of layer {name!r} failed, {state.failures} in a row"
         if most is not None and state.failures > most:
             raise RuntimeError(

@@ -44,7 +44,7 @@ class FactorStore:
             x for x in registry.active if registry.placements.owner(x, "g") % grid.columns == column
         )
         self.averages.allocate(self.owned, self.rule.sizes.of_owner)
-        self.refresher.forget_answers()  # they are of former stacks
+        self.refresher.forget_answers(self.owned)  # those on their way are of former stacks
         self.rule.allocate(self.applied)
         self.places = registry.devices
         for layer in set(registry.with_average).intersection(registry.active):

@@ -1,4 +1,4 @@
-"""Refreshes: owners decompose the running averages, and no host waits for a device.
+"""Refreshes: owners decompose the running averages; for roots and inverses no host waits.
 
 If a decomposition fails, the older state stays, at first the identity, and the layer's next refresh
 uses float64, and more damping where the rule damps factors. All ranks learn of a failure in the
@@ -7,6 +7,7 @@ next exchange.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
-from ..plan.step_plan import FAILED, REJECTED, StepPlan
+from ..plan.step_plan import EMPTY, FAILED, REJECTED, StepPlan
 from ..stages import stage
 from .notes import Notes
 from .rules.base import Rule, stored
@@ -50,8 +51,6 @@ class Refresher:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        # Of each slot, from its last refresh; none where the host saw that all went well.
-        self._flags: dict[FactorStack, Tensor] = {}
         self._notes = Notes()
 
     def decompose(
@@ -77,8 +76,7 @@ class Refresher:
                 for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
                     self._renew(owned.stacks[key], some, applied, shifts, again=again)
         for stack in {owned.stacks[key]: None for key, _ in due}:
-            if stack in self._flags:
-                self._notes.send(stack, self._flags[stack])
+            self._notes.send(stack, stack.tensors["stale"])
 
     def _renew(
         self,
@@ -104,8 +102,12 @@ class Refresher:
         weight, rejected = own["weight"][slots], own["rejected"][slots]
         on_host = good.device.type not in WITH_STREAMS  # it would wait for another device
         fine = on_host and bool(good.all()) and not rejected.any()
-        if not fine:  # nor is there a state if no sum was finite
-            good = good & ((weight > 0) | (rejected == 0))
+        if not fine:
+            empty = (weight == 0) & (rejected > 0)
+            good &= ~empty
+            flags = rejected.clamp(max=REJECTED) + FAILED * (~good).int() + EMPTY * empty.int()
+            own["stale"][slots] = own["stale"][slots] | flags  # until they are told
+            own["rejected"][slots] = torch.where(empty, rejected, 0)
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
         state = applied.stacks[stack.key].tensors
@@ -115,38 +117,35 @@ class Refresher:
             if not fine:
                 new = torch.where(good.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
             kept[there] = new
-        if fine and stack not in self._flags:
-            return
-        if stack not in self._flags:
-            self._flags[stack] = torch.zeros_like(own["rejected"])
-        self._flags[stack][slots] = rejected.clamp(max=REJECTED) + FAILED * (~good).int()
-        own["rejected"][slots] = 0
 
     # ---- answers in the next exchange ----
 
     def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
         """Return this rank's flags of the factors of these layers, A and G of each.
 
-        They add up: :data:`REJECTED` says that some sums were left out, :data:`FAILED` that the
-        older state stays. Factors of other owners have 0.
+        They add up: :data:`REJECTED`, :data:`FAILED` and :data:`EMPTY`. Factors of other owners
+        have 0.
         """
         flags: dict[FactorStack, list[int]] = {}
         answers = []
         for key in [(layer, side) for layer in layers for side in "ag"]:
             factor = owned.by_key.get(key)
-            stack = None if factor is None else owned.stacks[factor.key]
-            if factor is None or stack not in self._flags:
+            if factor is None:
                 answers.append(0.0)
                 continue
+            stack = owned.stacks[factor.key]
             if stack not in flags:
-                flags[stack] = self._notes.read(stack, self._flags[stack])
-            answers.append(float(max(flags[stack][factor.slots])))
+                flags[stack] = self._notes.read(stack, stack.tensors["stale"])
+            answers.append(float(functools.reduce(operator.or_, flags[stack][factor.slots])))
         return answers
 
-    def forget_answers(self) -> None:
-        """Forget the flags of a former layout."""
-        self._flags.clear()
+    def forget_answers(self, owned: Factors, layers: Iterable[Layer] = ()) -> None:
+        """Forget what was told of these layers, and what is on its way."""
         self._notes.clear()
+        for key in [(layer, side) for layer in layers for side in "ag"]:
+            if key in owned.by_key:
+                owned.by_key[key]["stale"].zero_()
+                owned.by_key[key]["rejected"].zero_()
 
 
 def attempt(

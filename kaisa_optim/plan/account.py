@@ -177,8 +177,9 @@ class Account:
         plain, exchanging = self._exchange(()), len(gathering) / factor_update_steps
         if len(self.active) < len(self.layers):  # every step might bring first statistics
             exchanging = 1.0
-        answers = self._exchange(self.names) - plain if refresh else 0
-        status = exchanging * plain + answers / inv_update_steps
+        # A refresh is told once, and an exchange tells of each layer once.
+        answers = (self._exchange(self.names) - plain) * min(1 / inv_update_steps, exchanging)
+        status = exchanging * plain + answers * bool(refresh)
         return PerSlot(
             self._gradients,
             {n: self._sums(names) for n, names in gathering.items()},

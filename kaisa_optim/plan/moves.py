@@ -63,6 +63,7 @@ OF_AVERAGES = (
     TensorSpec("average", "factors", if_absent=STARTS_ANEW),
     TensorSpec("weight", "counters", "number", "own", STARTS_ANEW),
     TensorSpec("rejected", "counters", "number", "int32", IS_ZERO),
+    TensorSpec("stale", "counters", "number", "int32", IS_ZERO),  # flags that are still to be told
 )
 
 

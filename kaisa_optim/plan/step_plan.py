@@ -11,7 +11,8 @@ from .facts import Side
 
 SIDES: tuple[Side, Side] = ("a", "g")
 
-REJECTED, FAILED = 1, 2  # flags of refreshed factors: by their sums, or by their decomposition
+# Flags of refreshed factors: sums were left out; the decomposition failed; no sum was finite.
+REJECTED, FAILED, EMPTY = 1, 2, 4
 
 PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
 
@@ -24,8 +25,9 @@ class LayerState:
     has_state: bool = False  # a refresh has made state of the averages
     failures: int = 0  # refreshes that failed in a row
     failed: int = 0  # refreshes that failed in all
-    refreshes: int = 0  # refreshes in all
+    refreshes: int = 0  # refreshes that were done
     refreshed: int = -1  # the step of the last one
+    before: int = -1  # the step of the one before it
     rejected: int = 0  # refreshes in which statistics that were not finite were left out
     missed: int = 0  # steps since the slot to gather passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient

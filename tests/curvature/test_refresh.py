@@ -554,6 +554,36 @@ def test_a_root_after_broken_first_statistics_is_that_of_a_fresh_run():
     assert opt.preconditioner.metrics()["failures"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:statistics that were not finite", "ignore:the refresh of")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_without_finite_statistics_begins_anew(method):
+    """Refreshed in each step, and once more before the next sums: zeros have no root."""
+    model = network(dtype=torch.float32)
+    intervals = {"factor_update_steps": 5, "inv_update_steps": 1}
+    opt = KFACSGD(model, lr=0.0, kl_clip=None, damping=1e-3, **METHODS[method], **intervals)
+    overflow(model, 0)
+    opt.step()
+    train(model, opt, [1])
+    for x in state_of(opt, "0")[len(state_of(opt, "0")) // 2 :]:  # of G; A's sums were finite
+        assert torch.equal(x[0], torch.eye(6) if x.dim() == 3 else torch.ones(6))
+    train(model, opt, range(2, 8))
+    states = opt.preconditioner.registry.states.values()
+    assert all(state.has_average and state.has_state and not state.failures for state in states)
+    assert not torch.equal(state_of(opt, "0")[-1][0], torch.eye(6))
+
+
+def test_a_failure_is_told_though_a_layer_is_frozen_in_between(method, planted):
+    """The layout is another one by then, and the flags stay."""
+    model, opt, *_ = pair_of_runs(method, planted)
+    train(model, opt, [0])
+    planted.fails = lambda matrices: size_of(matrices) == 7
+    train(model, opt, [1])
+    planted.fails = lambda matrices: False
+    model[0].weight.requires_grad_(False)
+    with told("layer '2' failed, 1 in a row"):
+        train(model, opt, [2])
+
+
 # ---- when layers are refreshed ----
 
 

@@ -58,7 +58,7 @@ def bar(condition: float, by_products: bool) -> float:
 
 
 stacks = st.lists(
-    st.tuples(st.sampled_from(KINDS), st.floats(0, 6), st.floats(-30, 30), st.integers(0, 2**16)),
+    st.tuples(st.sampled_from(KINDS), st.floats(0, 6), st.floats(-28, 30), st.integers(0, 2**16)),
     min_size=1,
     max_size=3,
 )

@@ -72,8 +72,10 @@ class Rule(ABC):
         """Allocate the tensors of a new layout; state is the identity until a refresh."""
         for stack in applied.stacks.values():
             stack.allocate(self.sizes.of_factor, self.dtype)
-            for tensor in stack.tensors.values():
-                (tensor.diagonal(dim1=1, dim2=2) if tensor.dim() == 3 else tensor).fill_(1)
+            for spec in self.sizes.of_factor:
+                state = stack.tensors.get(spec.name)  # a diagonal factor may have none
+                if state is not None:
+                    (state.diagonal(dim1=1, dim2=2) if state.dim() == 3 else state).fill_(1)
         for group in applied.groups:
             group.allocate(self.sizes.of_gradient, self.dtype)
 
