@@ -429,11 +429,16 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self._unsettled = [None] if self.ranks.world > 1 else []
-        for state in self.registry.states.values():
-            state.deferred = True  # owners tell what the save had still to tell
+        if not self._unsettled:
+            self._ask_owners()
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self._aim()
+
+    def _ask_owners(self) -> None:
+        """Let owners tell, in the next exchange, what a save had still to tell."""
+        for state in self.registry.states.values():
+            state.deferred = True
 
     def _forget(self, layers: Collection[Layer]) -> None:
         """Reset layers, and lay out their tensors anew."""
@@ -453,6 +458,7 @@ class Preconditioner:
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
+        self._ask_owners()  # not before: a rank that has not loaded sends as many numbers
         apart = self.status.compare_covers()
         for layer in apart:
             layer.cover(layer.covers_now())
