@@ -100,7 +100,7 @@ class Refresher:
             shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
         results, good = attempt(average, shift, self._rule.solve, diagonal=stack.key.diagonal)
         weight, rejected = own["weight"][slots], own["rejected"][slots]
-        on_host = good.device.type not in WITH_STREAMS  # it would wait for another device
+        on_host = good.device.type not in WITH_STREAMS  # the host would wait for a device
         fine = on_host and bool(good.all()) and not rejected.any()
         if not fine:
             empty = (weight == 0) & (rejected > 0)

@@ -7,10 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .facts import Side
-
-SIDES: tuple[Side, Side] = ("a", "g")
-
 # Flags of refreshed factors: sums were left out; the decomposition failed; no sum was finite.
 REJECTED, FAILED, EMPTY = 1, 2, 4
 
@@ -71,8 +67,8 @@ class StepReport(NamedTuple):
     @classmethod
     def blank(cls, layers: int, deferred: int, sections: int) -> StepReport:
         """Return a report of the right length, for counting its bytes."""
-        factors = len(SIDES) * deferred
         none = [0.0] * sections
+        factors = 2 * deferred  # A and G of each
         return cls(gradients=[False] * layers, stale=[0.0] * factors, rows=none, crossed=none)
 
     def numbers(self) -> list[float]:
@@ -152,7 +148,6 @@ class StepPlan:
 
     number: int  # of the step
     exchanges: bool = False  # ranks hold the status exchange
-    answered: tuple[str, ...] = ()  # deferred layers whose owners answer in that exchange
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
     refresh: tuple[str, ...] = ()  # layers to refresh
     again: frozenset[str] = frozenset()  # those of them whose last refresh failed
@@ -180,7 +175,6 @@ def plan_step(
     return StepPlan(
         number,
         exchanges=agreed.exchanged,
-        answered=agreed.answered,
         average=tuple(agreed.rows),
         refresh=due,
         again=frozenset([name for name in due if states[name].failures]),
